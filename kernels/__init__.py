@@ -1,0 +1,1 @@
+"""Triton kernels and their CPU counterparts."""

@@ -1,0 +1,115 @@
+"""What a pass knows about the graph it is given, and what the passes tell each other.
+
+A graph alone does not say which of its inputs are parameters, which outputs are gradients, or how the parameters are
+laid out. The `Context` does. It holds layouts and names only: no process group, no module, no tensor; a pass can be
+run on a graph written by hand, at any world size, on any machine.
+
+One context serves one graph. The pair of graphs that AOTAutograd cuts out of one model share ``recipes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zerofx.layout import GroupLayout, Slot
+
+Phase = Literal["forward", "backward", "inference"]
+Executor = Literal["inductor", "eager"]
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """One parameter, as a pass sees it: its group's layout and its slot there."""
+
+    layout: GroupLayout
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a node is for: ``node.meta["zerofx"]`` of every node that a pass inserted.
+
+    ======================  =================================================
+    kind                    node
+    ======================  =================================================
+    rebuild                 a view or cast that backward makes anew
+    shard                   the placeholder of a group's shard
+    unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
+    all_gather, wait        the group's gather, and the wait for it
+    weight                  a parameter as a view of the gathered buffer
+    pack                    what lays a group's gradients into one flat buffer
+    reduce_scatter          its reduction, and
+    wait_grad               the wait for it
+    gradient                the averaged gradient shard
+    discard                 the end of a gathered buffer
+    ======================  =================================================
+    """
+
+    kind: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An extra output of a backward graph: a contribution to one group's gradient shard.
+
+    The output is a flat tensor of ``layout.shard_numel`` elements; it is this rank's part of the averaged gradients
+    of ``slots``, and zero elsewhere.
+    """
+
+    layout: GroupLayout
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How backward rebuilds a value that forward would have saved: a chain of views and casts of one parameter.
+
+    Each step is ``(target, args, kwargs)`` with `CHAIN` standing for the value of the step before.
+    """
+
+    parameter: ParameterRef
+    value: Any
+    """The parameter's fake tensor: shape, dtype and device."""
+    steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]
+
+
+class _Chain:
+    def __repr__(self) -> str:
+        return "CHAIN"
+
+
+CHAIN = _Chain()
+
+
+@dataclass
+class Context:
+    """Facts about one graph (first block), and what its passes found out (second block)."""
+
+    phase: Phase
+    process_group: str
+    """Name of the process group, as ``torch.distributed`` resolves it."""
+    backend: str = "gloo"
+    """Communication backend of that group: decides how `lower` spells a reduce-scatter."""
+    executor: Executor = "inductor"
+    parameters: dict[str, ParameterRef] = field(default_factory=dict)
+    """Placeholder name -> the parameter it brings."""
+    saved: frozenset[int] = frozenset()
+    """Forward: the output positions that are saved for backward."""
+    gradients: dict[int, ParameterRef] = field(default_factory=dict)
+    """Backward: output position -> the parameter whose gradient it is."""
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
+    prefetch_bytes: int | None = None
+    """Most gathered bytes live at any time; None: just enough for each gather to start one group ahead."""
+
+    shards: list[GroupLayout] = field(default_factory=list)
+    """Set by `gather`: the groups whose shards are the graph's last inputs, in that order."""
+    saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
+    """Set by `gather`: output positions, now None, at which the caller puts the parameter itself."""
+    reductions: list[Reduction] = field(default_factory=list)
+    """Set by `reduce` and `group`: what the graph's extra outputs are, in order."""
+    gathered_bytes: int = 0
+    """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""

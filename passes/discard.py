@@ -1,0 +1,44 @@
+"""A discard node after the last use of each gathered buffer: where its memory is given back.
+
+::
+
+    full = wait_tensor(start)               full = wait_tensor(start)
+    w = as_strided(full, …)                 w = as_strided(full, …)
+    t = permute(w, [1, 0])        ─────▶    t = permute(w, [1, 0])
+    y = mm(x, t)                            y = mm(x, t)
+    z = relu(y)                             zerofx.discard(full)
+                                            z = relu(y)
+
+The last use is that of the buffer or of any view of it, by the operators' schemas. A buffer of which a view leaves
+the graph (the model returns a weight) is not discarded: who holds the view holds the memory.
+
+In the eager executor the node frees the storage. Inductor frees a buffer after its last reader by itself; `lower`
+takes the marks out and the generated code has ``del`` in their place.
+
+Requires ``group``; runs after ``prefetch``, which moves nodes.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from zerofx.passes import edit
+from zerofx.passes.context import Context, Tag
+from zerofx.passes.ops import discard as discard_storage
+
+
+def discard(gm: GraphModule, ctx: Context) -> int:
+    """Insert the discard nodes; returns how many."""
+    graph, order, edits = gm.graph, edit.positions(gm.graph), 0
+    for wait in edit.tagged(graph, "wait"):
+        last = edit.last_use(wait, order)
+        if last is None:
+            continue
+        with graph.inserting_after(last):
+            node = graph.call_function(discard_storage, (wait,))
+        node.meta["zerofx"] = Tag("discard", wait.meta["zerofx"].group)
+        node.meta["val"] = None
+        if "stack_trace" in last.meta:
+            node.meta["stack_trace"] = last.meta["stack_trace"]
+        edits += 1
+    return edit.finish(gm, edits)

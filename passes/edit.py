@@ -1,0 +1,135 @@
+"""Small tools that every pass uses to edit a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from zerofx.passes.context import Tag
+
+
+def insert(
+    graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], *, tag: Tag, near: Node, **kwargs: Any
+) -> Node:
+    """Insert a call at the graph's current insertion point, tagged, with its fake value and ``near``'s stack trace.
+
+    ``near`` is the node of the user's model that the new node serves: who reads the graph finds the user's line.
+    """
+    node = graph.call_function(target, args, kwargs)
+    node.meta["zerofx"] = tag
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in near.meta:
+            node.meta[key] = near.meta[key]
+    fake_args, fake_kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (args, kwargs))
+    node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def tagged(graph: Graph, *kinds: str) -> list[Node]:
+    """The nodes that zerofx inserted with one of ``kinds``, in graph order."""
+    return [n for n in graph.nodes if "zerofx" in n.meta and n.meta["zerofx"].kind in kinds]
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Each node's place in the graph. Stale after the next insertion."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def output_values(graph: Graph) -> list[Any]:
+    """What the graph returns, as a flat list (AOTAutograd's graphs return a flat tuple)."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def set_output_values(graph: Graph, values: Iterable[Any]) -> None:
+    """Replace what the graph returns."""
+    graph.output_node().args = (tuple(values),)
+
+
+def last_placeholder(graph: Graph) -> Node | None:
+    """The last of the graph's inputs."""
+    found = None
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        found = node
+    return found
+
+
+def finish(gm: GraphModule, edits: int) -> int:
+    """Check and recompile an edited graph; what every pass ends with."""
+    if edits:
+        gm.graph.lint()
+        gm.recompile()
+    return edits
+
+
+def is_view_or_cast(node: Node) -> bool:
+    """Whether the node only looks at its one tensor input another way, or in another dtype."""
+    return node.op == "call_function" and node.target in VIEWS_AND_CASTS and len(node.all_input_nodes) == 1
+
+
+def aliases(node: Node) -> list[Node]:
+    """``node`` and every node whose value may share its memory, found through the operators' schemas.
+
+    What has no schema (``getitem``, higher-order operators) is taken to share memory.
+    """
+    found, todo = {node: None}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user.op != "output" and may_alias(user):
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+def may_alias(node: Node) -> bool:
+    """Whether the node's value may share memory with one of its inputs."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    returns_alias = any(r.alias_info is not None for r in node.target._schema.returns)
+    return returns_alias or node.target in _UNDECLARED_VIEWS
+
+
+def last_use(node: Node, order: dict[Node, int]) -> Node | None:
+    """The last node that reads ``node``'s memory, itself or through a view; None where it leaves the graph."""
+    readers = [user for alias in aliases(node) for user in alias.users]
+    if any(user.op == "output" for user in readers):
+        return None
+    return max(readers, key=order.__getitem__, default=node)
+
+
+_aten = torch.ops.aten
+_UNDECLARED_VIEWS = frozenset(
+    {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.reshape.default, _aten.contiguous.default}
+)
+VIEWS_AND_CASTS = frozenset(
+    {
+        _aten.alias.default,
+        _aten.as_strided.default,
+        _aten.detach.default,
+        _aten.expand.default,
+        _aten.permute.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unbind.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        _aten.view.dtype,
+        _aten._unsafe_view.default,
+        _aten._to_copy.default,
+        _aten.clone.default,
+        _aten.reshape.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)

@@ -1,0 +1,90 @@
+"""Each parameter is brought by an unshard node in front of its layer's first use; the graph's inputs become shards.
+
+Parameters of one group are brought together, where the first of them is needed::
+
+    primals_2, primals_3: placeholders            shard_h_0: placeholder
+    y = addmm(primals_3, x, primals_2)    ─────▶  w = zerofx.unshard(shard_h_0, [16, 8], 0, M, pg)
+    return y, x, primals_2                        b = zerofx.unshard(shard_h_0, [16], 128, M, pg)
+                                                  y = addmm(b, x, w)
+                                                  return y, x, None
+
+A parameter that forward saves for backward is an input that the caller holds anyway: its output becomes None and
+``ctx.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
+
+Sound because the unshard node computes exactly what the placeholder brought, and a parameter does not change while
+a graph runs; a graph that writes to one is refused.
+
+Provides ``ctx.shards`` and ``ctx.saved_parameters``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx.layout import GroupLayout
+from zerofx.passes import edit
+from zerofx.passes.context import Context, ParameterRef, Tag
+
+
+def gather(gm: GraphModule, ctx: Context) -> int:
+    """Replace parameter placeholders by shards and unshard nodes; returns how many parameters were brought."""
+    graph = gm.graph
+    placeholders = [n for n in graph.find_nodes(op="placeholder") if n.name in ctx.parameters]
+    for node in placeholders:
+        _refuse_writes(node, ctx.parameters[node.name])
+    _drop_saved(graph, ctx)
+
+    by_group: dict[GroupLayout, list[Node]] = {}
+    order = edit.positions(graph)
+    for node in sorted((n for n in placeholders if n.users), key=lambda n: min(order[u] for u in n.users)):
+        by_group.setdefault(ctx.parameters[node.name].layout, []).append(node)
+    for layout, nodes in by_group.items():
+        _bring(graph, ctx, layout, nodes)
+    for node in placeholders:
+        graph.erase_node(node)
+    return edit.finish(gm, len(placeholders))
+
+
+def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -> None:
+    value = nodes[0].meta["val"]
+    with graph.inserting_after(edit.last_placeholder(graph)):
+        shard = graph.placeholder("shard_" + layout.name.replace(".", "_"))
+    shard.meta["zerofx"] = Tag("shard", layout.name)
+    shard.meta["val"] = value.new_empty(layout.shard_numel, dtype=layout.dtype)
+    ctx.shards.append(layout)
+
+    first_use = min(min(n.users) for n in nodes)
+    brought: dict[ParameterRef, Node] = {}
+    with graph.inserting_before(first_use):
+        for node in nodes:
+            ref = ctx.parameters[node.name]
+            if ref not in brought:
+                slot, tag = ref.slot, Tag("unshard", layout.name)
+                args = (shard, list(slot.shape), slot.offset, layout.world_size, ctx.process_group)
+                brought[ref] = edit.insert(
+                    graph, torch.ops.zerofx.unshard.default, args, tag=tag, near=first_use
+                )
+            node.replace_all_uses_with(brought[ref])
+
+
+def _drop_saved(graph: Graph, ctx: Context) -> None:
+    outputs = edit.output_values(graph)
+    for i in ctx.saved:
+        if isinstance(outputs[i], Node) and outputs[i].name in ctx.parameters:
+            ctx.saved_parameters[i] = ctx.parameters[outputs[i].name]
+            outputs[i] = None
+    edit.set_output_values(graph, outputs)
+
+
+def _refuse_writes(node: Node, ref: ParameterRef) -> None:
+    for user in node.users:
+        if not isinstance(user.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and value is node:
+                raise RuntimeError(
+                    f"{user.target} writes to the parameter {ref.slot.name!r} inside compiled code. A sharded weight "
+                    "is gathered for reading only, the write would be lost: update it outside the compiled "
+                    "module, under torch.no_grad()."
+                )

@@ -1,0 +1,142 @@
+"""One collective per group: the symbolic nodes of `gather` and `reduce` fused over the group's flat buffer.
+
+Weights become views of one gathered buffer; gradients are packed into one flat buffer and reduced at once::
+
+    w = zerofx.unshard(shard, [16, 8], 0, …)              full = all_gather_into_tensor(shard, M, pg)
+    b = zerofx.unshard(shard, [16], 128, …)       ─────▶  full = wait_tensor(full)
+                                                          w = as_strided(full, [16, 8], [8, 1], 0)
+                                                          b = as_strided(full, [16], [1], 128)
+
+    rw = zerofx.reduce_grad(dw, 0, S, …)                  pack = cat([dw.view(-1), db.view(-1), zeros])
+    rb = zerofx.reduce_grad(db, 128, S, …)        ─────▶  sums = reduce_scatter_tensor(pack, "sum", M, pg)
+                                                          shard = wait_tensor(sums) * (1 / M)
+
+The gather stands where the first of its group's unshard nodes stood; the reduction where the last of its gradients
+is produced. From here on collectives are PyTorch's own functional ones, which every reader and profiler knows.
+With one rank no collective is issued: the shard is the flat buffer.
+
+Sound because the all-gather of all shards is the flat buffer by construction (layout.py), and the reduction of a
+sum of disjoint flat buffers is the sum of their reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx.layout import GroupLayout, Slot
+from zerofx.passes import edit
+from zerofx.passes.context import Context, Reduction, Tag
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def group(gm: GraphModule, ctx: Context) -> int:
+    """Fuse all symbolic nodes, group by group; returns how many symbolic nodes were replaced."""
+    graph, order = gm.graph, edit.positions(gm.graph)
+    layouts = {layout.name: layout for layout in ctx.shards}
+    layouts |= {reduction.layout.name: reduction.layout for reduction in ctx.reductions}
+    unshards, reduces = edit.tagged(graph, "unshard"), edit.tagged(graph, "reduce_grad")
+    for name, nodes in _by_group(unshards).items():
+        _fuse_gather(graph, ctx, layouts[name], nodes)
+    if reduces:
+        _fuse_reductions(graph, ctx, layouts, _by_group(reduces), order)
+    return edit.finish(gm, len(unshards) + len(reduces))
+
+
+def _fuse_gather(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -> None:
+    shard = nodes[0].args[0]
+
+    def add(kind: str, target: Callable, *args: object, near: Node = nodes[0]) -> Node:
+        return edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=near)
+
+    with graph.inserting_before(nodes[0]):
+        full = shard
+        if layout.world_size > 1:
+            start = add(
+                "all_gather",
+                _c10d.all_gather_into_tensor.default,
+                shard,
+                layout.world_size,
+                ctx.process_group,
+            )
+            full = add("wait", _c10d.wait_tensor.default, start)
+        for node in nodes:
+            _, shape, offset, *_ = node.args
+            slot = Slot("", tuple(shape), offset)  # type: ignore[arg-type]
+            weight = add(
+                "weight", _aten.as_strided.default, full, list(slot.shape), list(slot.stride), offset, near=node
+            )
+            node.replace_all_uses_with(weight)
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _fuse_reductions(
+    graph: Graph,
+    ctx: Context,
+    layouts: dict[str, GroupLayout],
+    nodes_of: dict[str, list[Node]],
+    order: dict[Node, int],
+) -> None:
+    outputs = edit.output_values(graph)
+    outputs = outputs[: len(outputs) - len(ctx.reductions)]
+    slot_of = {
+        (reduction.layout.name, slot.offset): slot for reduction in ctx.reductions for slot in reduction.slots
+    }
+    ctx.reductions.clear()
+    for name, nodes in sorted(nodes_of.items(), key=lambda item: max(order[n] for n in item[1])):
+        layout, last = layouts[name], max(nodes, key=order.__getitem__)
+        grads = {slot_of[name, node.args[1]]: node.args[0] for node in nodes}
+        with graph.inserting_before(last):
+            outputs.append(_fuse_reduction(graph, ctx, layout, grads, near=last))
+        ctx.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))
+    edit.set_output_values(graph, outputs)
+    for nodes in nodes_of.values():
+        for node in nodes:
+            graph.erase_node(node)
+
+
+def _fuse_reduction(
+    graph: Graph, ctx: Context, layout: GroupLayout, grads: dict[Slot, Node], near: Node
+) -> Node:
+    def add(kind: str, target: Callable, *args: object, **kwargs: object) -> Node:
+        return edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=near, **kwargs)
+
+    def zeros(n: int) -> Node:
+        device = near.meta["val"].device
+        return add("pack", _aten.full.default, [n], 0.0, dtype=layout.dtype, device=device, pin_memory=False)
+
+    parts, end = [], 0
+    for slot in layout.slots:
+        if slot not in grads or slot.numel == 0:
+            continue
+        if slot.offset > end:
+            parts.append(zeros(slot.offset - end))
+        parts.append(add("pack", _aten.reshape.default, grads[slot], [-1]))
+        end = slot.end
+    if layout.numel > end:
+        parts.append(zeros(layout.numel - end))
+    flat = add("pack", _aten.cat.default, parts)
+    if layout.world_size == 1:
+        return flat
+    sums = add(
+        "reduce_scatter",
+        _c10d.reduce_scatter_tensor.default,
+        flat,
+        "sum",
+        layout.world_size,
+        ctx.process_group,
+    )
+    sums = add("wait_grad", _c10d.wait_tensor.default, sums)
+    return add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
+
+
+def _by_group(nodes: list[Node]) -> dict[str, list[Node]]:
+    groups: dict[str, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(node.meta["zerofx"].group, []).append(node)
+    return groups

@@ -1,0 +1,127 @@
+"""Gathers start ahead of their use, within a budget of live bytes; reductions are waited for behind the next one.
+
+::
+
+    start A                       start A
+    wait A                        start B          B travels
+    use A                         wait A
+    start B                       use A              while A computes
+    wait B              ─────▶    start C
+    use B                         wait B
+    reduce B; wait                use B
+    start C                       reduce B         the reduction travels
+    wait C                        wait C
+    use C                         use C              while C computes
+    reduce C; wait                wait for B; reduce C
+                                  wait for C
+
+Forward and backward alike: the next gather stands before the current group's wait, and thereby before the current
+group's reduction. At most one packed gradient is in flight: its wait stands before the next one is packed.
+
+**The budget.** The waits cut the graph into segments; a gathered buffer is live from the segment of its start to the
+segment of its last use. Each start is hoisted, in order, to the earliest segment that keeps every segment's live
+bytes within ``ctx.prefetch_bytes``, never ahead of the start before it. Without a number the budget is the least one
+that lets every gather start one group ahead.
+
+Sound because a start reads nothing but a shard, which is there from the beginning, and a wait is moved only later,
+never past a reader. Deterministic: it looks at the graph's order and at bytes, which are the same on every rank.
+
+Requires ``group``. Provides ``ctx.gathered_bytes``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx.passes import edit
+from zerofx.passes.context import Context
+
+
+@dataclass
+class _Gather:
+    start: Node
+    wait: Node
+    nbytes: int
+    last: int
+    """The segment of its last use; ``wait`` opens the segment of its first."""
+
+
+def prefetch(gm: GraphModule, ctx: Context) -> int:
+    """Move the starts of gathers up and the waits of reductions down; returns how many nodes moved."""
+    gathers = _gathers(gm.graph)
+    edits = 0
+    if gathers:
+        starts, ctx.gathered_bytes = _schedule(gathers, ctx.prefetch_bytes)
+        edits += _hoist(gm.graph, gathers, starts)
+    edits += _sink_waits(gm.graph)
+    return edit.finish(gm, edits)
+
+
+def _gathers(graph: Graph) -> list[_Gather]:
+    order = edit.positions(graph)
+    waits = edit.tagged(graph, "wait")
+    opens = [order[wait] for wait in waits]
+    gathers = []
+    for wait in waits:
+        last = edit.last_use(wait, order)
+        segment = len(waits) - 1 if last is None else bisect_right(opens, order[last]) - 1
+        value = wait.meta["val"]
+        gathers.append(_Gather(wait.args[0], wait, value.numel() * value.dtype.itemsize, segment))  # type: ignore
+    return gathers
+
+
+def _schedule(gathers: list[_Gather], budget: int | None) -> tuple[list[int], int]:
+    """For each gather the segment it starts in, and the most bytes live in any segment."""
+    if budget is None:
+        budget = max(_live(gathers, [max(0, i - 1) for i in range(len(gathers))]))
+    starts = list(range(len(gathers)))
+    live = _live(gathers, starts)
+    if max(live) > budget:
+        group = gathers[live.index(max(live))].wait.meta["zerofx"].group
+        raise ValueError(
+            f"prefetch_bytes={budget:,} is too small: group {group!r} alone needs {max(live):,} gathered "
+            "bytes at once, before anything is prefetched. Raise it to at least that, or make smaller groups (groups=)."
+        )
+    for i, gather in enumerate(gathers):
+        floor = starts[i - 1] if i else 0
+        while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budget:
+            starts[i] -= 1
+            live[starts[i]] += gather.nbytes
+    return starts, max(live)
+
+
+def _live(gathers: list[_Gather], starts: list[int]) -> list[int]:
+    """Gathered bytes in each segment, when gather i starts in segment ``starts[i]``."""
+    live = [0] * (len(gathers) + 1)
+    for gather, start in zip(gathers, starts, strict=True):
+        live[start] += gather.nbytes
+        live[gather.last + 1] -= gather.nbytes
+    for i in range(1, len(live)):
+        live[i] += live[i - 1]
+    return live[:-1]
+
+
+def _hoist(graph: Graph, gathers: list[_Gather], starts: list[int]) -> int:
+    top = edit.last_placeholder(graph)
+    assert top is not None
+    top.append(gathers[0].start)
+    for i, gather in enumerate(gathers[1:], start=1):
+        gathers[starts[i]].wait.prepend(gather.start)
+    return len(gathers)
+
+
+def _sink_waits(graph: Graph) -> int:
+    packs: dict[str, Node] = {}
+    for node in edit.tagged(graph, "pack"):
+        packs.setdefault(node.meta["zerofx"].group, node)
+    waits = edit.tagged(graph, "wait_grad")
+    for wait, following in zip_longest(waits, waits[1:]):
+        (gradient,) = wait.users
+        anchor = packs[following.meta["zerofx"].group] if following else graph.output_node()
+        anchor.prepend(wait)
+        anchor.prepend(gradient)
+    return len(waits)

@@ -1,0 +1,87 @@
+"""No full weight survives from forward to backward: what derives from one is rebuilt from the parameter.
+
+AOTAutograd's partitioner decides what forward saves. A parameter itself it saves for free (it is an input), but
+now and then it prefers a view or a cast of one, which would keep the whole gathered buffer alive across the step::
+
+    forward      w = primals_3                        w = primals_3
+                 t = permute(w)                       t = permute(w)
+                 y = mm(x, t)                         y = mm(x, t)
+                 return y, x, t          ─────▶       return y, x, primals_3
+
+    backward     t: placeholder                       primals_3: placeholder
+                 dx = mm(dy, permute(t))              t = permute(primals_3)
+                                                      dx = mm(dy, permute(t))
+
+Sound because a chain of views and casts of one parameter has the same value whenever it is run, as long as the
+parameter was not written in between; that is checked when backward starts, as for any saved tensor.
+
+Requires: a forward graph and then its backward graph, with the same ``ctx.recipes``. Runs before ``gather``.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from zerofx.passes import edit
+from zerofx.passes.context import CHAIN, Context, Recipe, Tag
+
+
+def rematerialize(gm: GraphModule, ctx: Context) -> int:
+    """Save parameters instead of what derives from them (forward), and rebuild it (backward)."""
+    if ctx.phase == "forward":
+        return edit.finish(gm, _save_parameters(gm, ctx))
+    if ctx.phase == "backward":
+        return edit.finish(gm, _rebuild(gm, ctx))
+    return 0
+
+
+def _save_parameters(gm: GraphModule, ctx: Context) -> int:
+    outputs, edits = edit.output_values(gm.graph), 0
+    for i in sorted(ctx.saved):
+        value, steps = outputs[i], []
+        while isinstance(value, Node) and edit.is_view_or_cast(value):
+            (source,) = value.all_input_nodes
+            args, kwargs = _with_chain(value, source)
+            steps.append((value.target, args, kwargs))
+            value = source
+        if steps and isinstance(value, Node) and value.name in ctx.parameters:
+            ctx.recipes[outputs[i].name] = Recipe(
+                ctx.parameters[value.name], value.meta["val"], tuple(reversed(steps))
+            )
+            outputs[i], edits = value, edits + 1
+    edit.set_output_values(gm.graph, outputs)
+    if edits:
+        gm.graph.eliminate_dead_code()
+    return edits
+
+
+def _with_chain(node: Node, source: Node) -> tuple[tuple, dict]:
+    """``node``'s arguments with `CHAIN` where ``source`` stood."""
+    put = {source: CHAIN}
+    args = tuple(put.get(a, a) if isinstance(a, Node) else a for a in node.args)
+    kwargs = {k: put.get(a, a) if isinstance(a, Node) else a for k, a in node.kwargs.items()}
+    return args, kwargs
+
+
+def _rebuild(gm: GraphModule, ctx: Context) -> int:
+    graph, edits = gm.graph, 0
+    for placeholder in graph.find_nodes(op="placeholder"):
+        recipe = ctx.recipes.get(placeholder.name)
+        if recipe is None:
+            continue
+        # The placeholder stays where it is in the list of inputs; what it brings is the parameter now.
+        ctx.parameters[placeholder.name] = recipe.parameter
+        placeholder.meta = {**placeholder.meta, "val": recipe.value}
+        users = list(placeholder.users)
+        if users:
+            value = placeholder
+            with graph.inserting_before(min(users)):
+                for target, args, kwargs in recipe.steps:
+                    args = tuple(value if a is CHAIN else a for a in args)
+                    kwargs = {k: value if a is CHAIN else a for k, a in kwargs.items()}
+                    tag = Tag("rebuild", recipe.parameter.layout.name)
+                    value = edit.insert(graph, target, args, tag=tag, near=placeholder, **kwargs)
+            for user in users:
+                user.replace_input_with(placeholder, value)
+        edits += 1
+    return edits

@@ -1,0 +1,144 @@
+"""Every private PyTorch interface that zerofx uses, and the versions each was seen in.
+
+When a new PyTorch breaks something, this is the file to mend; nothing else imports a private module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+# torch._C (2.11, 2.13, 2.15): run a function as if no argument were a tensor subclass. Dynamo traces through it.
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def functorch_config() -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd's settings while zerofx compiles (2.11, 2.13, 2.15).
+
+    Its cache is keyed by the graph before any rewriting: it would hand out what an earlier, plain ``torch.compile`` of
+    the same model left there, and freed parameters would reach its kernels.
+    """
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(enable_autograd_cache=False)
+
+
+def inductor_config() -> contextlib.AbstractContextManager[Any]:
+    """Inductor's settings while zerofx compiles: keep the order of collectives (2.11, 2.13, 2.15).
+
+    ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users.
+    """
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(
+        reorder_for_peak_memory=False, reorder_for_locality=False, reorder_for_compute_comm_overlap=False
+    )
+
+
+def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable) -> Callable:
+    """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)
+
+
+def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    """Inductor's code generator for one partitioned graph; returns a boxed callable (2.11, 2.13, 2.15)."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with inductor_config():
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def compile_with_aot_autograd(
+    gm: GraphModule, example_inputs: Sequence[Any], forward: Callable, backward: Callable, inference: Callable
+) -> Callable:
+    """AOTAutograd alone: each partitioned graph goes to one of the three compilers (2.11, 2.13, 2.15)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
+    return compiler(gm, example_inputs)
+
+
+def input_index(placeholder: Node) -> int | None:
+    """Which input of the Dynamo graph an AOTAutograd placeholder brings; None for any other (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    desc = placeholder.meta.get("desc")
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def saved_outputs(output: Node) -> frozenset[int]:
+    """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+    descs = output.meta["desc"]
+    return frozenset(i for i, d in enumerate(descs) if isinstance(d, SavedForBackwardsAOTOutput))
+
+
+def gradient_outputs(output: Node) -> dict[int, int]:
+    """Position in a backward graph's outputs -> the Dynamo input whose gradient it is (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    return {
+        i: d.grad_of.idx
+        for i, d in enumerate(output.meta["desc"])
+        if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, PlainAOTInput)
+    }
+
+
+@contextlib.contextmanager
+def fake_mode_of(values: Sequence[Any]) -> Iterator[Any]:
+    """The fake tensor mode that ``values`` were made in (2.11, 2.13, 2.15)."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(list(values))
+    assert mode is not None, "these graphs were traced with fake tensors"
+    with mode:
+        yield mode
+
+
+def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Locals and globals of the frame that Dynamo compiles now: what a graph input's source refers to.
+
+    Seen in 2.11, 2.13, 2.15. None outside of a compilation.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return tx.output.local_scope, tx.output.global_scope
+
+
+def source_name(placeholder: Node) -> str | None:
+    """The Python expression, over ``L`` and ``G``, that a Dynamo graph's input came from.
+
+    ``source.name`` is a property since 2.10 and was a method before; seen in 2.11, 2.13, 2.15.
+    """
+    grapharg = placeholder.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    if source is None:
+        return None
+    return source.name() if callable(source.name) else source.name
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Inside a backward pass: whether the engine would accumulate into ``parameter.grad`` in this pass.
+
+    False under ``torch.autograd.grad`` and under ``backward(inputs=…)`` without this parameter (2.11, 2.13, 2.15).
+    """
+    with DisableTorchFunction():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
+    return group._get_backend(device).name()

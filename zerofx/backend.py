@@ -1,0 +1,218 @@
+"""The ``torch.compile`` backend: from a Dynamo graph to a pair of functions that train on shards.
+
+::
+
+    Dynamo ──▶ graph + inputs ──▶ AOTAutograd ──▶ forward, backward ──▶ passes ──▶ executor ──▶ runtime
+                     │                                                  (per graph)
+                     └── which inputs are sharded parameters: by identity, never by name
+
+Rewriting after the partitioner has cut forward from backward means that it works with any partitioner, any activation
+checkpointing and any mixture of both: a parameter that it saves for backward is an input, which costs nothing, and
+the backward graph gathers it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from zerofx import _torch
+from zerofx.options import Options
+from zerofx.parameter import ShardedTensor
+from zerofx.passes.context import Context, ParameterRef, Phase, Recipe
+from zerofx.records import GraphRecord, Trace, remember
+from zerofx.runtime import backward_runner, forward_runner, refuse_double_backward
+from zerofx.shard import shard_module
+
+
+def zerofx_backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable:
+    """The backend behind ``torch.compile(module, backend="zerofx", options={"stage": 3, ...})``.
+
+    A module that is not sharded yet is sharded in place, whole, when its first graph arrives.
+
+    Args:
+        gm: what Dynamo captured.
+        example_inputs: its inputs; parameters are the very objects that the module holds.
+        options: see `zerofx.options.Options`.
+    """
+    return Backend(Options.of(options or {}))(gm, example_inputs)
+
+
+class Backend:
+    """A backend with checked options, as ``zerofx.compile`` hands it to ``module.compile``."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        _shard_modules_of(gm, example_inputs, self.options)
+        _strip_own_frames(gm)
+        unit = _CompiledGraph(self.options, example_inputs)
+        with _torch.functorch_config():
+            if self.options.executor == "inductor":
+                compiled = _torch.compile_with_inductor(gm, example_inputs, unit.compile_inner)
+            else:
+                compiled = _torch.compile_with_aot_autograd(
+                    gm, example_inputs, unit.compile_forward, unit.compile_backward, unit.compile_inference
+                )
+        return refuse_double_backward(compiled)
+
+
+class _CompiledGraph:
+    """The compilers for one Dynamo graph: AOTAutograd calls one for forward and later one for backward."""
+
+    def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
+        self.options = options
+        self.sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, ShardedTensor)}
+        for tensor in self.sharded.values():
+            _check_claimable(tensor)
+        self.groups = {x._group.layout: x._group for x in self.sharded.values()}
+        self.record = GraphRecord()
+        if self.groups:
+            remember(self.groups.values(), self.record)
+        self.recipes: dict[str, Recipe] = {}
+
+    def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+        """Inductor's ``inner_compile``."""
+        phase: Phase = "forward"
+        if kwargs.get("is_backward"):
+            phase = "backward"
+        elif kwargs.get("is_inference"):
+            phase = "inference"
+
+        def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
+            return _torch.generate_code(gm, inputs, **{**kwargs, "static_input_idxs": static})
+
+        static = kwargs.get("static_input_idxs") or ()
+        return self._compile(gm, example_inputs, phase, generate, static)
+
+    def compile_forward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """The eager executor's forward."""
+        return self._compile(gm, example_inputs, "forward", _run_as_is)
+
+    def compile_backward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """The eager executor's backward."""
+        return self._compile(gm, example_inputs, "backward", _run_as_is)
+
+    def compile_inference(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """The eager executor's graph without a backward."""
+        return self._compile(gm, example_inputs, "inference", _run_as_is)
+
+    def _compile(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        phase: Phase,
+        execute: Callable[[GraphModule, list[Any], list[int]], Callable],
+        static: Sequence[int] = (),
+    ) -> Callable:
+        if not self.groups:
+            return execute(gm, list(example_inputs), list(static))
+        ctx = self._context(gm, phase)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        n_outputs = len(gm.graph.output_node().args[0])
+        trace = Trace(gm, ctx)
+        with _torch.fake_mode_of(example_inputs):
+            trace.run(gm)
+        setattr(self.record, phase, trace)
+
+        kept = [i for i, node in enumerate(placeholders) if node.name not in ctx.parameters]
+        shards = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
+        inputs = [example_inputs[i] for i in kept] + shards
+        fixed = [k for k, i in enumerate(kept) if i in set(static)] + list(range(len(kept), len(inputs)))
+        compiled = execute(gm, inputs, fixed)
+        groups = [self.groups[layout] for layout in ctx.shards]
+        if phase == "backward":
+            reductions = [(self.groups[r.layout], r.slots) for r in ctx.reductions]
+            return backward_runner(compiled, kept, groups, n_outputs, reductions)
+        saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
+        return forward_runner(compiled, kept, groups, saved)
+
+    def _context(self, gm: GraphModule, phase: Phase) -> Context:
+        group = next(iter(self.groups.values()))
+        output = gm.graph.output_node()
+        parameters, gradients = {}, {}
+        for node in gm.graph.find_nodes(op="placeholder"):
+            index = _torch.input_index(node)
+            if index in self.sharded:
+                parameters[node.name] = _ref(self.sharded[index])
+        if phase == "backward":
+            for position, index in _torch.gradient_outputs(output).items():
+                if index in self.sharded:
+                    gradients[position] = _ref(self.sharded[index])
+        return Context(
+            phase=phase,
+            process_group=group.process_group.group_name,
+            backend=_torch.backend_name(group.process_group, group.shard.device),
+            executor=self.options.executor,
+            parameters=parameters,
+            saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
+            gradients=gradients,
+            recipes=self.recipes,
+            prefetch_bytes=self.options.prefetch_bytes,
+        )
+
+
+def _ref(tensor: ShardedTensor) -> ParameterRef:
+    return ParameterRef(tensor._group.layout, tensor._slot)
+
+
+def _check_claimable(tensor: ShardedTensor) -> None:
+    """Compiled code reads weights from the group's shard: whatever is not a slice of it must not get there."""
+    if tensor._local.untyped_storage().data_ptr() != tensor._group.shard.untyped_storage().data_ptr():
+        raise RuntimeError(
+            f"{tensor!r} reaches compiled code, but it is not a parameter (a gradient, or optimizer state?). Compiled "
+            "code works on whole tensors: pass tensor.full_tensor() instead."
+        )
+
+
+def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
+    def run(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()
+        return gm(*values)
+
+    return run
+
+
+def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    """Shard the modules whose plain parameters came with this graph.
+
+    Done inside of the backend call: Dynamo makes its guards afterwards, so nothing is compiled twice.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not any(type(x) is nn.Parameter for x in example_inputs):
+        return
+    frame = _torch.frame_locals_and_globals()
+    for node, x in zip(inputs, example_inputs, strict=True):
+        if type(x) is not nn.Parameter:
+            continue  # no parameter, or sharded meanwhile with the module it belongs to
+        source = _torch.source_name(node)
+        root = source.partition("._modules[")[0].partition("._parameters[")[0] if source else ""
+        module = eval(root, {"L": frame[0], "G": frame[1]}) if frame and root else None
+        if not isinstance(module, nn.Module):
+            raise RuntimeError(
+                f"the parameter {node.name!r} (from {source!r}) reached the zerofx backend outside of any module: make "
+                "it a parameter of the compiled module, or call zerofx.shard(module, stage=3) first."
+            )
+        if any(isinstance(p, ShardedTensor) for p in module.parameters()):
+            raise RuntimeError(
+                f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module are: "
+                "it was added or replaced after sharding. Add all parameters before zerofx.compile or zerofx.shard."
+            )
+        shard_module(module, options)
+
+
+def _strip_own_frames(gm: GraphModule) -> None:
+    """Dynamo traced through ``__torch_function__``: take that frame out, so that nodes name the user's line."""
+    own = ShardedTensor.__torch_function__.__code__.co_filename
+    for node in gm.graph.nodes:
+        trace = node.meta.get("stack_trace")
+        if trace and own in trace:
+            head = trace.split(f'  File "{own}"')[0]
+            node.meta["stack_trace"] = head
+
+

@@ -1,0 +1,270 @@
+"""Which operations run on slices, which are answered as they are, and which need the whole tensor.
+
+`dispatch` is the body of ``ShardedTensor.__torch_function__``. It goes by the operation's name, so that a function, a
+method, an in-place method and an aten operator of one name are one row of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from zerofx._torch import DisableTorchFunction
+from zerofx.parameter import ShardedParameter, ShardedTensor, detach
+
+_BINARY = "add sub mul div truediv floor_divide remainder pow mod matmul and or xor eq ne lt le gt ge".split()
+ELEMENTWISE = frozenset(
+    """
+    abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos
+    cpu cuda div double empty_like eq exp expm1 fill float floor floor_divide fmax fmin fmod frac full_like ge gt half
+    heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
+    masked_fill maximum minimum mul multiply nan_to_num ne neg negative ones_like pow reciprocal relu remainder round
+    rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract tanh to true_divide trunc type_as where zero zeros_like
+    absolute divide _to_copy
+    """.split()
+) | {f"__{i}{name}__" for name in _BINARY if name != "matmul" for i in ("", "i", "r")} | {"__neg__", "__abs__"}
+"""Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
+
+LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+"""Operations on lists of tensors: elementwise all, but for the norm."""
+
+METADATA = frozenset(
+    """
+    size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed is_conj
+    is_neg is_inference is_nonzero_metadata element_size get_device has_names is_distributed is_shared is_pinned type
+    untyped_storage data_ptr requires_grad_ retain_grad register_post_accumulate_grad_hook is_same_size _is_view
+    _is_zerotensor __hash__ __len__ __format__ is_tensor is_storage result_type _has_compatible_shallow_copy_type
+    is_same_size _nested_tensor_size dim_order _backward_hooks is_sparse_any _typed_storage is_set_to
+    """.split()
+)
+"""Operations that never look at elements."""
+
+REDUCTIONS: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, lambda x: x.sum()),
+    "max": (dist.ReduceOp.MAX, lambda x: x.max()),
+    "amax": (dist.ReduceOp.MAX, lambda x: x.max()),
+    "min": (dist.ReduceOp.MIN, lambda x: x.min()),
+    "amin": (dist.ReduceOp.MIN, lambda x: x.min()),
+}
+
+
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`."""
+    name = getattr(func, "__name__", str(func)).split(".")[0]
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
+    if name in METADATA:
+        return _as_is(func, args, kwargs)
+    if name in ("__repr__", "__str__"):
+        return ShardedTensor.__repr__(args[0])
+    if name == "detach" and isinstance(args[0], ShardedTensor):
+        return detach(args[0])
+    if name in ("register_hook", "detach_", "share_memory_", "set_", "resize_", "resize_as_", "backward"):
+        args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
+
+    sharded = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, ShardedTensor)]
+    in_place = _is_in_place(name, kwargs)
+    if in_place and isinstance(args[0], ShardedTensor):
+        _check_leaf(args[0])
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
+    if not tracked:
+        if name.startswith(LISTS):
+            return _on_lists(func, name, args, kwargs, sharded)
+        if (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE:
+            result = _on_slices(func, args, kwargs, sharded, in_place)
+            if result is not NotImplemented:
+                return result
+        reduced = _reduction(name, args, kwargs)
+        if reduced is not NotImplemented:
+            return reduced
+    return _on_full(func, name, args, kwargs, in_place)
+
+
+def _as_is(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
+    tensor = args[0]
+    if name == "data" and action == "__get__":
+        return detach(tensor)
+    if name == "data":
+        if isinstance(args[1], ShardedTensor) and args[1]._local is tensor._local:
+            return None  # `module.to(...)` that changed nothing
+        tensor._refuse("assigning .data", "use `with torch.no_grad(): parameter.copy_(full_tensor)`")
+    if name in ("T", "mT", "H", "mH", "real", "imag"):
+        return _on_full(func, name, args, {}, in_place=False)
+    if name == "grad" and action == "__set__" and args[1] is not None and not isinstance(args[1], ShardedTensor):
+        args = (tensor, tensor.like(_narrow(tensor, args[1]).clone()))
+    return _as_is(func, args, {})
+
+
+def _on_slices(
+    func: Callable, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor], in_place: bool
+) -> Any:
+    """An elementwise operation on the slices, or NotImplemented where the arguments are of several layouts."""
+    like = args[0] if isinstance(args[0], ShardedTensor) else sharded[0]
+    if in_place and like is not args[0]:
+        return NotImplemented
+
+    def local(x: Any) -> Any:
+        if isinstance(x, ShardedTensor):
+            if x._slot != like._slot or x._group is not like._group:
+                raise _Mismatch
+            return x._local
+        if isinstance(x, torch.Tensor) and x.numel() != 1:
+            if not in_place or x.shape != torch.Size(like._slot.shape):
+                raise _Mismatch
+            return _narrow(like, x)
+        return x
+
+    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    try:
+        local_args, local_kwargs = pytree.tree_map(local, (args, kwargs))
+    except _Mismatch:
+        return NotImplemented
+    result = func(*local_args, **local_kwargs)
+    if in_place:
+        _wrote(like)
+        return like
+    if result is like._local:
+        return like
+    return like.like(result)
+
+
+def _on_lists(
+    func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]
+) -> Any:
+    if name == "_foreach_norm":
+        return norms(args[0], *args[1:], **kwargs)
+    local_args, local_kwargs = pytree.tree_map(
+        lambda x: x._local if isinstance(x, ShardedTensor) else x, (args, kwargs)
+    )
+    result = func(*local_args, **local_kwargs)
+    if name.startswith("_amp_foreach_non_finite_check"):
+        found_inf, group = args[1], sharded[0]._group
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
+    if name.endswith("_"):
+        for x in sharded:
+            _wrote(x)
+        return result
+    likes = args[0] if isinstance(args[0], (list, tuple)) else args[1]
+    return type(result)(
+        like.like(r) if isinstance(like, ShardedTensor) else r for like, r in zip(likes, result, strict=True)
+    )
+
+
+def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A reduction of one sharded tensor to a scalar; NotImplemented for any other."""
+    tensor = args[0]
+    if not isinstance(tensor, ShardedTensor):
+        return NotImplemented
+    if name in ("norm", "vector_norm", "linalg_vector_norm"):
+        names = ("p", "ord", "dtype")
+        if len(args) > 2 or any(kwargs.get(k) is not None for k in kwargs if k not in names):
+            return NotImplemented
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+        return norms([tensor], 2.0 if order in (None, "fro") else order, kwargs.get("dtype"))[0]
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    if name == "mean":
+        return tensor.sum() / tensor._slot.numel
+    if name in ("any", "all"):
+        wrong = tensor._local.logical_not() if name == "all" else tensor._local
+        found = wrong.any().to(torch.int32)
+        _all_reduce(found, dist.ReduceOp.MAX, tensor)
+        return found == 0 if name == "all" else found != 0
+    if name not in REDUCTIONS:
+        return NotImplemented
+    op, reduce = REDUCTIONS[name]
+    local = tensor._local
+    if local.numel() == 0 and name != "sum":
+        least = local.dtype.is_floating_point and float("inf")
+        limit = least or torch.iinfo(local.dtype).max
+        local = local.new_tensor([-limit if "max" in name else limit])
+    result = reduce(local)
+    _all_reduce(result, op, tensor)
+    return result
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norm of each whole tensor, with one all-reduce for all of them."""
+    order = float(order)
+    largest = order == float("inf")
+    parts = []
+    for x in tensors:
+        local = x._local if isinstance(x, ShardedTensor) else x
+        local = local.to(dtype) if dtype else local
+        if local.numel() == 0:
+            parts.append(local.new_zeros(()))
+        else:
+            part = torch.linalg.vector_norm(local, order)
+            parts.append(part if largest else part**order)
+    stacked = torch.stack(parts)
+    first = next(x for x in tensors if isinstance(x, ShardedTensor))
+    plain = [i for i, x in enumerate(tensors) if not isinstance(x, ShardedTensor)]
+    kept = stacked[plain].clone()
+    _all_reduce(stacked, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, first)
+    stacked[plain] = kept
+    return list((stacked if largest else stacked ** (1.0 / order)).unbind())
+
+
+def _all_reduce(value: torch.Tensor, op: Any, like: ShardedTensor) -> None:
+    if like._group.layout.world_size > 1:
+        dist.all_reduce(value, op=op, group=like._group.process_group)
+
+
+def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], in_place: bool) -> Any:
+    from zerofx.ondemand import unshard
+
+    if in_place and isinstance(args[0], ShardedTensor) or isinstance(kwargs.get("out"), ShardedTensor):
+        target = args[0] if in_place else kwargs["out"]
+        target._refuse(
+            f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`"
+        )
+    gathered: dict[int, torch.Tensor] = {}
+
+    def full(x: Any) -> Any:
+        if not isinstance(x, ShardedTensor):
+            return x
+        if id(x) not in gathered:
+            gathered[id(x)] = unshard(x, name)
+        return gathered[id(x)]
+
+    args, kwargs = pytree.tree_map(full, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
+    """The part of a plain, full-shape tensor that lies where ``like``'s slice lies."""
+    piece = like._group.layout.piece(like._slot, like._group.rank)
+    return full.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length)
+
+
+def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
+    return name.endswith("_")
+
+
+def _check_leaf(tensor: ShardedTensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad and isinstance(tensor, ShardedParameter):
+        raise RuntimeError(
+            f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
+            "torch.no_grad()."
+        )
+
+
+def _wrote(tensor: ShardedTensor) -> None:
+    """Count a write, so that a backward that saved the old value raises instead of computing with the new one."""
+    with DisableTorchFunction():
+        torch.autograd.graph.increment_version(tensor)
+
+
+class _Mismatch(Exception):
+    """The operands are not slices of one layout."""

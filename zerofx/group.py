@@ -1,0 +1,81 @@
+"""A group at run time: the rank's shard, and the parameters that are slices of it.
+
+Who holds whom (a double arrow owns, a single one does not)::
+
+    module ══▶ ShardedParameter ══▶ ShardGroup ══▶ shard (flat, 1/M of the group)
+                                        │
+                                        └──▶ its parameters (weakly)
+    compiled graph ──▶ ShardGroup
+
+so a model's memory is free as soon as nothing holds the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zerofx._torch import will_accumulate
+from zerofx.layout import GroupLayout, Slot
+
+if TYPE_CHECKING:
+    from zerofx.parameter import ShardedParameter
+
+
+class ShardGroup:
+    """One group's shard on this rank.
+
+    Attributes:
+        layout: where each parameter lies.
+        process_group: the ranks that share it.
+        rank: this rank's place among them.
+        shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
+    """
+
+    def __init__(self, layout: GroupLayout, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.layout = layout
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
+        self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
+
+    def add(self, slot: Slot, parameter: ShardedParameter) -> None:
+        """Make ``parameter`` the one that ``slot`` describes."""
+        self._parameters[slot] = weakref.ref(parameter)
+
+    def parameter(self, slot: Slot) -> ShardedParameter:
+        """The live parameter of ``slot``."""
+        parameter = self._parameters[slot]()
+        if parameter is None:
+            raise RuntimeError(f"the parameter {slot.name!r} was deleted while its group is in use")
+        return parameter
+
+    def local(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``slot`` as a view of ``flat``, a tensor laid out as the shard is."""
+        piece = self.layout.piece(slot, self.rank)
+        return flat.narrow(0, piece.in_shard, piece.length)
+
+    def accumulate(self, slots: tuple[Slot, ...], flat: torch.Tensor) -> None:
+        """Add reduced gradients to the parameters' ``.grad``: ``flat`` is laid out as the shard is.
+
+        A first gradient is not copied: ``.grad`` becomes a view of ``flat``. Runs inside a backward pass, and
+        accumulates only where the engine would have.
+        """
+        held, new = [], []
+        for slot in slots:
+            parameter = self.parameter(slot)
+            if not will_accumulate(parameter):
+                continue
+            local = self.local(slot, flat)
+            if parameter.grad is None:
+                parameter.grad = parameter.like(local)
+            else:
+                held.append(parameter.grad.to_local())
+                new.append(local)
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+        if held:
+            torch._foreach_add_(held, new)

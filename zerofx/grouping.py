@@ -1,0 +1,181 @@
+"""Which parameters travel together.
+
+Automatic grouping reads module names alone, so it serves a model nobody prepared:
+
+* a *block* is what stands at a number in a container: ``h.0``, ``encoder.layer.11``. The outermost number counts;
+  ``layers.3.experts.5.w`` belongs to block ``layers.3``;
+* between blocks, what is left forms a group of its own, in registration order: embeddings before, head behind;
+* within those, one group per dtype and ``requires_grad``;
+* neighbours of the same kind that are smaller than ``min_bytes`` together are merged, and what is larger than
+  ``max_bytes`` is split between parameters.
+
+``groups=`` overrides what a block is: module classes, or a function ``(name, module) -> bool``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zerofx.layout import GroupLayout, make_layout
+
+BlockRule = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How parameters are grouped.
+
+    Attributes:
+        blocks: None for automatic; module classes; or ``(name, module) -> bool`` that is True for a block.
+        min_bytes: neighbouring groups that together stay below this are merged: a collective has a cost of its own.
+        max_bytes: a larger group is split between parameters: it would all have to be there at once.
+    """
+
+    blocks: Sequence[type[nn.Module]] | BlockRule | None = None
+    min_bytes: int = 256 * 1024
+    max_bytes: int = 256 * 1024 * 1024
+
+    @staticmethod
+    def of(groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None) -> Grouping:
+        """What the ``groups=`` option means."""
+        if isinstance(groups, Grouping):
+            return groups
+        if groups is None or (callable(groups) and not isinstance(groups, type)):
+            return Grouping(groups)
+        classes = (groups,) if isinstance(groups, type) else tuple(groups)
+        if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise TypeError(
+                f"groups={groups!r}: expected nn.Module classes, a function (name, module) -> bool, or a Grouping."
+            )
+        return Grouping(classes)
+
+
+@dataclass
+class _Draft:
+    block: str
+    dtype: torch.dtype
+    requires_grad: bool
+    members: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for _, p in self.members)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool]:
+        return self.dtype, self.requires_grad
+
+
+def plan_groups(
+    module: nn.Module, world_size: int, grouping: Grouping
+) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
+    """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
+
+    A parameter that occurs under several names is taken once, under the first.
+    """
+    drafts: list[_Draft] = []
+    block_of = _block_rule(module, grouping)
+    runs = 0
+    last_block: str | None = None
+    for name, parameter in module.named_parameters():
+        block = block_of(name)
+        if block is None:
+            runs += last_block is not None or not drafts
+            last_block = None
+            key = f"\0{runs}"  # a run of parameters between blocks
+        else:
+            key = last_block = block
+        kind = (parameter.dtype, parameter.requires_grad)
+        draft = next((d for d in reversed(drafts) if d.block == key and d.kind == kind), None)
+        if draft is None:
+            drafts.append(draft := _Draft(key, *kind))
+        draft.members.append((name, parameter))
+    drafts = [part for draft in _merge(drafts, grouping.min_bytes) for part in _split(draft, grouping.max_bytes)]
+
+    planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
+    taken: set[str] = set()
+    for draft in drafts:
+        name = _unique(_group_name(draft), taken)
+        shapes = [(n, p.shape) for n, p in draft.members]
+        layout = make_layout(name, shapes, draft.dtype, world_size, draft.requires_grad)
+        planned.append((layout, [p for _, p in draft.members]))
+    return planned
+
+
+def _block_rule(module: nn.Module, grouping: Grouping) -> Callable[[str], str | None]:
+    """A function from a parameter's name to the name of its block, or None."""
+    if grouping.blocks is None:
+        return _numbered_block
+    rule = grouping.blocks
+    if not callable(rule):
+        classes = tuple(rule)
+        chosen = {name for name, m in module.named_modules() if isinstance(m, classes)}
+    else:
+        chosen = {name for name, m in module.named_modules() if rule(name, m)}
+    if not chosen:
+        raise ValueError(f"groups={grouping.blocks!r}: no module of this {type(module).__name__} matches.")
+
+    def innermost(name: str) -> str | None:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if name in chosen:
+                return name
+        return "" if "" in chosen else None
+
+    return innermost
+
+
+def _numbered_block(name: str) -> str | None:
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def _merge(drafts: list[_Draft], min_bytes: int) -> list[_Draft]:
+    """Merge neighbours of one kind while the sum stays below ``min_bytes``."""
+    merged: list[_Draft] = []
+    for draft in drafts:
+        near = next((d for d in reversed(merged) if d.kind == draft.kind), None)
+        if near is not None and near.nbytes + draft.nbytes < min_bytes:
+            near.members += draft.members
+        else:
+            merged.append(_Draft(draft.block, draft.dtype, draft.requires_grad, list(draft.members)))
+    return merged
+
+
+def _split(draft: _Draft, max_bytes: int) -> list[_Draft]:
+    """Cut a draft between parameters into parts of at most ``max_bytes`` (a larger parameter is a part by itself)."""
+    parts: list[_Draft] = []
+    for member in draft.members:
+        nbytes = member[1].numel() * member[1].element_size()
+        if not parts or parts[-1].nbytes + nbytes > max_bytes:
+            parts.append(_Draft(draft.block, draft.dtype, draft.requires_grad))
+        parts[-1].members.append(member)
+    return parts
+
+
+def _group_name(draft: _Draft) -> str:
+    """The deepest module that holds all members; for members from all over, the first one's."""
+    names = [name.rpartition(".")[0].split(".") for name, _ in draft.members]
+    common = []
+    for parts in zip(*names, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common) or ".".join(names[0]) or draft.members[0][0]
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """``name``, or ``name#2``, ``name#3`` … where it is taken; recorded in ``taken``."""
+    candidate, i = name, 1
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}#{i}"
+    taken.add(candidate)
+    return candidate

@@ -1,0 +1,175 @@
+"""Where each parameter lies in its group's flat buffer, and which part of it a rank holds.
+
+A *group* is the unit of communication: the parameters of one layer with one dtype and one ``requires_grad``. Laid
+end to end in registration order, each at an aligned offset, they form one flat buffer; the buffer is padded so that
+it divides by the world size, and rank r's *shard* is the r-th contiguous part of it::
+
+    world size 2      | attn.weight (4x4)   | attn.bias (4) | norm (4) | padding |
+    flat buffer       | 0 .............. 15 | 16 ....... 19 | 20 .. 23 | 24 . 31 |
+    shard of rank 0   |################ 0 .................. 15 #######|
+    shard of rank 1                                    |## 16 .............. 31 #|
+
+One all-gather of the shards is the flat buffer itself, so every weight is a view of it: nothing is copied in before
+the collective or out after it. (FSDP2 shards each parameter by itself along dimension 0 and copies on both sides.)
+
+The law, checked by ``GroupLayout.__post_init__``:
+
+* offsets ascend, do not overlap, and are multiples of ``ALIGNMENT`` bytes;
+* ``numel`` is ``world_size * shard_numel``, and every shard starts on an ``ALIGNMENT`` boundary;
+* where it costs little (``ROW_PADDING``), offsets and shard boundaries also fall on whole rows of the parameters, so
+  that a rank's part of a matrix is one rectangle.
+
+Nothing here knows a process group: a layout can be made for any world size, on a machine with none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 128
+"""Bytes. A cache line of every GPU, and more than any vector load needs."""
+
+ROW_PADDING = 1 / 256
+"""The largest share of a group that may be spent on aligning to whole rows."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a flat buffer: ``numel`` elements from ``offset``, in row-major order."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the parameter as a view of the flat buffer (row-major)."""
+        return contiguous_stride(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank holds: ``length`` elements, which may be none."""
+
+    in_shard: int
+    """Where the piece starts in the rank's shard."""
+    in_parameter: int
+    """Where it starts in the flattened parameter."""
+    length: int
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The flat buffer of one group, and its division over ``world_size`` ranks."""
+
+    name: str
+    dtype: torch.dtype
+    requires_grad: bool
+    world_size: int
+    slots: tuple[Slot, ...]
+    numel: int
+    """Elements of the flat buffer, padding included."""
+
+    def __post_init__(self) -> None:
+        align = alignment(self.dtype)
+        end = 0
+        for slot in self.slots:
+            if slot.offset < end or slot.offset % align:
+                raise ValueError(f"group {self.name!r}: {slot.name!r} at {slot.offset} overlaps or is not aligned")
+            end = slot.end
+        if self.numel < end or self.numel % self.world_size or self.shard_numel % align:
+            raise ValueError(f"group {self.name!r}: {self.numel} elements do not divide over {self.world_size} ranks")
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole flat buffer, as an all-gather brings it."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    def piece(self, slot: Slot, rank: int) -> Piece:
+        """The part of ``slot`` that ``rank`` holds."""
+        first = rank * self.shard_numel
+        start, stop = max(slot.offset, first), min(slot.end, first + self.shard_numel)
+        if start >= stop:
+            return Piece(0, 0, 0)
+        return Piece(start - first, start - slot.offset, stop - start)
+
+    def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """``slot``'s parameter as a view of the whole flat buffer ``flat`` (``numel`` elements)."""
+        return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+
+
+def make_layout(
+    name: str,
+    parameters: Iterable[tuple[str, Sequence[int]]],
+    dtype: torch.dtype,
+    world_size: int,
+    requires_grad: bool = True,
+) -> GroupLayout:
+    """Lay ``(name, shape)`` parameters out in the given order; see the law above."""
+    named = [(n, tuple(shape)) for n, shape in parameters]
+    align = alignment(dtype)
+    rows = [math.lcm(align, _row(shape)) for _, shape in named]
+    by_rows = _place(name, named, rows, math.lcm(align, *rows), dtype, world_size, requires_grad)
+    if by_rows.padding <= ROW_PADDING * by_rows.numel:
+        return by_rows
+    return _place(name, named, [align] * len(named), align, dtype, world_size, requires_grad)
+
+
+def alignment(dtype: torch.dtype) -> int:
+    """``ALIGNMENT`` in elements of ``dtype``."""
+    return max(1, ALIGNMENT // dtype.itemsize)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``."""
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
+    return tuple(strides)
+
+
+def _place(
+    name: str,
+    named: Sequence[tuple[str, tuple[int, ...]]],
+    aligns: Sequence[int],
+    shard_align: int,
+    dtype: torch.dtype,
+    world_size: int,
+    requires_grad: bool,
+) -> GroupLayout:
+    slots, end = [], 0
+    for (parameter, shape), align in zip(named, aligns, strict=True):
+        slots.append(Slot(parameter, shape, offset=_round_up(end, align)))
+        end = slots[-1].end
+    numel = world_size * _round_up(max(1, math.ceil(end / world_size)), shard_align)
+    return GroupLayout(name, dtype, requires_grad, world_size, tuple(slots), numel)
+
+
+def _row(shape: Sequence[int]) -> int:
+    """Elements of one row (everything but dimension 0); a vector has no rows to keep whole."""
+    return max(1, math.prod(shape[1:])) if len(shape) > 1 else 1
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,135 @@
+"""Gather on demand: an operation outside of any compiled graph that needs a whole tensor gets it.
+
+This is what keeps code right that Dynamo could not capture: slower (a gather per use, nothing overlapped), so the
+first time each line does it there is a warning that names the line.
+
+Each rank's slice is broadcast to all others; in backward each rank's slice of the gradient is reduced to its owner.
+A parameter's slice ends where its group's shard ends, so the slices of one tensor are few: one to M.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zerofx.parameter import ShardedParameter, ShardedTensor
+
+
+def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole of ``tensor`` on every rank, without autograd. A collective."""
+    group, slot = tensor._group, tensor._slot
+    flat = tensor._local.new_empty(slot.numel)
+    for rank in range(group.layout.world_size):
+        piece = group.layout.piece(slot, rank)
+        part = flat.narrow(0, piece.in_parameter, piece.length)
+        if rank == group.rank:
+            part.copy_(tensor._local)
+        if piece.length and group.layout.world_size > 1:
+            dist.broadcast(part, group=group.process_group, group_src=rank)
+    return flat.view(slot.shape)
+
+
+def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None:
+    """Add the average over ranks of the whole ``gradient`` to the sharded ``parameter.grad``. A collective."""
+    group, slot = parameter._group, parameter._slot
+    flat = gradient.reshape(-1).to(parameter.dtype, copy=True)
+    for rank in range(group.layout.world_size):
+        piece = group.layout.piece(slot, rank)
+        if piece.length and group.layout.world_size > 1:
+            part = flat.narrow(0, piece.in_parameter, piece.length)
+            dist.reduce(part, group=group.process_group, group_dst=rank)
+    piece = group.layout.piece(slot, group.rank)
+    shard = torch.zeros_like(group.shard)
+    mine = flat.narrow(0, piece.in_parameter, piece.length) / group.layout.world_size
+    group.local(slot, shard).copy_(mine)
+    group.accumulate((slot,), shard)
+
+
+class _Unshard(torch.autograd.Function):
+    """The full weight from a sharded parameter; its gradient goes to ``parameter.grad`` as a slice."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
+        ctx.parameter = parameter
+        return gather_tensor(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"double backward through the sharded parameter {ctx.parameter._slot.name!r}: gradients of gradients "
+                "(create_graph=True) are not supported for sharded parameters."
+            )
+        # Autograd would add to the parameter's full-size grad, which has no memory: None, and done by hand.
+        reduce_gradient(ctx.parameter, gradient)
+
+
+def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
+    """The full tensor for an operation that needs it, differentiable where the parameter is.
+
+    Raises:
+        TypeError: the operation is an optimizer's. On each rank's slice it would mean something else than on the
+            whole, and on the whole every rank would repeat all of the work.
+    """
+    frame = _caller()
+    optimizer = _enclosing_optimizer(frame)
+    if optimizer is not None:
+        raise TypeError(not_elementwise(optimizer, func_name, tensor._slot.name))
+    _warn(frame, func_name, tensor)
+    if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
+        return _Unshard.apply(tensor)
+    return gather_tensor(tensor)
+
+
+def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:
+    """What to tell who brings an optimizer that looks at more than one element at a time."""
+    return (
+        f"{optimizer} is not elementwise: it uses {func_name!r} on {parameter!r}. A rank holds a flat slice of each "
+        "parameter, which need not be whole rows, so only optimizers that treat every element by itself (SGD, Adam, "
+        "AdamW, Adagrad, RMSprop, NAdam, RAdam, Adadelta, Adamax, ASGD, Rprop) work on it. Use one of these."
+    )
+
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_warned: set[tuple[str, int]] = set()
+
+
+def _caller() -> FrameType | None:
+    """The innermost frame that is neither ours nor PyTorch's, or is an optimizer's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if isinstance(frame.f_locals.get("self"), Optimizer) or not name.startswith((_HERE, _TORCH)):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _enclosing_optimizer(frame: FrameType | None) -> str | None:
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Optimizer) and "step" in frame.f_code.co_name:
+            return type(owner).__name__
+        frame = frame.f_back
+    return None
+
+
+def _warn(frame: FrameType | None, func_name: str, tensor: ShardedTensor) -> None:
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame else ("unknown", 0)
+    if place in _warned:
+        return
+    _warned.add(place)
+    warnings.warn_explicit(
+        f"{func_name!r} needs the whole of {tensor._slot.name!r} outside of a compiled graph: it is gathered here, at "
+        f"every use, from all {tensor._group.layout.world_size} ranks. Right, but slow: compile the code around it.",
+        UserWarning,
+        *place,
+    )

@@ -1,0 +1,72 @@
+"""The options of ``zerofx.compile``, checked in one place before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.grouping import BlockRule, Grouping
+from zerofx.passes.context import Executor
+
+EXECUTORS = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asked for.
+
+    Attributes:
+        stage: 3 (parameters, gradients and optimizer state sharded).
+        executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
+        prefetch_bytes: most gathered bytes live at once; None: each gather starts one group ahead.
+        groups: see `zerofx.grouping`.
+        mesh: a 1-D device mesh; None: all ranks of the default process group.
+        init_sync: take rank 0's weights and buffers everywhere.
+    """
+
+    stage: int = 3
+    executor: Executor = "inductor"
+    prefetch_bytes: int | None = None
+    groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
+    mesh: DeviceMesh | None = None
+    init_sync: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage != 3:
+            raise ValueError(f"stage={self.stage!r}: zerofx has stage 3; stages 1 and 2 are not implemented yet.")
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
+        if self.prefetch_bytes is not None and self.prefetch_bytes <= 0:
+            raise ValueError(f"prefetch_bytes={self.prefetch_bytes!r}: expected a number of bytes above 0, or None.")
+        Grouping.of(self.groups)
+        if self.mesh is not None and self.mesh.ndim != 1:
+            raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
+
+    @staticmethod
+    def of(options: dict[str, Any]) -> Options:
+        """Options from a dictionary (``torch.compile(..., options=...)``)."""
+        known = Options.__dataclass_fields__
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}: zerofx knows {', '.join(known)}.")
+        return Options(**options)
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to shard over."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group() first, and start the program with "
+                "torchrun (one process works too: `torchrun --nproc-per-node 1`)."
+            )
+        if self.mesh is not None:
+            return self.mesh.get_group()
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+

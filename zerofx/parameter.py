@@ -1,0 +1,118 @@
+"""Sharded tensors: full shape outside, a flat slice inside.
+
+A `ShardedTensor` has the shape and dtype of the whole tensor and holds this rank's slice of it, a 1-D tensor that
+may be empty. A `ShardedParameter` is the one that stands in the module; its slice is a view of the group's shard.
+Gradients and optimizer state are plain `ShardedTensor`s of the same slot.
+
+What ``__torch_function__`` does with an operation on one:
+
+====================================  ==============================================================================
+while Dynamo traces                   nothing: Dynamo sees an ordinary tensor of the full shape
+metadata (shape, grad, ...)           answered as is
+elementwise, among one slot           runs on the slices: optimizers, scaling, clipping (`elementwise`)
+reductions to a scalar, norms         slices, then one all-reduce
+anything else                         the full tensor is gathered first, differentiably (`ondemand`)
+====================================  ==============================================================================
+
+The full-shape tensor's own memory is freed, and some kernels read freed memory without asking. So no operation
+reaches one except through this table, and what would go around it (``.data =``, pickling, deepcopy) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from zerofx._torch import DisableTorchFunction
+from zerofx.layout import Slot
+
+if TYPE_CHECKING:
+    from zerofx.group import ShardGroup
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which this rank holds a flat slice. Made by `ShardedTensor.like`, never directly."""
+
+    _group: ShardGroup
+    _slot: Slot
+    _local: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            with DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+        from zerofx.elementwise import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
+        from zerofx.ondemand import gather_tensor
+
+        return gather_tensor(self)
+
+    def like(self, local: torch.Tensor) -> ShardedTensor:
+        """A sharded tensor of the same slot that holds ``local`` (any dtype)."""
+        # One element, expanded: full shape, no memory, and no kernel can read past it.
+        shell = local.new_empty(1).expand(self._slot.shape)
+        return _dress(shell.as_subclass(ShardedTensor), self._group, self._slot, local)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        held, name = self._local.numel(), type(self).__name__
+        return (
+            f"{name}({self._slot.name!r}, shape={list(self._slot.shape)}, dtype={self._local.dtype}, "
+            f"rank {self._group.rank} of {self._group.layout.world_size} holds {held:,} of {self._slot.numel:,} elements)"
+        )
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickling (torch.save)", "save full_tensor() of it, which every rank must call")
+
+    def _refuse(self, what: str, way_out: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} of the sharded tensor {self._slot.name!r}: this rank holds only a slice of it; {way_out}."
+        )
+
+
+class ShardedParameter(ShardedTensor, nn.Parameter):
+    """A parameter of a sharded module. Its class is what `shard_parameter` made of an ``nn.Parameter`` in place."""
+
+
+def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
+    """Turn ``parameter`` into a `ShardedParameter` in place: copy its slice to the group's shard, free the rest.
+
+    The object stays the same, so optimizers that hold it stay right.
+    """
+    piece = group.layout.piece(slot, group.rank)
+    local = group.local(slot, group.shard)
+    with torch.no_grad():
+        local.copy_(parameter.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length))
+        # New memory, so that a tensor elsewhere that shares the old keeps it; then none.
+        parameter.data = torch.empty(slot.shape, dtype=parameter.dtype, device=parameter.device)
+    parameter.untyped_storage().resize_(0)
+    parameter.__class__ = ShardedParameter
+    group.add(slot, _dress(parameter, group, slot, local))
+
+
+def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
+    tensor._group, tensor._slot, tensor._local = group, slot, local
+    return tensor
+
+
+def detach(tensor: ShardedTensor) -> ShardedTensor:
+    """A detached alias: same slice, same version counter (what ``Tensor.detach`` is to a plain tensor)."""
+    with DisableTorchFunction():
+        alias = tensor.detach().as_subclass(ShardedTensor)
+    return _dress(alias, tensor._group, tensor._slot, tensor._local)

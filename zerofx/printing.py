@@ -1,0 +1,1 @@
+def format_trace(trace): return str(trace.final.graph)

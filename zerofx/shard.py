@@ -1,0 +1,153 @@
+"""Shard a module in place: every check first, then one group at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zerofx.group import ShardGroup
+from zerofx.grouping import Grouping, plan_groups
+from zerofx.layout import GroupLayout
+from zerofx.ondemand import not_elementwise
+from zerofx.options import Options
+from zerofx.parameter import ShardedTensor, shard_parameter
+
+
+def shard(module: nn.Module, **options: Any) -> nn.Module:
+    """Shard ``module`` in place over the ranks, without compiling it; returns the same object.
+
+    Each parameter becomes a `ShardedParameter`: same object, same name, full shape, and this rank's slice of the
+    data. Peak extra memory is one group's shard and one parameter.
+
+    Args:
+        module: an ``nn.Module`` whose parameters are on one device.
+        **options: see `Options`.
+
+    Raises:
+        RuntimeError: no process group; ranks whose models differ.
+        ValueError: a module, or an option, that cannot be sharded; the message says why. Nothing has changed then.
+    """
+    shard_module(module, Options.of(options))
+    return module
+
+
+def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
+    """`shard` with checked options; returns the groups."""
+    process_group = options.process_group()
+    _check(module)
+    planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
+    _check_ranks_agree([layout for layout, _ in planned], process_group)
+    if options.init_sync and process_group.size() > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, group=process_group, group_src=0)
+    groups = []
+    for layout, parameters in planned:
+        group = ShardGroup(layout, process_group, parameters[0].device)
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            if options.init_sync and process_group.size() > 1:
+                _broadcast(parameter, process_group)
+            shard_parameter(parameter, group, slot)
+        groups.append(group)
+    return groups
+
+
+def groups_of(module: nn.Module) -> list[ShardGroup]:
+    """The groups of a sharded module, in registration order."""
+    groups = {p._group: None for p in module.parameters() if isinstance(p, ShardedTensor)}
+    return list(groups)
+
+
+def _broadcast(parameter: nn.Parameter, process_group: dist.ProcessGroup) -> None:
+    data = parameter.detach()
+    whole = data if data.is_contiguous() else data.contiguous()
+    dist.broadcast(whole, group=process_group, group_src=0)
+    if whole is not data:
+        data.copy_(whole)
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse what cannot be sharded, before anything has changed."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    first_name, first = next(iter(parameters.items()))
+    storages: dict[int, str] = {}
+    for name, p in parameters.items():
+        if isinstance(p, ShardedTensor):
+            raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
+        if type(p) is not nn.Parameter:
+            raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
+        if p.is_meta:
+            raise ValueError(f"{name!r} is on the meta device: initialise it (module.to_empty, then init) first.")
+        if p.device != first.device:
+            raise ValueError(
+                f"parameters are on different devices: {first_name!r} on {first.device}, {name!r} on {p.device}. "
+                "Move the module to one device first."
+            )
+        if not p.is_floating_point():
+            raise ValueError(
+                f"{name!r} has dtype {p.dtype}: expected a real floating-point type. Keep "
+                f"{'its real and imaginary parts as two parameters' if p.is_complex() else 'it in a buffer'}."
+            )
+        if p.layout != torch.strided:
+            raise ValueError(f"{name!r} has layout {p.layout}: expected a dense (strided) parameter.")
+        if p._backward_hooks:
+            raise ValueError(
+                f"{name!r} has a tensor hook (register_hook): its gradient is reduced inside the compiled graph, no hook "
+                "would see it. Use register_post_accumulate_grad_hook, or remove it."
+            )
+        if p.grad is not None:
+            raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
+        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if p.numel() else name
+        if other != name:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory but are two parameters: sharded apart they would no longer "
+                f"be tied. Tie them by assigning one parameter to both names."
+            )
+
+
+def _check_ranks_agree(layouts: list[GroupLayout], process_group: dist.ProcessGroup) -> None:
+    """All ranks must have the same groups: raise on every rank where one differs, instead of hanging later."""
+    if process_group.size() == 1:
+        return
+    mine = [hashlib.sha256(repr(layout).encode()).hexdigest() for layout in layouts]
+    fingerprints: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(fingerprints, mine, group=process_group)
+    for rank, theirs in enumerate(fingerprints):
+        if theirs == mine:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        what = f"group {layouts[at].name!r}" if at is not None else f"{len(mine)} groups against {len(theirs)}"
+        raise RuntimeError(
+            f"rank {process_group.rank()} and rank {rank} have different models: they differ in {what}. Names, shapes, "
+            "dtypes and requires_grad of all parameters must be the same on every rank."
+        )
+
+
+_WHOLE_TENSOR_OPTIMIZERS = {
+    "Adafactor": "row and column means",
+    "LBFGS": "dot products of all parameters",
+    "Muon": "matrix products",
+    "SparseAdam": "sparse gradients",
+}
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything."""
+    uses = _WHOLE_TENSOR_OPTIMIZERS.get(type(optimizer).__name__)
+    if uses is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedTensor):
+                raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
+
+
+register_optimizer_step_pre_hook(_refuse_optimizer)
