@@ -7,9 +7,15 @@ all-to-all moves just the parts, and summing them here is deterministic and fuse
     shard = wait_tensor(sums) * (1 / M)           ─────▶ parts = wait_tensor(parts).view(M, S)
                                                          shard = parts.sum(0) * (1 / M)
 
-**Discard marks for Inductor.** Inductor frees each buffer after its last reader, which is where the marks stand:
-they are taken out. (The order of collectives is kept by the settings the graph is compiled with, see
-``zerofx/_torch.py``.) The eager executor runs the graph as it reads, marks included.
+**Order for Inductor.** Inductor schedules by data dependence, and its fusions pull a wait up to the first kernel that
+reads a part of what it waits for. What must not move against each other is therefore made a dependence::
+
+    discard A                                            (the last reader of A)
+    start C             ─────▶   start C, after it:      no more is live than the budget allows
+    wait B                       wait B, after start C:  the next gather is under way when this one is waited for
+
+The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they stand. The eager
+executor runs the graph as it reads, marks included.
 
 Last of the passes. Sound because both sides compute the sum over ranks, in rank order.
 """
@@ -19,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from zerofx._torch import pin_order
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 
@@ -34,10 +41,35 @@ def lower(gm: GraphModule, ctx: Context) -> int:
             _as_all_to_all(gm, node)
             edits += 1
     if ctx.executor == "inductor":
+        after = _order(gm)
         for node in edit.tagged(gm.graph, "discard"):
             gm.graph.erase_node(node)
-            edits += 1
+        pin_order(gm, after)
+        edits += len(after)
     return edit.finish(gm, edits)
+
+
+def _order(gm: GraphModule) -> dict[Node, list[Node]]:
+    """Node -> nodes that must come before it, besides those it reads."""
+    after: dict[Node, list[Node]] = {}
+    order = edit.positions(gm.graph)
+    read: list[Node] = []
+    started: list[Node] = []
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard"):
+        kind = node.meta["zerofx"].kind
+        if kind == "discard":
+            last = edit.last_use(node.args[0], order, ignore=node)  # type: ignore[arg-type]
+            read.append(last)  # type: ignore[arg-type]
+        elif kind == "all_gather":
+            if read:
+                after[node] = read
+            read, started = [], [*started, node]
+        else:
+            others = [start for start in started if start is not node.args[0]]
+            if others:
+                after[node] = others
+            started = []
+    return after
 
 
 def _as_all_to_all(gm: GraphModule, node: Node) -> None:

@@ -55,6 +55,13 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
+    """Make Inductor run each key after its values, as if it read them (2.11, 2.13, 2.15)."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    preserve_node_ordering(gm.graph, after)  # type: ignore[arg-type]
+
+
 def compile_with_aot_autograd(
     gm: GraphModule, example_inputs: Sequence[Any], forward: Callable, backward: Callable, inference: Callable
 ) -> Callable:
