@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from zerofx._torch import OpOverload, pytree
 from zerofx.passes.context import Tag
 
 
@@ -88,7 +88,7 @@ def aliases(node: Node) -> list[Node]:
 
 def may_alias(node: Node) -> bool:
     """Whether the node's value may share memory with one of its inputs."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True
     returns_alias = any(r.alias_info is not None for r in node.target._schema.returns)
     return returns_alias or node.target in _UNDECLARED_VIEWS

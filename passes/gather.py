@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx._torch import OpOverload
 from zerofx.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Tag
@@ -62,9 +63,7 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -
             if ref not in brought:
                 slot, tag = ref.slot, Tag("unshard", layout.name)
                 args = (shard, list(slot.shape), slot.offset, layout.world_size, ctx.process_group)
-                brought[ref] = edit.insert(
-                    graph, torch.ops.zerofx.unshard.default, args, tag=tag, near=first_use
-                )
+                brought[ref] = edit.insert(graph, torch.ops.zerofx.unshard.default, args, tag=tag, near=first_use)
             node.replace_all_uses_with(brought[ref])
 
 
@@ -79,7 +78,7 @@ def _drop_saved(graph: Graph, ctx: Context) -> None:
 
 def _refuse_writes(node: Node, ref: ParameterRef) -> None:
     for user in node.users:
-        if not isinstance(user.target, torch._ops.OpOverload):
+        if not isinstance(user.target, OpOverload):
             continue
         for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and value is node:

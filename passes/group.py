@@ -84,9 +84,7 @@ def _fuse_reductions(
 ) -> None:
     outputs = edit.output_values(graph)
     outputs = outputs[: len(outputs) - len(ctx.reductions)]
-    slot_of = {
-        (reduction.layout.name, slot.offset): slot for reduction in ctx.reductions for slot in reduction.slots
-    }
+    slot_of = {(reduction.layout.name, slot.offset): slot for reduction in ctx.reductions for slot in reduction.slots}
     ctx.reductions.clear()
     for name, nodes in sorted(nodes_of.items(), key=lambda item: max(order[n] for n in item[1])):
         layout, last = layouts[name], max(nodes, key=order.__getitem__)
@@ -100,9 +98,7 @@ def _fuse_reductions(
             graph.erase_node(node)
 
 
-def _fuse_reduction(
-    graph: Graph, ctx: Context, layout: GroupLayout, grads: dict[Slot, Node], near: Node
-) -> Node:
+def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict[Slot, Node], near: Node) -> Node:
     def add(kind: str, target: Callable, *args: object, **kwargs: object) -> Node:
         return edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=near, **kwargs)
 

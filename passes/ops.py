@@ -23,9 +23,7 @@ _c10d = torch.ops._c10d_functional
 
 
 @torch.library.custom_op("zerofx::unshard", mutates_args=())
-def unshard(
-    shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str
-) -> torch.Tensor:
+def unshard(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
     full = shard
     if world_size > 1:
         full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, world_size, process_group))
@@ -33,16 +31,12 @@ def unshard(
 
 
 @unshard.register_fake
-def _(
-    shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str
-) -> torch.Tensor:
+def _(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
     return shard.new_empty(shape)
 
 
 @torch.library.custom_op("zerofx::reduce_grad", mutates_args=())
-def reduce_grad(
-    grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str
-) -> torch.Tensor:
+def reduce_grad(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str) -> torch.Tensor:
     flat = grad.new_zeros(world_size * shard_numel)
     flat[offset : offset + grad.numel()] = grad.reshape(-1)
     if world_size == 1:
@@ -52,9 +46,7 @@ def reduce_grad(
 
 
 @reduce_grad.register_fake
-def _(
-    grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str
-) -> torch.Tensor:
+def _(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str) -> torch.Tensor:
     return grad.new_empty(shard_numel)
 
 

@@ -39,9 +39,7 @@ def reduce(gm: GraphModule, ctx: Context) -> int:
         with graph.inserting_after(after):
             args = (grad, ref.slot.offset, layout.shard_numel, layout.world_size, ctx.process_group)
             tag = Tag("reduce_grad", layout.name)
-            extra.append(
-                edit.insert(graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad)
-            )
+            extra.append(edit.insert(graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad))
         outputs[i] = None
         ctx.reductions.append(Reduction(layout, (ref.slot,)))
     edit.set_output_values(graph, outputs + extra)

@@ -45,9 +45,7 @@ def _save_parameters(gm: GraphModule, ctx: Context) -> int:
             steps.append((value.target, args, kwargs))
             value = source
         if steps and isinstance(value, Node) and value.name in ctx.parameters:
-            ctx.recipes[outputs[i].name] = Recipe(
-                ctx.parameters[value.name], value.meta["val"], tuple(reversed(steps))
-            )
+            ctx.recipes[outputs[i].name] = Recipe(ctx.parameters[value.name], value.meta["val"], tuple(reversed(steps)))
             outputs[i], edits = value, edits + 1
     edit.set_output_values(gm.graph, outputs)
     if edits:

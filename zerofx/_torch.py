@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload as OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree  # noqa: F401
 
 # torch._C (2.11, 2.13, 2.15): run a function as if no argument were a tensor subclass. Dynamo traces through it.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -139,7 +141,10 @@ def source_name(placeholder: Node) -> str | None:
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Inside a backward pass: whether the engine would accumulate into ``parameter.grad`` in this pass.
 
-    False under ``torch.autograd.grad`` and under ``backward(inputs=…)`` without this parameter (2.11, 2.13, 2.15).
+    False under ``backward(inputs=...)`` without this parameter (2.11, 2.13, 2.15).
+
+    Raises:
+        RuntimeError: the pass is ``torch.autograd.grad`` with respect to this parameter.
     """
     with DisableTorchFunction():
         node = torch.autograd.graph.get_gradient_edge(parameter).node

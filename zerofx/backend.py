@@ -14,6 +14,7 @@ the backward graph gathers it anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,9 @@ from zerofx.runtime import backward_runner, forward_runner, refuse_double_backwa
 from zerofx.shard import shard_module
 
 
-def zerofx_backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable:
+def zerofx_backend(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable:
     """The backend behind ``torch.compile(module, backend="zerofx", options={"stage": 3, ...})``.
 
     A module that is not sharded yet is sharded in place, whole, when its first graph arrives.
@@ -41,11 +44,11 @@ def zerofx_backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: d
     return Backend(Options.of(options or {}))(gm, example_inputs)
 
 
+@dataclass(frozen=True)
 class Backend:
     """A backend with checked options, as ``zerofx.compile`` hands it to ``module.compile``."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    options: Options
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _shard_modules_of(gm, example_inputs, self.options)
@@ -214,5 +217,3 @@ def _strip_own_frames(gm: GraphModule) -> None:
         if trace and own in trace:
             head = trace.split(f'  File "{own}"')[0]
             node.meta["stack_trace"] = head
-
-

@@ -11,34 +11,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
-from zerofx._torch import DisableTorchFunction
+from zerofx._torch import DisableTorchFunction, pytree
+from zerofx.ondemand import is_in_place, readonly, unshard
 from zerofx.parameter import ShardedParameter, ShardedTensor, detach
 
 _BINARY = "add sub mul div truediv floor_divide remainder pow mod matmul and or xor eq ne lt le gt ge".split()
-ELEMENTWISE = frozenset(
-    """
+ELEMENTWISE = (
+    frozenset(
+        """
     abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos
     cpu cuda div double empty_like eq exp expm1 fill float floor floor_divide fmax fmin fmod frac full_like ge gt half
     heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
     masked_fill maximum minimum mul multiply nan_to_num ne neg negative ones_like pow reciprocal relu remainder round
     rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract tanh to true_divide trunc type_as where zero zeros_like
-    absolute divide _to_copy
+    absolute divide _to_copy __setitem__
     """.split()
-) | {f"__{i}{name}__" for name in _BINARY if name != "matmul" for i in ("", "i", "r")} | {"__neg__", "__abs__"}
+    )
+    | {f"__{i}{name}__" for name in _BINARY if name != "matmul" for i in ("", "i", "r")}
+    | {"__neg__", "__abs__"}
+)
 """Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
+
+CREATION = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
+"""Operations that read nothing but shape and dtype: never differentiated."""
 
 LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 """Operations on lists of tensors: elementwise all, but for the norm."""
 
 METADATA = frozenset(
     """
-    size dim ndimension numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed is_conj
-    is_neg is_inference is_nonzero_metadata element_size get_device has_names is_distributed is_shared is_pinned type
-    untyped_storage data_ptr requires_grad_ retain_grad register_post_accumulate_grad_hook is_same_size _is_view
-    _is_zerotensor __hash__ __len__ __format__ is_tensor is_storage result_type _has_compatible_shallow_copy_type
-    is_same_size _nested_tensor_size dim_order _backward_hooks is_sparse_any _typed_storage is_set_to
+    _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__ data_ptr dim
+    dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed is_floating_point
+    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage is_tensor ndimension nelement
+    numel register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size storage_offset stride
+    untyped_storage
     """.split()
 )
 """Operations that never look at elements."""
@@ -63,15 +70,20 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return ShardedTensor.__repr__(args[0])
     if name == "detach" and isinstance(args[0], ShardedTensor):
         return detach(args[0])
+    if func is torch.autograd.grad:
+        raise RuntimeError(
+            "torch.autograd.grad with respect to sharded parameters: their gradients are shards and go to .grad. Call "
+            "loss.backward() and read parameter.grad."
+        )
     if name in ("register_hook", "detach_", "share_memory_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
 
     sharded = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, ShardedTensor)]
-    in_place = _is_in_place(name, kwargs)
+    in_place = is_in_place(name)
     if in_place and isinstance(args[0], ShardedTensor):
         _check_leaf(args[0])
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
-    if not tracked:
+    if not tracked or name in CREATION:
         if name.startswith(LISTS):
             return _on_lists(func, name, args, kwargs, sharded)
         if (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE:
@@ -111,6 +123,8 @@ def _on_slices(
     like = args[0] if isinstance(args[0], ShardedTensor) else sharded[0]
     if in_place and like is not args[0]:
         return NotImplemented
+    if func is torch.Tensor.__setitem__ and not isinstance(args[1], ShardedTensor):
+        return NotImplemented  # by mask it is elementwise, by position it is not
 
     def local(x: Any) -> Any:
         if isinstance(x, ShardedTensor):
@@ -137,9 +151,7 @@ def _on_slices(
     return like.like(result)
 
 
-def _on_lists(
-    func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]
-) -> Any:
+def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]) -> Any:
     if name == "_foreach_norm":
         return norms(args[0], *args[1:], **kwargs)
     local_args, local_kwargs = pytree.tree_map(
@@ -220,13 +232,9 @@ def _all_reduce(value: torch.Tensor, op: Any, like: ShardedTensor) -> None:
 
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], in_place: bool) -> Any:
-    from zerofx.ondemand import unshard
-
     if in_place and isinstance(args[0], ShardedTensor) or isinstance(kwargs.get("out"), ShardedTensor):
         target = args[0] if in_place else kwargs["out"]
-        target._refuse(
-            f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`"
-        )
+        target._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
     gathered: dict[int, torch.Tensor] = {}
 
     def full(x: Any) -> Any:
@@ -237,19 +245,14 @@ def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], in_
         return gathered[id(x)]
 
     args, kwargs = pytree.tree_map(full, (args, kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return result if torch.is_grad_enabled() else readonly(result, list(gathered.values()))
 
 
 def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
     """The part of a plain, full-shape tensor that lies where ``like``'s slice lies."""
     piece = like._group.layout.piece(like._slot, like._group.rank)
     return full.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length)
-
-
-def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
-    return name.endswith("_")
 
 
 def _check_leaf(tensor: ShardedTensor) -> None:

@@ -67,7 +67,7 @@ class ShardGroup:
         held, new = [], []
         for slot in slots:
             parameter = self.parameter(slot)
-            if not will_accumulate(parameter):
+            if not _is_accumulated(parameter):
                 continue
             local = self.local(slot, flat)
             if parameter.grad is None:
@@ -79,3 +79,13 @@ class ShardGroup:
                 hook(parameter)
         if held:
             torch._foreach_add_(held, new)
+
+
+def _is_accumulated(parameter: ShardedParameter) -> bool:
+    try:
+        return will_accumulate(parameter)
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"torch.autograd.grad with respect to the sharded parameter {parameter._slot.name!r}: its gradient is a "
+            "shard and goes to .grad. Call loss.backward() and read parameter.grad."
+        ) from e

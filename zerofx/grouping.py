@@ -70,9 +70,7 @@ class _Draft:
         return self.dtype, self.requires_grad
 
 
-def plan_groups(
-    module: nn.Module, world_size: int, grouping: Grouping
-) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
+def plan_groups(module: nn.Module, world_size: int, grouping: Grouping) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
 
     A parameter that occurs under several names is taken once, under the first.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.parameter import ShardedParameter, ShardedTensor
 
 
@@ -97,6 +98,46 @@ def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:
     )
 
 
+class GatheredView(torch.Tensor):
+    """A view of a gathered weight, as eager code without autograd gets it: readable, not writable.
+
+    ``with torch.no_grad(): weight[0].zero_()`` would write to the gathered copy and be lost.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "").split(".")[0]
+        if is_in_place(name) and isinstance(args[0], cls):
+            raise RuntimeError(
+                f"{name!r} writes to a view of a sharded weight. The view is of a gathered copy, the write would be "
+                "lost: change weight.full_tensor() and copy it back, weight.copy_(full)."
+            )
+        with DisableTorchFunction():
+            return readonly(func(*args, **(kwargs or {})), args)
+
+
+def readonly(result: Any, inputs: Any) -> Any:
+    """``result``, with every tensor in it that shares memory with one of ``inputs`` made a `GatheredView`."""
+    storages = {x.untyped_storage().data_ptr() for x in pytree.arg_tree_leaves(inputs) if isinstance(x, torch.Tensor)}
+
+    def mark(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages:
+            return x.as_subclass(GatheredView)
+        return x
+
+    return pytree.tree_map(mark, result)
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the operation of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name in _IN_PLACE
+    return name.endswith("_")
+
+
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+_IN_PLACE.add("__setitem__")
+
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _warned: set[tuple[str, int]] = set()
@@ -107,7 +148,7 @@ def _caller() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if isinstance(frame.f_locals.get("self"), Optimizer) or not name.startswith((_HERE, _TORCH)):
+        if _optimizer_of(frame) is not None or not name.startswith((_HERE, _TORCH)):
             return frame
         frame = frame.f_back
     return None
@@ -115,11 +156,18 @@ def _caller() -> FrameType | None:
 
 def _enclosing_optimizer(frame: FrameType | None) -> str | None:
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Optimizer) and "step" in frame.f_code.co_name:
+        owner = _optimizer_of(frame)
+        if owner is not None and "step" in frame.f_code.co_name:
             return type(owner).__name__
         frame = frame.f_back
     return None
+
+
+def _optimizer_of(frame: FrameType) -> Optimizer | None:
+    """The optimizer of which this frame runs a method, whatever it calls ``self``."""
+    names = frame.f_code.co_varnames
+    owner = frame.f_locals.get(names[0]) if names else None
+    return owner if isinstance(owner, Optimizer) else None
 
 
 def _warn(frame: FrameType | None, func_name: str, tensor: ShardedTensor) -> None:

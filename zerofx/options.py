@@ -68,5 +68,3 @@ class Options:
         group = dist.group.WORLD
         assert group is not None
         return group
-
-

@@ -64,7 +64,7 @@ class ShardedTensor(torch.Tensor):
     def like(self, local: torch.Tensor) -> ShardedTensor:
         """A sharded tensor of the same slot that holds ``local`` (any dtype)."""
         # One element, expanded: full shape, no memory, and no kernel can read past it.
-        shell = local.new_empty(1).expand(self._slot.shape)
+        shell = local.new_empty(()).expand(self._slot.shape)
         return _dress(shell.as_subclass(ShardedTensor), self._group, self._slot, local)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -87,7 +87,11 @@ class ShardedTensor(torch.Tensor):
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """A parameter of a sharded module. Its class is what `shard_parameter` made of an ``nn.Parameter`` in place."""
+    """A parameter of a sharded module: what `shard_parameter` made of an ``nn.Parameter`` in place.
+
+    Every parameter has a subclass of its own. Dynamo guards on the exact class, so code that was compiled for one
+    parameter's group is never run with another's, even where two models share code and all shapes are equal.
+    """
 
 
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
@@ -102,7 +106,7 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
         # New memory, so that a tensor elsewhere that shares the old keeps it; then none.
         parameter.data = torch.empty(slot.shape, dtype=parameter.dtype, device=parameter.device)
     parameter.untyped_storage().resize_(0)
-    parameter.__class__ = ShardedParameter
+    parameter.__class__ = type("ShardedParameter", (ShardedParameter,), {"__module__": __name__})
     group.add(slot, _dress(parameter, group, slot, local))
 
 

@@ -1,1 +1,2 @@
-def format_trace(trace): return str(trace.final.graph)
+def format_trace(trace):
+    return str(trace.final.graph)

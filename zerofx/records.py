@@ -105,5 +105,3 @@ def _copy_context(ctx: Context) -> Context:
         saved_parameters=dict(ctx.saved_parameters),
         reductions=list(ctx.reductions),
     )
-
-

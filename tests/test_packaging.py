@@ -1,0 +1,262 @@
+"""What a wheel holds, and which way imports run."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PACKAGES = {"zerofx": ROOT / "zerofx", "zerofx.passes": ROOT / "passes", "zerofx.kernels": ROOT / "kernels"}
+
+
+def sources(package: str) -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of each module of a package; ``zerofx`` leaves out what its two symlinks hold."""
+    top = PACKAGES[package]
+    for folder, _, files in os.walk(top):  # does not follow symlinks below top
+        for file in sorted(files):
+            path = Path(folder, file)
+            if path.suffix == ".py":
+                parts = path.relative_to(top).with_suffix("").parts
+                yield ".".join((package, *parts)), path
+
+
+def imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str, str]]:
+    """(line, dotted name, name it is bound to) of each import; ``module`` resolves the relative ones.
+
+    ``from a.b import c`` is ``a.b.c``, whether ``c`` is a module or not. A package itself is ``a.__init__``.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, alias.asname or alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            prefix = ".".join(base + ([node.module] if node.module else []))
+            for alias in node.names:
+                yield node.lineno, f"{prefix}.{alias.name}", alias.asname or alias.name
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def strangers(text: str, module: str, allowed: tuple[str, ...]) -> list[str]:
+    """The imports of zerofx's own modules that are not allowed."""
+    found = imports(ast.parse(text), module)
+    return [
+        f"{module}:{line}: {name}"
+        for line, name, _ in found
+        if within(name, "zerofx") and not within(name, *allowed)
+    ]
+
+
+def private_part(name: str) -> str | None:
+    """``torch._C`` of ``torch._C._distributed_c10d``: the name as far as its first private component."""
+    parts = name.split(".")
+    if parts[0] != "torch" or parts[1:2] == ["ops"]:
+        return None
+    for i, part in enumerate(parts):
+        if part.startswith("_") and not part.endswith("__"):
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent is a class or a function
+        return False
+
+
+def dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        value = dotted(node.value)
+        return value and f"{value}.{node.attr}"
+    return None
+
+
+def private_torch(text: str, module: str) -> list[str]:
+    """Private torch names that are imported, and private torch modules reached as attributes.
+
+    Private functions reached as attributes (``torch._foreach_mul_``) are operators: they may be used.
+    """
+    tree = ast.parse(text)
+    found: set[tuple[int, str]] = set()
+    bound: dict[str, str] = {}
+    for line, name, binding in imports(tree, module):
+        bound[binding] = binding if name.partition(".")[0] == binding else name
+        if private := private_part(name):
+            found.add((line, private))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)):
+            head, _, rest = name.partition(".")
+            private = private_part(f"{bound.get(head, head)}.{rest}")
+            if private and is_module(private):
+                found.add((node.lineno, private))
+    return [f"{module}:{line}: {name}" for line, name in sorted(found)]
+
+
+def check(package: str, allowed: tuple[str, ...]) -> list[str]:
+    return [hit for module, path in sources(package) for hit in strangers(path.read_text(), module, allowed)]
+
+
+# ---------------------------------------------------------------------------------------------- imports
+
+
+def test_passes_import_only_layouts_and_passes_of_zerofx() -> None:
+    assert not check("zerofx.passes", ("zerofx.layout", "zerofx.passes", "zerofx._torch"))
+
+
+def test_passes_need_nothing_but_torch_and_the_standard_library() -> None:
+    known = {*sys.stdlib_module_names, "torch", "zerofx"}
+    assert not [
+        f"{module}:{line}: {name}"
+        for module, path in sources("zerofx.passes")
+        for line, name, _ in imports(ast.parse(path.read_text()), module)
+        if name.partition(".")[0] not in known
+    ]
+
+
+def test_kernels_import_nothing_else_of_zerofx() -> None:
+    assert not check("zerofx.kernels", ("zerofx.kernels",))
+
+
+def test_what_passes_import_of_zerofx_imports_nothing_else_of_it() -> None:
+    hits = check("zerofx", ("zerofx.layout", "zerofx._torch"))
+    assert not [hit for hit in hits if hit.startswith(("zerofx.layout:", "zerofx._torch:"))]
+
+
+@pytest.mark.parametrize("package", ["zerofx", "zerofx.passes"])
+def test_private_torch_modules_are_named_in_one_file_alone(package: str) -> None:
+    assert not [
+        hit
+        for module, path in sources(package)
+        if module != "zerofx._torch"
+        for hit in private_torch(path.read_text(), module)
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import zerofx",
+        "import zerofx.runtime",
+        "from zerofx import runtime",
+        "from zerofx.runtime import Runtime",
+        "from .. import runtime",
+        "from ..runtime import Runtime",
+        "def f():\n    from ..group import Group",
+    ],
+)
+def test_an_import_of_the_runtime_by_a_pass_is_found(line: str) -> None:
+    allowed = ("zerofx.layout", "zerofx.passes", "zerofx._torch")
+    assert strangers(line, "zerofx.passes.gather", allowed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.fx",
+        "from zerofx import layout",
+        "from ..layout import GroupLayout",
+        "from .. import _torch",
+        "from . import edit",
+        "from .edit import insert",
+    ],
+)
+def test_an_import_that_a_pass_may_make_is_let_through(line: str) -> None:
+    allowed = ("zerofx.layout", "zerofx.passes", "zerofx._torch")
+    assert not strangers(line, "zerofx.passes.gather", allowed)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._dynamo",
+        "import torch._inductor.config as config",
+        "from torch import _dynamo",
+        "from torch._functorch import config",
+        "from torch.utils import _pytree as pytree",
+        "import torch\nwith torch._C.DisableTorchFunctionSubclass(): pass",
+        "import torch as t\nt._inductor.config.max_autotune",
+        "import torch.distributed as dist\ndist._functional_collectives.wait_tensor",
+        "from torch import distributed\ndistributed._functional_collectives.wait_tensor",
+    ],
+)
+def test_a_private_torch_module_is_found(text: str) -> None:
+    assert private_torch(text, "zerofx.group")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.ops._c10d_functional.wait_tensor.default",
+        "import torch\ntorch._foreach_mul_([], 1)",
+        "import torch\ntorch.__version__",
+        "from __future__ import annotations",
+        "import torch.fx\nx = torch.fx.Node\nx._args",
+        "from zerofx import _torch\n_torch.no_cache",
+    ],
+)
+def test_a_public_torch_name_is_let_through(text: str) -> None:
+    assert not private_torch(text, "zerofx.group")
+
+
+# ---------------------------------------------------------------------------------------------- the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """Built offline by setuptools from a copy, so that no build/ of an earlier day gets in."""
+    pytest.importorskip("setuptools", minversion="77")
+    tmp = tmp_path_factory.mktemp("wheel")
+    source = tmp / "source"
+    source.mkdir()
+    for item in ("zerofx", "passes", "kernels"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / item, source / item, symlinks=True, ignore=ignore)
+    for file in ROOT.iterdir():
+        if file.name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
+            shutil.copy(file, source)
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.mark.parametrize("package", list(PACKAGES))
+def test_wheel_holds_real_files_of_every_module(wheel: zipfile.ZipFile, package: str) -> None:
+    for module, path in sources(package):
+        name = f"{module.replace('.', '/')}.py"
+        assert wheel.read(name) == path.read_bytes(), name
+
+
+def test_wheel_holds_only_zerofx_at_top_level(wheel: zipfile.ZipFile) -> None:
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"zerofx"}
+
+
+def test_wheel_is_typed(wheel: zipfile.ZipFile) -> None:
+    assert "zerofx/py.typed" in wheel.namelist()
+
+
+def test_wheel_registers_the_dynamo_backend(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert dict(entry_points["torch_dynamo_backends"]) == {"zerofx": "zerofx.backend:zerofx_backend"}
