@@ -1,8 +1,8 @@
 """Graph passes: FX graph in, FX graph out. See `PIPELINE` for what runs in which order, and each file for one pass.
 
 A pass is a function ``pass_(gm, ctx) -> number of edits``. It changes ``gm`` in place, tags what it inserts
-(``node.meta["zerofx"]``), leaves a graph alone in which there is nothing for it to do, and knows layouts, never a process
-group or a module.
+(``node.meta["zerofx"]``), leaves a graph alone in which there is nothing for it to do, and knows layouts, never
+a process group or a module.
 """
 
 from zerofx.passes.context import Context, ParameterRef, Recipe, Reduction, Tag

@@ -22,6 +22,7 @@ sum of disjoint flat buffers is the sum of their reductions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -88,7 +89,7 @@ def _fuse_reductions(
     ctx.reductions.clear()
     for name, nodes in sorted(nodes_of.items(), key=lambda item: max(order[n] for n in item[1])):
         layout, last = layouts[name], max(nodes, key=order.__getitem__)
-        grads = {slot_of[name, node.args[1]]: node.args[0] for node in nodes}
+        grads: dict[Slot, Any] = {slot_of[name, node.args[1]]: node.args[0] for node in nodes}  # type: ignore[index]
         with graph.inserting_before(last):
             outputs.append(_fuse_reduction(graph, ctx, layout, grads, near=last))
         ctx.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))

@@ -20,6 +20,8 @@ Requires: a forward graph and then its backward graph, with the same ``ctx.recip
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import GraphModule, Node
 
 from zerofx.passes import edit
@@ -38,7 +40,8 @@ def rematerialize(gm: GraphModule, ctx: Context) -> int:
 def _save_parameters(gm: GraphModule, ctx: Context) -> int:
     outputs, edits = edit.output_values(gm.graph), 0
     for i in sorted(ctx.saved):
-        value, steps = outputs[i], []
+        value: Any = outputs[i]
+        steps: list[Any] = []
         while isinstance(value, Node) and edit.is_view_or_cast(value):
             (source,) = value.all_input_nodes
             args, kwargs = _with_chain(value, source)

@@ -46,7 +46,7 @@ def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_
     """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15)."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)
+    return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
 
 
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:

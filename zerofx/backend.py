@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from zerofx import _torch
 from zerofx.options import Options
 from zerofx.parameter import ShardedTensor
+from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Phase, Recipe
 from zerofx.records import GraphRecord, Trace, remember
 from zerofx.runtime import backward_runner, forward_runner, refuse_double_backward
@@ -116,7 +117,7 @@ class _CompiledGraph:
             return execute(gm, list(example_inputs), list(static))
         ctx = self._context(gm, phase)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        n_outputs = len(gm.graph.output_node().args[0])
+        n_outputs = len(edit.output_values(gm.graph))
         trace = Trace(gm, ctx)
         with _torch.fake_mode_of(example_inputs):
             trace.run(gm)
@@ -178,6 +179,7 @@ def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callabl
         args.clear()
         return gm(*values)
 
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -203,8 +205,8 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
             )
         if any(isinstance(p, ShardedTensor) for p in module.parameters()):
             raise RuntimeError(
-                f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module are: "
-                "it was added or replaced after sharding. Add all parameters before zerofx.compile or zerofx.shard."
+                f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module "
+                "are: it was added or replaced after sharding. Add all parameters before zerofx.compile."
             )
         shard_module(module, options)
 

@@ -16,21 +16,16 @@ from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.ondemand import is_in_place, readonly, unshard
 from zerofx.parameter import ShardedParameter, ShardedTensor, detach
 
-_BINARY = "add sub mul div truediv floor_divide remainder pow mod matmul and or xor eq ne lt le gt ge".split()
-ELEMENTWISE = (
-    frozenset(
-        """
-    abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos
-    cpu cuda div double empty_like eq exp expm1 fill float floor floor_divide fmax fmin fmod frac full_like ge gt half
-    heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
-    masked_fill maximum minimum mul multiply nan_to_num ne neg negative ones_like pow reciprocal relu remainder round
-    rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract tanh to true_divide trunc type_as where zero zeros_like
-    absolute divide _to_copy __setitem__
+_NAMED = """
+    abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
+    cos cpu cuda div double empty_like eq exp expm1 fill float floor floor_divide fmax fmin fmod frac
+    full_like ge gt half heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and
+    logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
+    ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract
+    tanh to true_divide trunc type_as where zero zeros_like absolute divide _to_copy __setitem__
     """.split()
-    )
-    | {f"__{i}{name}__" for name in _BINARY if name != "matmul" for i in ("", "i", "r")}
-    | {"__neg__", "__abs__"}
-)
+_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor eq ne lt le gt ge".split()
+ELEMENTWISE = frozenset([*_NAMED, "__abs__", "__neg__", *(f"__{i}{op}__" for op in _OPERATORS for i in ("", "i", "r"))])
 """Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
 
 CREATION = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
@@ -41,11 +36,11 @@ LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 
 METADATA = frozenset(
     """
-    _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__ data_ptr dim
-    dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed is_floating_point
-    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage is_tensor ndimension nelement
-    numel register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size storage_offset stride
-    untyped_storage
+    _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__
+    data_ptr dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
+    is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage
+    is_tensor ndimension nelement numel register_post_accumulate_grad_hook requires_grad_ result_type
+    retain_grad size storage_offset stride untyped_storage
     """.split()
 )
 """Operations that never look at elements."""
@@ -232,7 +227,7 @@ def _all_reduce(value: torch.Tensor, op: Any, like: ShardedTensor) -> None:
 
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], in_place: bool) -> Any:
-    if in_place and isinstance(args[0], ShardedTensor) or isinstance(kwargs.get("out"), ShardedTensor):
+    if (in_place and isinstance(args[0], ShardedTensor)) or isinstance(kwargs.get("out"), ShardedTensor):
         target = args[0] if in_place else kwargs["out"]
         target._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
     gathered: dict[int, torch.Tensor] = {}

@@ -73,7 +73,7 @@ class ShardGroup:
             if parameter.grad is None:
                 parameter.grad = parameter.like(local)
             else:
-                held.append(parameter.grad.to_local())
+                held.append(parameter.grad.to_local())  # type: ignore[attr-defined]
                 new.append(local)
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)

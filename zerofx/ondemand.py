@@ -62,7 +62,7 @@ class _Unshard(torch.autograd.Function):
         return gather_tensor(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"double backward through the sharded parameter {ctx.parameter._slot.name!r}: gradients of gradients "

@@ -67,11 +67,11 @@ class ShardedTensor(torch.Tensor):
         shell = local.new_empty(()).expand(self._slot.shape)
         return _dress(shell.as_subclass(ShardedTensor), self._group, self._slot, local)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        held, name = self._local.numel(), type(self).__name__
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held, ranks = self._local.numel(), self._group.layout.world_size
         return (
-            f"{name}({self._slot.name!r}, shape={list(self._slot.shape)}, dtype={self._local.dtype}, "
-            f"rank {self._group.rank} of {self._group.layout.world_size} holds {held:,} of {self._slot.numel:,} elements)"
+            f"{type(self).__name__}({self._slot.name!r}, shape={list(self._slot.shape)}, dtype={self._local.dtype}, "
+            f"rank {self._group.rank} of {ranks} holds {held:,} of {self._slot.numel:,} elements)"
         )
 
     def __deepcopy__(self, memo: dict) -> NoReturn:

@@ -1,7 +1,7 @@
 """What was compiled: graphs before, after each pass, and final, for people to read.
 
-A `Trace` keeps one copy of the graph as AOTAutograd made it; the graph after any pass is made anew by running the passes
-up to there, which are deterministic. So records cost one copy of each graph, and nothing else until someone looks.
+A `Trace` keeps one copy of the graph as AOTAutograd made it; the graph after any pass is made anew by running the
+passes up to there, which are deterministic. So records cost one copy of each graph until someone looks.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def _check(module: nn.Module) -> None:
             raise ValueError(f"{name!r} has layout {p.layout}: expected a dense (strided) parameter.")
         if p._backward_hooks:
             raise ValueError(
-                f"{name!r} has a tensor hook (register_hook): its gradient is reduced inside the compiled graph, no hook "
-                "would see it. Use register_post_accumulate_grad_hook, or remove it."
+                f"{name!r} has a tensor hook (register_hook): its gradient is reduced inside the compiled graph, no "
+                "hook would see it. Use register_post_accumulate_grad_hook, or remove it."
             )
         if p.grad is not None:
             raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
