@@ -94,12 +94,9 @@ def may_alias(node: Node) -> bool:
     return returns_alias or node.target in _UNDECLARED_VIEWS
 
 
-def last_use(node: Node, order: dict[Node, int], ignore: Node | None = None) -> Node | None:
-    """The last node, but for ``ignore``, that reads ``node``'s memory, itself or through a view.
-
-    None where the memory, or a view of it, leaves the graph.
-    """
-    readers = [user for alias in aliases(node) for user in alias.users if user is not ignore]
+def last_use(node: Node, order: dict[Node, int]) -> Node | None:
+    """The last node that reads ``node``'s memory, itself or through a view; None where it leaves the graph."""
+    readers = [user for alias in aliases(node) for user in alias.users]
     if any(user.op == "output" for user in readers):
         return None
     return max(readers, key=order.__getitem__, default=node)

@@ -7,25 +7,30 @@ all-to-all moves just the parts, and summing them here is deterministic and fuse
     shard = wait_tensor(sums) * (1 / M)           ─────▶ parts = wait_tensor(parts).view(M, S)
                                                          shard = parts.sum(0) * (1 / M)
 
-**Order for Inductor.** Inductor schedules by data dependence, and its fusions pull a wait up to the first kernel that
-reads a part of what it waits for. What must not move against each other is therefore made a dependence::
+**Order for Inductor.** Inductor schedules by data dependence; its fusions pull a wait up to the first kernel that reads
+a part of what it waits for, and it recomputes cheap values of weights in later kernels rather than store them. What
+must not move against each other is therefore made a dependence::
 
-    discard A                                            (the last reader of A)
-    start C             ─────▶   start C, after it:      no more is live than the budget allows
-    wait B                       wait B, after start C:  the next gather is under way when this one is waited for
+    use A;  discard A
+    start C             ─────▶   start C, after every use of A:  no more is live than the budget allows
+    wait B                       wait B, after start C:          the next gather is under way by then
 
-The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they stand. The eager
-executor runs the graph as it reads, marks included.
+A value that is computed from A and read after ``start C`` is stored before it is first read, so that no later kernel
+goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
+stand. The eager executor runs the graph as it reads, marks included.
 
 Last of the passes. Sound because both sides compute the sum over ranks, in rank order.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from heapq import heappop, heappush
+
 import torch
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import pin_order
+from zerofx._torch import OpOverload, pin_order
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 
@@ -50,26 +55,62 @@ def lower(gm: GraphModule, ctx: Context) -> int:
 
 
 def _order(gm: GraphModule) -> dict[Node, list[Node]]:
-    """Node -> nodes that must come before it, besides those it reads."""
-    after: dict[Node, list[Node]] = {}
+    """Node -> nodes that must come before it, besides those it reads (and, if it reads them, be stored first)."""
+    after: dict[Node, list[Node]] = defaultdict(list)
     order = edit.positions(gm.graph)
-    read: list[Node] = []
+    dead: list[Node] = []
     started: list[Node] = []
     for node in edit.tagged(gm.graph, "all_gather", "wait", "discard"):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
-            last = edit.last_use(node.args[0], order, ignore=node)  # type: ignore[arg-type]
-            read.append(last)  # type: ignore[arg-type]
+            dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "all_gather":
-            if read:
-                after[node] = read
-            read, started = [], [*started, node]
+            for buffer in dead:
+                uses, stored = _uses_before(buffer, node, order)
+                after[node] += uses
+                for value in stored:
+                    after[min(value.users, key=order.__getitem__)].append(value)
+            dead, started = [], [*started, node]
         else:
-            others = [start for start in started if start is not node.args[0]]
-            if others:
-                after[node] = others
+            after[node] += [start for start in started if start is not node.args[0]]
             started = []
-    return after
+    return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
+
+
+def _uses_before(buffer: Node, node: Node, order: dict[Node, int]) -> tuple[list[Node], list[Node]]:
+    """What must have run for ``buffer`` to be free at ``node``, and which of it must be stored.
+
+    The first are the kernels that read ``buffer``, or values that Inductor may compute inside of the kernels that read
+    them; the second are such values with a reader behind ``node``.
+    """
+    uses, stored = [], []
+    views = edit.aliases(buffer)
+    todo = sorted({order[user] for view in views for user in view.users} - {order[view] for view in views})
+    at = {i: n for n, i in order.items()}
+    seen = set(todo)
+    while todo:
+        user = at[heappop(todo)]
+        if user.meta.get("zerofx", Tag("", "")).kind == "discard":
+            continue
+        if is_kernel(user):
+            uses.append(user)
+        elif any(order[reader] > order[node] for reader in user.users):
+            uses.append(user)
+            stored.append(user)
+        else:
+            for i in {order[reader] for reader in user.users} - seen:
+                seen.add(i)
+                heappush(todo, i)
+    return uses, stored
+
+
+def is_kernel(node: Node) -> bool:
+    """Whether Inductor runs the node as a kernel of its own, rather than inside of those that read it."""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    return name.startswith("_c10d_functional") or any(part in name for part in _KERNELS)
+
+
+_KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")
 
 
 def _as_all_to_all(gm: GraphModule, node: Node) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx._torch import DisableTorchFunction, pytree
+from zerofx.norms import all_reduce, norm, norms
 from zerofx.ondemand import is_in_place, readonly, unshard
 from zerofx.parameter import ShardedParameter, ShardedTensor, detach
 
@@ -176,7 +177,7 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) > 2 or any(kwargs.get(k) is not None for k in kwargs if k not in names):
             return NotImplemented
         order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
-        return norms([tensor], 2.0 if order in (None, "fro") else order, kwargs.get("dtype"))[0]
+        return norm(tensor, 2.0 if order in (None, "fro") else float(order), kwargs.get("dtype"))
     if len(args) > 1 or kwargs:
         return NotImplemented
     if name == "mean":
@@ -184,7 +185,7 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in ("any", "all"):
         wrong = tensor._local.logical_not() if name == "all" else tensor._local
         found = wrong.any().to(torch.int32)
-        _all_reduce(found, dist.ReduceOp.MAX, tensor)
+        all_reduce(found, dist.ReduceOp.MAX, tensor)
         return found == 0 if name == "all" else found != 0
     if name not in REDUCTIONS:
         return NotImplemented
@@ -195,35 +196,8 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         limit = least or torch.iinfo(local.dtype).max
         local = local.new_tensor([-limit if "max" in name else limit])
     result = reduce(local)
-    _all_reduce(result, op, tensor)
+    all_reduce(result, op, tensor)
     return result
-
-
-def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norm of each whole tensor, with one all-reduce for all of them."""
-    order = float(order)
-    largest = order == float("inf")
-    parts = []
-    for x in tensors:
-        local = x._local if isinstance(x, ShardedTensor) else x
-        local = local.to(dtype) if dtype else local
-        if local.numel() == 0:
-            parts.append(local.new_zeros(()))
-        else:
-            part = torch.linalg.vector_norm(local, order)
-            parts.append(part if largest else part**order)
-    stacked = torch.stack(parts)
-    first = next(x for x in tensors if isinstance(x, ShardedTensor))
-    plain = [i for i, x in enumerate(tensors) if not isinstance(x, ShardedTensor)]
-    kept = stacked[plain].clone()
-    _all_reduce(stacked, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, first)
-    stacked[plain] = kept
-    return list((stacked if largest else stacked ** (1.0 / order)).unbind())
-
-
-def _all_reduce(value: torch.Tensor, op: Any, like: ShardedTensor) -> None:
-    if like._group.layout.world_size > 1:
-        dist.all_reduce(value, op=op, group=like._group.process_group)
 
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], in_place: bool) -> Any:

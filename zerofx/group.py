@@ -13,7 +13,7 @@ so a model's memory is free as soon as nothing holds the model.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,26 @@ from zerofx._torch import will_accumulate
 from zerofx.layout import GroupLayout, Slot
 
 if TYPE_CHECKING:
-    from zerofx.parameter import ShardedParameter
+    from zerofx.parameter import ShardedParameter, ShardedTensor
+
+
+class Family:
+    """The groups of one module, in registration order."""
+
+    def __init__(self) -> None:
+        self._groups: list[weakref.ref[ShardGroup]] = []
+        self.norms: dict[Any, Any] = {}
+        """Norms of gradients that were computed ahead, see `zerofx.norms`."""
+
+    def add(self, group: ShardGroup) -> None:
+        """``group`` is the next of the module's."""
+        self._groups.append(weakref.ref(group))
+
+    def gradients(self) -> list[ShardedTensor]:
+        """The gradients that the module's parameters have now, in the same order on every rank."""
+        groups = [group for ref in self._groups if (group := ref()) is not None]
+        parameters = [group.parameter(slot) for group in groups for slot in group.layout.slots]
+        return [p.grad for p in parameters if p.grad is not None]  # type: ignore[misc]
 
 
 class ShardGroup:
@@ -32,11 +51,16 @@ class ShardGroup:
         layout: where each parameter lies.
         process_group: the ranks that share it.
         rank: this rank's place among them.
+        family: the groups of the same module.
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
     """
 
-    def __init__(self, layout: GroupLayout, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, layout: GroupLayout, process_group: dist.ProcessGroup, device: torch.device, family: Family
+    ) -> None:
         self.layout = layout
+        self.family = family
+        family.add(self)
         self.process_group = process_group
         self.rank = process_group.rank()
         self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)

@@ -12,7 +12,6 @@ A compiled backward is called with what was saved; its extra outputs are shards 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,7 +73,6 @@ def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[S
 def refuse_double_backward(compiled: Callable) -> Callable:
     """Wrap a compiled function so that ``create_graph=True`` is refused when its backward starts."""
 
-    @functools.wraps(compiled)
     def run(*args: Any) -> Any:
         outputs = compiled(*args)
         node = next((x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerofx.group import ShardGroup
+from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.layout import GroupLayout
 from zerofx.ondemand import not_elementwise
@@ -45,9 +45,9 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     if options.init_sync and process_group.size() > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, group=process_group, group_src=0)
-    groups = []
+    groups, family = [], Family()
     for layout, parameters in planned:
-        group = ShardGroup(layout, process_group, parameters[0].device)
+        group = ShardGroup(layout, process_group, parameters[0].device, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if options.init_sync and process_group.size() > 1:
                 _broadcast(parameter, process_group)
