@@ -59,7 +59,8 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     after: dict[Node, list[Node]] = defaultdict(list)
     order = edit.positions(gm.graph)
     dead: list[Node] = []
-    started: list[Node] = []
+    started: list[Node] = []  # since the last wait
+    previous: list[Node] = []
     for node in edit.tagged(gm.graph, "all_gather", "wait", "discard"):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
@@ -70,7 +71,8 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
                 after[node] += uses
                 for value in stored:
                     after[min(value.users, key=order.__getitem__)].append(value)
-            dead, started = [], [*started, node]
+            after[node] += previous
+            dead, started, previous = [], [*started, node], [node]
         else:
             after[node] += [start for start in started if start is not node.args[0]]
             started = []

@@ -31,14 +31,18 @@ def functorch_config() -> contextlib.AbstractContextManager[Any]:
 
 
 def inductor_config() -> contextlib.AbstractContextManager[Any]:
-    """Inductor's settings while zerofx compiles: keep the order of collectives (2.11, 2.13, 2.15).
+    """Inductor's settings while zerofx compiles: keep what the passes decided (2.11, 2.13, 2.15).
 
-    ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users.
+    ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users;
+    ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over.
     """
     import torch._inductor.config
 
     return torch._inductor.config.patch(
-        reorder_for_peak_memory=False, reorder_for_locality=False, reorder_for_compute_comm_overlap=False
+        reorder_for_peak_memory=False,
+        reorder_for_locality=False,
+        reorder_for_compute_comm_overlap=False,
+        allow_buffer_reuse=False,
     )
 
 

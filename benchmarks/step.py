@@ -1,0 +1,249 @@
+"""Time of a training step, zerofx beside its peers: one run, one set of processes, interleaved.
+
+    python benchmarks/step.py                                  # 2 gloo ranks, one core each
+    python benchmarks/step.py --contenders zerofx,fsdp2+compile --rounds 10
+
+All contenders live in the same ranks and take turns, in an order that rotates: in every round each makes one
+untimed step (the caches belong to whoever ran before) and then `--steps` timed ones, so whatever else the
+machine does hits all alike. A step is forward, backward, optimizer step and zero_grad; its time is that of
+the slowest rank. All start from the same weights and see the same data, so their losses must agree, step by
+step: one that does less than the others is found out. Collectives are counted at the process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from tests.counting import CollectiveLog, count_collectives  # noqa: E402
+from tests.models import GPT  # noqa: E402
+
+Wrap = Callable[[GPT], Any]
+
+
+def zerofx_stage3(**options: Any) -> Wrap:
+    def wrap(model: GPT) -> Any:
+        return importlib.import_module("zerofx").compile(model, stage=3, **options)
+
+    return wrap
+
+
+def fsdp2(compiled: bool) -> Wrap:
+    """One group per block and one for the rest; compiled block by block first, as torchtitan does."""
+
+    def wrap(model: GPT) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for block in model.blocks:
+            if compiled:
+                block.compile(fullgraph=True)
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    return wrap
+
+
+def ddp(compiled: bool) -> Wrap:
+    def wrap(model: GPT) -> Any:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        return torch.compile(parallel) if compiled else parallel
+
+    return wrap
+
+
+CONTENDERS: dict[str, Wrap] = {
+    "zerofx": zerofx_stage3(),
+    "zerofx-eager": zerofx_stage3(executor="eager"),
+    "fsdp2": fsdp2(compiled=False),
+    "fsdp2+compile": fsdp2(compiled=True),
+    "ddp": ddp(compiled=False),
+    "ddp+compile": ddp(compiled=True),
+}
+
+
+class Contender:
+    """A model and its optimizer, which remembers what every step cost and gave."""
+
+    def __init__(self, name: str, args: argparse.Namespace, device: torch.device) -> None:
+        torch.manual_seed(0)
+        model = GPT(args.layers, args.dim, args.heads, args.vocab, args.length).to(device)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.model = CONTENDERS[name](model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=args.lr)
+        self.name, self.args, self.device = name, args, device
+        self.times: list[float] = []
+        self.losses: list[torch.Tensor] = []
+        self.log = CollectiveLog()
+
+    def step(self, timed: bool = False) -> None:
+        seed = len(self.losses) * dist.get_world_size() + dist.get_rank()
+        generator = torch.Generator().manual_seed(seed)
+        shape = (2, self.args.batch, self.args.length)
+        x, y = torch.randint(self.args.vocab, shape, generator=generator).to(self.device)
+        if timed:
+            dist.barrier()
+        start = self._now()
+        loss = self.model(x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if timed:
+            self.times.append(self._now() - start)
+        self.losses.append(loss.detach())
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def over_ranks(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> list[float]:
+    dist.all_reduce(values := values.double(), op)
+    return values.tolist()
+
+
+def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
+    """One rank: builds the contenders, lets them take turns, and rank 0 writes what came of it."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    device, backend = torch.device(args.device), "gloo"
+    if args.device == "cuda":
+        device, backend = torch.device("cuda", rank), "nccl"
+        torch.cuda.set_device(device)
+    store, limit = dist.FileStore(rendezvous, args.world), datetime.timedelta(minutes=5)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=args.world, timeout=limit)
+    say = print if rank == 0 else lambda text: None
+    contenders: list[Contender] = []
+    failed: dict[str, str] = {}
+    for name in args.contenders:
+        start = time.perf_counter()
+        try:
+            contender = Contender(name, args, device)
+            for _ in range(args.warmup):
+                contender.step()
+            with count_collectives() as contender.log:
+                contender.step()
+        except ImportError as error:
+            say(f"{name:14} skipped: {error}")
+            continue
+        except Exception as error:  # of all ranks alike, or the group's timeout ends the run
+            failed[name] = f"{type(error).__name__}: {error}"
+            say(f"{name:14} FAILED: {traceback.format_exc()}")
+            continue
+        contenders.append(contender)
+        say(f"{name:14} ready in {time.perf_counter() - start:.1f} s; a step: {contender.log}")
+    gc.collect()
+    gc.freeze()  # what was compiled stays: no timed step shall walk over it
+    for round_ in range(args.rounds):
+        for i in range(len(contenders)):
+            contender = contenders[(i + round_) % len(contenders)]
+            contender.step()
+            for _ in range(args.steps):
+                contender.step(timed=True)
+        newest = ", ".join(f"{c.name} {statistics.median(c.times[-args.steps :]):.3f}" for c in contenders)
+        say(f"round {round_ + 1}/{args.rounds}: {newest}")
+
+    result: dict[str, Any] = {}
+    for contender in contenders:
+        times = over_ranks(torch.tensor(contender.times, device=device), dist.ReduceOp.MAX)
+        losses = over_ranks(torch.stack(contender.losses) / args.world, dist.ReduceOp.SUM)
+        result[contender.name] = {
+            **{"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "n": len(times)},
+            "calls_per_step": contender.log.calls,
+            "wire_bytes_per_step": contender.log.total_bytes,
+            "parameters": contender.parameters,
+            "losses": losses,
+        }
+    if rank == 0:
+        Path(answer).write_text(json.dumps({"contenders": result, "failed": failed}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
+
+
+def processor(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return model[1] if model else platform.processor()
+
+
+def table(contenders: dict[str, Any]) -> str:
+    base = "zerofx" if "zerofx" in contenders else next(iter(contenders))
+    lines = [f"{'contender':14} {'median s':>9} {'min':>8} {'max':>8} {'n':>4} {'/' + base:>9} {'MB/step':>8}"]
+    for name, c in sorted(contenders.items(), key=lambda item: item[1]["median_s"]):
+        line = f"{name:14} {c['median_s']:9.4f} {c['min_s']:8.4f} {c['max_s']:8.4f} {c['n']:4}"
+        ratio, megabytes = c["median_s"] / contenders[base]["median_s"], c["wire_bytes_per_step"] / 1e6
+        lines.append(f"{line} {ratio:9.3f} {megabytes:8.1f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time of a training step, zerofx beside its peers.")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), type=lambda text: text.split(","))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    defaults = {"world": 2, "rounds": 6, "steps": 4, "warmup": 2}
+    defaults |= {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 256, "batch": 2}
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/step-<device>-<world>.json")
+    args = parser.parse_args()
+    if not set(args.contenders) <= set(CONTENDERS):
+        parser.error(f"the contenders are {', '.join(CONTENDERS)}")
+    out = args.out or ROOT / "benchmarks" / "results" / f"step-{args.device}-{args.world}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        torch.multiprocessing.spawn(run, (args, f"{folder}/store", str(answer)), nprocs=args.world)
+        result = json.loads(answer.read_text())
+
+    if not result["contenders"]:
+        return 1
+    losses = torch.tensor([c["losses"] for c in result["contenders"].values()], dtype=torch.float64)
+    spread = ((losses.amax(0) - losses.amin(0)) / losses.amin(0).abs()).max().item()  # NaN stays NaN
+    result |= {
+        "command": " ".join(["python benchmarks/step.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "processor": processor(args.device),
+        "load_average": os.getloadavg()[0],  # about one per rank where nothing else ran
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "largest_relative_difference_of_losses": spread,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result["contenders"]))
+    print(f"losses differ by at most {spread:.1e} (relative); written to {out}")
+    return int(bool(result["failed"]) or not spread <= 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Fixtures that all tests share: pools of gloo ranks, and process groups that only pretend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def make_workers() -> Iterator[Callable[[int], Workers]]:
+    """A pool of any size: ``make_workers(5)``. One pool per size and module; it starts at its first run."""
+    pools: dict[int, Workers] = {}
+
+    def make(world_size: int) -> Workers:
+        return pools.setdefault(world_size, Workers(world_size))
+
+    try:
+        yield make
+    finally:
+        for pool in pools.values():
+            pool.stop()
+
+
+@pytest.fixture(scope="module")
+def workers2(make_workers: Callable[[int], Workers]) -> Workers:
+    return make_workers(2)
+
+
+@pytest.fixture(scope="module")
+def workers3(make_workers: Callable[[int], Workers]) -> Workers:
+    return make_workers(3)
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Callable[..., None]]:
+    """``fake_world(8)``: this process believes that it is rank 0 (or ``rank=``) of 8.
+
+    Collectives of the fake process group return at once and move nothing, so graphs of any world size can be
+    compiled and counted in one process; numbers that went through a collective mean nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def enter(world_size: int, rank: int = 0) -> None:
+        leave()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    assert not dist.is_initialized(), "a process group is left over from an earlier test"
+    try:
+        yield enter
+    finally:
+        leave()
