@@ -103,8 +103,9 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
     local = group.local(slot, group.shard)
     with torch.no_grad():
         local.copy_(parameter.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length))
-        # New memory, so that a tensor elsewhere that shares the old keeps it; then none.
-        parameter.data = torch.empty(slot.shape, dtype=parameter.dtype, device=parameter.device)
+        # The old memory is let go, not emptied: a tensor elsewhere may share it. Before the new is made, for the peak.
+        parameter.data = parameter.new_empty(0)
+        parameter.data = parameter.new_empty(slot.shape)
     parameter.untyped_storage().resize_(0)
     parameter.__class__ = type("ShardedParameter", (ShardedParameter,), {"__module__": __name__})
     group.add(slot, _dress(parameter, group, slot, local))

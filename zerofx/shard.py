@@ -22,7 +22,7 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
     """Shard ``module`` in place over the ranks, without compiling it; returns the same object.
 
     Each parameter becomes a `ShardedParameter`: same object, same name, full shape, and this rank's slice of the
-    data. Peak extra memory is one group's shard and one parameter.
+    data. Groups are converted one at a time: peak extra memory is this rank's shard of the largest group.
 
     Args:
         module: an ``nn.Module`` whose parameters are on one device.
@@ -44,7 +44,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     _check_ranks_agree([layout for layout, _ in planned], process_group)
     if options.init_sync and process_group.size() > 1:
         for buffer in module.buffers():
-            dist.broadcast(buffer, group=process_group, group_src=0)
+            _broadcast(buffer, process_group)
     groups, family = [], Family()
     for layout, parameters in planned:
         group = ShardGroup(layout, process_group, parameters[0].device, family)
@@ -62,12 +62,12 @@ def groups_of(module: nn.Module) -> list[ShardGroup]:
     return list(groups)
 
 
-def _broadcast(parameter: nn.Parameter, process_group: dist.ProcessGroup) -> None:
-    data = parameter.detach()
-    whole = data if data.is_contiguous() else data.contiguous()
-    dist.broadcast(whole, group=process_group, group_src=0)
-    if whole is not data:
-        data.copy_(whole)
+def _broadcast(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+    """Rank 0's values everywhere. A tensor that is not contiguous becomes so."""
+    data = tensor.detach()
+    if not data.is_contiguous():
+        tensor.data = data = data.contiguous()
+    dist.broadcast(data, group=process_group, group_src=0)
 
 
 def _check(module: nn.Module) -> None:
