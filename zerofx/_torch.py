@@ -142,6 +142,12 @@ def source_name(placeholder: Node) -> str | None:
     return source.name() if callable(source.name) else source.name
 
 
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """Where the gradient of ``tensor`` arrives in the autograd graph (2.11, 2.13, 2.15)."""
+    with DisableTorchFunction():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Inside a backward pass: whether the engine would accumulate into ``parameter.grad`` in this pass.
 
@@ -150,9 +156,7 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
     Raises:
         RuntimeError: the pass is ``torch.autograd.grad`` with respect to this parameter.
     """
-    with DisableTorchFunction():
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return torch._C._will_engine_execute_node(node)
+    return torch._C._will_engine_execute_node(gradient_edge(parameter).node)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx._torch import DisableTorchFunction, pytree
+from zerofx._torch import DisableTorchFunction, gradient_edge, pytree
 from zerofx.norms import all_reduce, norm, norms
 from zerofx.ondemand import is_in_place, readonly, unshard
 from zerofx.parameter import ShardedParameter, ShardedTensor, detach
@@ -23,10 +23,13 @@ _NAMED = """
     full_like ge gt half heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and
     logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
     ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract
-    tanh to true_divide trunc type_as where zero zeros_like absolute divide _to_copy __setitem__
+    tanh to true_divide trunc type_as where zero zeros_like absolute divide _to_copy
     """.split()
-_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor eq ne lt le gt ge".split()
-ELEMENTWISE = frozenset([*_NAMED, "__abs__", "__neg__", *(f"__{i}{op}__" for op in _OPERATORS for i in ("", "i", "r"))])
+_OPERATORS = """
+    abs neg eq ne lt le gt ge and iand or ior xor ixor add iadd radd sub isub rsub mul imul rmul div idiv rdiv
+    truediv itruediv rtruediv floordiv ifloordiv rfloordiv mod imod rmod pow ipow rpow setitem
+    """.split()
+ELEMENTWISE = frozenset([*_NAMED, *(f"__{name}__" for name in _OPERATORS)])
 """Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
 
 CREATION = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
@@ -66,6 +69,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return ShardedTensor.__repr__(args[0])
     if name == "detach" and isinstance(args[0], ShardedTensor):
         return detach(args[0])
+    if func is torch.autograd.backward:
+        return _backward(*args, **kwargs)
     if func is torch.autograd.grad:
         raise RuntimeError(
             "torch.autograd.grad with respect to sharded parameters: their gradients are shards and go to .grad. Call "
@@ -75,26 +80,32 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
 
     sharded = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, ShardedTensor)]
-    in_place = is_in_place(name)
-    if in_place and isinstance(args[0], ShardedTensor):
-        _check_leaf(args[0])
+    written = kwargs.get("out", args[0] if is_in_place(name) and args else None)
+    for x in sharded if name.startswith(LISTS) and name.endswith("_") else [written]:
+        _check_leaf(x)
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
     if not tracked or name in CREATION:
         if name.startswith(LISTS):
             return _on_lists(func, name, args, kwargs, sharded)
         if (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE:
-            result = _on_slices(func, args, kwargs, sharded, in_place)
+            result = _on_slices(func, args, kwargs, sharded, written)
             if result is not NotImplemented:
                 return result
         reduced = _reduction(name, args, kwargs)
         if reduced is not NotImplemented:
             return reduced
-    return _on_full(func, name, args, kwargs, in_place)
+    return _on_full(func, name, args, kwargs, written)
 
 
 def _as_is(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     with DisableTorchFunction():
         return func(*args, **kwargs)
+
+
+def _backward(*args: Any, inputs: Any = (), **kwargs: Any) -> None:
+    """``backward(inputs=parameters)``: by their edges in the autograd graph, which is all the engine needs of them."""
+    edges = [gradient_edge(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
+    torch.autograd.backward(*args, **kwargs, inputs=edges)  # type: ignore[misc]
 
 
 def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
@@ -106,18 +117,32 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
             return None  # `module.to(...)` that changed nothing
         tensor._refuse("assigning .data", "use `with torch.no_grad(): parameter.copy_(full_tensor)`")
     if name in ("T", "mT", "H", "mH", "real", "imag"):
-        return _on_full(func, name, args, {}, in_place=False)
-    if name == "grad" and action == "__set__" and args[1] is not None and not isinstance(args[1], ShardedTensor):
-        args = (tensor, tensor.like(_narrow(tensor, args[1]).clone()))
+        return _on_full(func, name, args, {}, written=None)
+    if name == "grad" and action == "__set__" and args[1] is not None:
+        args = (tensor, _as_gradient(tensor, args[1]))
     return _as_is(func, args, {})
 
 
+def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor:
+    """``gradient`` as ``tensor.grad`` can hold it: of a plain, full-size one this rank's slice."""
+    same_slot = not isinstance(gradient, ShardedTensor) or (
+        gradient._slot == tensor._slot and gradient._group is tensor._group
+    )
+    if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype or not same_slot:
+        raise RuntimeError(
+            f"assigning to .grad of {tensor._slot.name!r}: expected a gradient of shape {list(tensor.shape)} and "
+            f"{tensor.dtype}, full or this parameter's own shard, got {list(gradient.shape)} and {gradient.dtype}"
+            f"{'' if same_slot else ', a shard of ' + repr(gradient._slot.name)}."  # type: ignore[attr-defined]
+        )
+    return gradient if isinstance(gradient, ShardedTensor) else tensor.like(_narrow(tensor, gradient).clone())
+
+
 def _on_slices(
-    func: Callable, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor], in_place: bool
+    func: Callable, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor], written: Any
 ) -> Any:
     """An elementwise operation on the slices, or NotImplemented where the arguments are of several layouts."""
-    like = args[0] if isinstance(args[0], ShardedTensor) else sharded[0]
-    if in_place and like is not args[0]:
+    like = sharded[0] if written is None else written
+    if not isinstance(like, ShardedTensor):
         return NotImplemented
     if func is torch.Tensor.__setitem__ and not isinstance(args[1], ShardedTensor):
         return NotImplemented  # by mask it is elementwise, by position it is not
@@ -128,7 +153,7 @@ def _on_slices(
                 raise _Mismatch
             return x._local
         if isinstance(x, torch.Tensor) and x.numel() != 1:
-            if not in_place or x.shape != torch.Size(like._slot.shape):
+            if written is None or x.shape != torch.Size(like._slot.shape):
                 raise _Mismatch
             return _narrow(like, x)
         return x
@@ -139,7 +164,7 @@ def _on_slices(
     except _Mismatch:
         return NotImplemented
     result = func(*local_args, **local_kwargs)
-    if in_place:
+    if written is not None:
         _wrote(like)
         return like
     if result is like._local:
@@ -200,10 +225,9 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], in_place: bool) -> Any:
-    if (in_place and isinstance(args[0], ShardedTensor)) or isinstance(kwargs.get("out"), ShardedTensor):
-        target = args[0] if in_place else kwargs["out"]
-        target._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
+def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any) -> Any:
+    if isinstance(written, ShardedTensor):
+        written._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
     gathered: dict[int, torch.Tensor] = {}
 
     def full(x: Any) -> Any:
@@ -224,8 +248,8 @@ def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
     return full.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length)
 
 
-def _check_leaf(tensor: ShardedTensor) -> None:
-    if torch.is_grad_enabled() and tensor.requires_grad and isinstance(tensor, ShardedParameter):
+def _check_leaf(tensor: Any) -> None:
+    if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
             "torch.no_grad()."

@@ -107,7 +107,8 @@ class GatheredView(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "").split(".")[0]
-        if is_in_place(name) and isinstance(args[0], cls):
+        written = [(kwargs or {}).get("out"), args[0] if is_in_place(name) and args else None]
+        if any(isinstance(x, cls) for x in pytree.tree_leaves(written)):
             raise RuntimeError(
                 f"{name!r} writes to a view of a sharded weight. The view is of a gathered copy, the write would be "
                 "lost: change weight.full_tensor() and copy it back, weight.copy_(full)."
