@@ -217,12 +217,15 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     op, reduce = REDUCTIONS[name]
     local = tensor._local
     if local.numel() == 0 and name != "sum":
-        least = local.dtype.is_floating_point and float("inf")
-        limit = least or torch.iinfo(local.dtype).max
-        local = local.new_tensor([-limit if "max" in name else limit])
+        largest = float("inf") if local.dtype.is_floating_point else torch.iinfo(local.dtype).max
+        local = local.new_tensor([-largest if "max" in name else largest])
     result = reduce(local)
     all_reduce(result, op, tensor)
-    return result
+    if name == "sum" or not result.is_floating_point():
+        return result
+    nan = tensor._local.isnan().any().to(torch.int32)  # a NaN gets lost when ranks compare
+    all_reduce(nan, dist.ReduceOp.MAX, tensor)
+    return torch.where(nan != 0, torch.nan, result)
 
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any) -> Any:

@@ -50,7 +50,12 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
     stacked = torch.stack([part.to(common) for part in parts])
     sharded = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
     reduced = stacked[sharded]
-    all_reduce(reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, tensors[sharded[0]])
+    if largest:  # a NaN gets lost when ranks compare: whether there is one travels beside
+        pair = torch.stack([reduced.nan_to_num(nan=0.0, posinf=torch.inf), reduced.isnan().to(common)])
+        all_reduce(pair, dist.ReduceOp.MAX, tensors[sharded[0]])
+        reduced = torch.where(pair[1] > 0, torch.nan, pair[0])
+    else:
+        all_reduce(reduced, dist.ReduceOp.SUM, tensors[sharded[0]])
     stacked[sharded] = reduced
     stacked = stacked if largest else stacked ** (1.0 / order)
     return [value.to(part.dtype) for value, part in zip(stacked.unbind(), parts, strict=True)]
