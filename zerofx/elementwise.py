@@ -49,13 +49,8 @@ METADATA = frozenset(
 )
 """Operations that never look at elements."""
 
-REDUCTIONS: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "sum": (dist.ReduceOp.SUM, lambda x: x.sum()),
-    "max": (dist.ReduceOp.MAX, lambda x: x.max()),
-    "amax": (dist.ReduceOp.MAX, lambda x: x.max()),
-    "min": (dist.ReduceOp.MIN, lambda x: x.min()),
-    "amin": (dist.ReduceOp.MIN, lambda x: x.min()),
-}
+LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
+"""Reductions to an extreme, as the sign under which it is the largest."""
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -198,11 +193,16 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
     if name in ("norm", "vector_norm", "linalg_vector_norm"):
-        names = ("p", "ord", "dtype")
-        if len(args) > 2 or any(kwargs.get(k) is not None for k in kwargs if k not in names):
+        if (
+            any(x is not None and x is not False for x in args[2:])
+            or kwargs.get("dim") is not None
+            or kwargs.get("keepdim")
+            or "out" in kwargs
+        ):
             return NotImplemented
-        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
-        return norm(tensor, 2.0 if order in (None, "fro") else float(order), kwargs.get("dtype"))
+        given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+        order = 2.0 if given in (None, "fro") else float(given)
+        return norm(tensor, order, kwargs.get("dtype")) if order > 0 else NotImplemented
     if len(args) > 1 or kwargs:
         return NotImplemented
     if name == "mean":
@@ -212,20 +212,23 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = wrong.any().to(torch.int32)
         all_reduce(found, dist.ReduceOp.MAX, tensor)
         return found == 0 if name == "all" else found != 0
-    if name not in REDUCTIONS:
-        return NotImplemented
-    op, reduce = REDUCTIONS[name]
+    if name == "sum":
+        all_reduce(total := tensor._local.sum(), dist.ReduceOp.SUM, tensor)
+        return total
+    return _extreme(tensor, LARGEST[name]) if name in LARGEST else NotImplemented
+
+
+def _extreme(tensor: ShardedTensor, sign: int) -> torch.Tensor:
+    """The maximum (``sign`` 1) or minimum (-1) of the whole tensor."""
     local = tensor._local
-    if local.numel() == 0 and name != "sum":
-        largest = float("inf") if local.dtype.is_floating_point else torch.iinfo(local.dtype).max
-        local = local.new_tensor([-largest if "max" in name else largest])
-    result = reduce(local)
-    all_reduce(result, op, tensor)
-    if name == "sum" or not result.is_floating_point():
-        return result
-    nan = tensor._local.isnan().any().to(torch.int32)  # a NaN gets lost when ranks compare
-    all_reduce(nan, dist.ReduceOp.MAX, tensor)
-    return torch.where(nan != 0, torch.nan, result)
+    least = -torch.inf if local.is_floating_point() else -torch.iinfo(local.dtype).max
+    if local.numel() == 0:
+        local = local.new_tensor([sign * least])
+    value = sign * (local.max() if sign > 0 else local.min())
+    # A NaN gets lost when ranks compare: whether there is one travels beside.
+    pair = torch.stack([torch.where(value.isnan(), least, value), value.isnan().to(value.dtype)])
+    all_reduce(pair, dist.ReduceOp.MAX, tensor)
+    return torch.where(pair[1] > 0, torch.nan, sign * pair[0]) if local.is_floating_point() else sign * pair[0]
 
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any) -> Any:

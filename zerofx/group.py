@@ -40,8 +40,8 @@ class Family:
     def gradients(self) -> list[ShardedTensor]:
         """The gradients that the module's parameters have now, in the same order on every rank."""
         groups = [group for ref in self._groups if (group := ref()) is not None]
-        parameters = [group.parameter(slot) for group in groups for slot in group.layout.slots]
-        return [p.grad for p in parameters if p.grad is not None]  # type: ignore[misc]
+        parameters = [group.live_parameter(slot) for group in groups for slot in group.layout.slots]
+        return [p.grad for p in parameters if p is not None and p.grad is not None]  # type: ignore[misc]
 
 
 class ShardGroup:
@@ -70,9 +70,13 @@ class ShardGroup:
         """Make ``parameter`` the one that ``slot`` describes."""
         self._parameters[slot] = weakref.ref(parameter)
 
+    def live_parameter(self, slot: Slot) -> ShardedParameter | None:
+        """The parameter of ``slot``; None where nothing holds it any more."""
+        return self._parameters[slot]()
+
     def parameter(self, slot: Slot) -> ShardedParameter:
-        """The live parameter of ``slot``."""
-        parameter = self._parameters[slot]()
+        """The parameter of ``slot``, which must be alive."""
+        parameter = self.live_parameter(slot)
         if parameter is None:
             raise RuntimeError(f"the parameter {slot.name!r} was deleted while its group is in use")
         return parameter

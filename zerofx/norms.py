@@ -21,7 +21,8 @@ from zerofx.parameter import ShardedTensor
 def norm(tensor: ShardedTensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """The norm of the whole ``tensor``, a scalar on every rank. A collective, unless it was computed ahead."""
     group, slot = tensor._group, tensor._slot
-    if group.parameter(slot).grad is not tensor or tensor._local.is_inference():
+    owner = group.live_parameter(slot)
+    if owner is None or owner.grad is not tensor or tensor._local.is_inference():
         return norms([tensor], order, dtype)[0]
     ahead = group.family.norms
     found = ahead.pop((order, dtype, group.layout.name, slot), None)
@@ -35,8 +36,14 @@ def norm(tensor: ShardedTensor, order: float, dtype: torch.dtype | None) -> torc
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norm of each whole tensor, with one all-reduce for all of them; plain tensors may be among them."""
+    """The norm of each whole tensor, with one all-reduce for all of them; plain tensors may be among them.
+
+    Raises:
+        ValueError: an order that is not above 0.
+    """
     order = float(order)
+    if not order > 0:
+        raise ValueError(f"norms of order {order}: expected an order above 0 (inf is the maximum).")
     largest = order == float("inf")
     parts = []
     for x in tensors:
