@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -94,6 +95,17 @@ def may_alias(node: Node) -> bool:
     return returns_alias or node.target in _UNDECLARED_VIEWS
 
 
+def written_by(node: Node) -> list[Node]:
+    """The nodes that an operator writes to, by its schema."""
+    written = []
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for i, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            written += [n for n in pytree.tree_leaves(value) if isinstance(n, Node)]
+    return written
+
+
 def last_use(node: Node, order: dict[Node, int]) -> Node | None:
     """The last node that reads ``node``'s memory, itself or through a view; None where it leaves the graph."""
     readers = [user for alias in aliases(node) for user in alias.users]
@@ -108,6 +120,7 @@ _UNDECLARED_VIEWS = frozenset(
 )
 VIEWS_AND_CASTS = frozenset(
     {
+        operator.getitem,  # of a split
         _aten.alias.default,
         _aten.as_strided.default,
         _aten.detach.default,

@@ -19,6 +19,8 @@ Provides ``ctx.shards`` and ``ctx.saved_parameters``.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -49,8 +51,11 @@ def gather(gm: GraphModule, ctx: Context) -> int:
 
 def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -> None:
     value = nodes[0].meta["val"]
+    name, taken = "shard_" + re.sub(r"\W", "_", layout.name), {node.name for node in graph.nodes}
+    while name in taken:
+        name += "_"
     with graph.inserting_after(edit.last_placeholder(graph)):
-        shard = graph.placeholder("shard_" + layout.name.replace(".", "_"))
+        shard = graph.placeholder(name)
     shard.meta["zerofx"] = Tag("shard", layout.name)
     shard.meta["val"] = value.new_empty(layout.shard_numel, dtype=layout.dtype)
     ctx.shards.append(layout)
@@ -77,13 +82,11 @@ def _drop_saved(graph: Graph, ctx: Context) -> None:
 
 
 def _refuse_writes(node: Node, ref: ParameterRef) -> None:
-    for user in node.users:
-        if not isinstance(user.target, OpOverload):
-            continue
-        for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and value is node:
-                raise RuntimeError(
-                    f"{user.target} writes to the parameter {ref.slot.name!r} inside compiled code. A sharded weight "
-                    "is gathered for reading only, the write would be lost: update it outside the compiled "
-                    "module, under torch.no_grad()."
-                )
+    views = edit.aliases(node)
+    for user in {user: None for view in views for user in view.users}:
+        if isinstance(user.target, OpOverload) and any(view in edit.written_by(user) for view in views):
+            raise RuntimeError(
+                f"{user.target} writes to the parameter {ref.slot.name!r} inside compiled code. A sharded weight "
+                "is gathered for reading only, the write would be lost: update it outside the compiled "
+                "module, under torch.no_grad()."
+            )

@@ -21,6 +21,7 @@ sum of disjoint flat buffers is the sum of their reductions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,12 +85,15 @@ def _fuse_reductions(
     order: dict[Node, int],
 ) -> None:
     outputs = edit.output_values(graph)
-    outputs = outputs[: len(outputs) - len(ctx.reductions)]
-    slot_of = {(reduction.layout.name, slot.offset): slot for reduction in ctx.reductions for slot in reduction.slots}
+    n_outputs = len(outputs) - len(ctx.reductions)
+    slot_of = {node: reduction.slots[0] for node, reduction in zip(outputs[n_outputs:], ctx.reductions, strict=True)}
+    outputs = outputs[:n_outputs]
     ctx.reductions.clear()
     for name, nodes in sorted(nodes_of.items(), key=lambda item: max(order[n] for n in item[1])):
         layout, last = layouts[name], max(nodes, key=order.__getitem__)
-        grads: dict[Slot, Any] = {slot_of[name, node.args[1]]: node.args[0] for node in nodes}  # type: ignore[index]
+        grads: dict[Slot, list[Any]] = {}
+        for node in nodes:
+            grads.setdefault(slot_of[node], []).append(node.args[0])
         with graph.inserting_before(last):
             outputs.append(_fuse_reduction(graph, ctx, layout, grads, near=last))
         ctx.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))
@@ -99,7 +103,7 @@ def _fuse_reductions(
             graph.erase_node(node)
 
 
-def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict[Slot, Node], near: Node) -> Node:
+def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict[Slot, list[Any]], near: Node) -> Node:
     def add(kind: str, target: Callable, *args: object, **kwargs: object) -> Node:
         return edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=near, **kwargs)
 
@@ -113,7 +117,8 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
             continue
         if slot.offset > end:
             parts.append(zeros(slot.offset - end))
-        parts.append(add("pack", _aten.reshape.default, grads[slot], [-1]))
+        grad = functools.reduce(functools.partial(add, "pack", _aten.add.Tensor), grads[slot])
+        parts.append(add("pack", _aten.reshape.default, grad, [-1]))
         end = slot.end
     if layout.numel > end:
         parts.append(zeros(layout.numel - end))

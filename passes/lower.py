@@ -70,7 +70,9 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
                 uses, stored = _uses_before(buffer, node, order)
                 after[node] += uses
                 for value in stored:
-                    after[min(value.users, key=order.__getitem__)].append(value)
+                    first = min(value.users, key=order.__getitem__)
+                    if first.op != "output":
+                        after[first].append(value)
             after[node] += previous
             dead, started, previous = [], [*started, node], [node]
         else:

@@ -51,14 +51,13 @@ class _Gather:
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
-    """Move the starts of gathers up and the waits of reductions down; returns how many nodes moved."""
-    gathers = _gathers(gm.graph)
-    edits = 0
+    """Move the starts of gathers up and the waits of reductions down; returns how many places changed."""
+    gathers, before = _gathers(gm.graph), list(gm.graph.nodes)
     if gathers:
         starts, ctx.gathered_bytes = _schedule(gathers, ctx.prefetch_bytes)
-        edits += _hoist(gm.graph, gathers, starts)
-    edits += _sink_waits(gm.graph)
-    return edit.finish(gm, edits)
+        _hoist(gm.graph, gathers, starts)
+    _sink_waits(gm.graph)
+    return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
 
 
 def _gathers(graph: Graph) -> list[_Gather]:
@@ -105,16 +104,15 @@ def _live(gathers: list[_Gather], starts: list[int]) -> list[int]:
     return live[:-1]
 
 
-def _hoist(graph: Graph, gathers: list[_Gather], starts: list[int]) -> int:
+def _hoist(graph: Graph, gathers: list[_Gather], starts: list[int]) -> None:
     top = edit.last_placeholder(graph)
     assert top is not None
     top.append(gathers[0].start)
     for i, gather in enumerate(gathers[1:], start=1):
         gathers[starts[i]].wait.prepend(gather.start)
-    return len(gathers)
 
 
-def _sink_waits(graph: Graph) -> int:
+def _sink_waits(graph: Graph) -> None:
     packs: dict[str, Node] = {}
     for node in edit.tagged(graph, "pack"):
         packs.setdefault(node.meta["zerofx"].group, node)
@@ -124,4 +122,3 @@ def _sink_waits(graph: Graph) -> int:
         anchor = packs[following.meta["zerofx"].group] if following else graph.output_node()
         anchor.prepend(wait)
         anchor.prepend(gradient)
-    return len(waits)

@@ -63,8 +63,10 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
 
 def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     """Make Inductor run each key after its values, as if it read them (2.11, 2.13, 2.15)."""
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 
+    if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:  # 2.11
+        control_deps.py_impl(torch._C.DispatchKey.Autograd)(lambda deps, subgraph, *args: subgraph(*args))
     preserve_node_ordering(gm.graph, after)  # type: ignore[arg-type]
 
 

@@ -193,12 +193,8 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
     if name in ("norm", "vector_norm", "linalg_vector_norm"):
-        if (
-            any(x is not None and x is not False for x in args[2:])
-            or kwargs.get("dim") is not None
-            or kwargs.get("keepdim")
-            or "out" in kwargs
-        ):
+        dims = [*args[2:3], kwargs.get("dim")]
+        if any(dim is not None for dim in dims) or kwargs.get("keepdim") or kwargs.get("out") is not None:
             return NotImplemented
         given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
         order = 2.0 if given in (None, "fro") else float(given)

@@ -46,7 +46,7 @@ class Grouping:
             return groups
         if groups is None or (callable(groups) and not isinstance(groups, type)):
             return Grouping(groups)
-        classes = (groups,) if isinstance(groups, type) else tuple(groups)
+        classes = tuple(groups) if isinstance(groups, Iterable) and not isinstance(groups, type) else (groups,)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise TypeError(
                 f"groups={groups!r}: expected nn.Module classes, a function (name, module) -> bool, or a Grouping."

@@ -53,8 +53,15 @@ def reference(name: str, optimizer: str) -> tuple[list[float], dict[str, torch.T
     return models.reference_run(name, STEPS, OPTIMIZERS[optimizer], batch=BATCH)
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-@pytest.mark.parametrize("name", models.HUGGING_FACE)
+CASES = [
+    (name, executor)
+    for name in models.HUGGING_FACE
+    for executor in ("eager", "inductor")
+    if (name, executor) != ("gpt2_two_graphs", "inductor")  # the same model, its graph broken once: eager tells enough
+]
+
+
+@pytest.mark.parametrize(("name", "executor"), CASES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_losses_and_parameters_are_those_of_one_process(make_workers, world: int, name: str, executor: str) -> None:
     results = make_workers(world).run(train_sharded, name, executor, timeout=280)

@@ -1,0 +1,195 @@
+"""lower: the graph as its executor and its backend want it."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+import pytest
+import torch.distributed as dist
+from torch.fx import GraphModule
+from torch.testing import FileCheck
+
+from tests.passes.graphs import (
+    Numbers,
+    Sketch,
+    apply,
+    assert_documented,
+    assert_left_alone,
+    aten,
+    events,
+    mlp_backward,
+    mlp_forward,
+    run,
+    up_to,
+)
+from zerofx import _torch
+from zerofx.passes import discard, edit, lower
+
+
+def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
+    gm, ctx = mlp_backward(2, layers="a")
+    apply(gm, ctx, *up_to(discard))
+    applied = apply(gm, ctx, lower)
+    assert applied.edits == 1
+    FileCheck().check("cat_default = ").check_next(
+        "torch.ops._c10d_functional.all_to_all_single.default(cat_default, [64, 64], [64, 64], 'pg')"
+    ).check("wait_tensor.default(all_to_all_single_default)").check_next(
+        "view.default(wait_tensor_default_"
+    ).check_same(", [2, 64])").check_next("sum.dim_IntList(view_default, [0])").check_next(
+        "mul.Tensor(sum_dim_int_list, 0.5)"
+    ).check_not("reduce_scatter").run(gm.code)
+    assert_documented(applied.inserted, {"reduce_scatter": {5}, "gradient": {5}})
+
+
+@pytest.mark.parametrize("backend", ["nccl", "fake", "mpi"])
+def test_on_any_other_backend_the_reduce_scatter_stays(backend: str) -> None:
+    gm, ctx = mlp_backward(2, backend=backend)
+    apply(gm, ctx, *up_to(discard))
+    assert_left_alone(gm, ctx, lower)
+    FileCheck().check_count("reduce_scatter_tensor.default(", 3, exactly=True).check_not("all_to_all").run(gm.code)
+
+
+@pytest.mark.parametrize("world_size", [2, 7, 64])
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("graph", [mlp_forward, mlp_backward])
+def test_shapes_hold_at_any_world_size(fake_world, graph, executor: str, world_size: int) -> None:
+    fake_world(world_size)
+    gm, ctx = graph(world_size, executor=executor, process_group=dist.group.WORLD.group_name)
+    numbers = Numbers.random(gm, ctx)
+    before = [value.shape for value in run(gm, ctx, numbers)]
+    apply(gm, ctx, *up_to(lower))
+    n = len(before)
+    outputs = run(gm, ctx, numbers)  # compares every shape with meta["val"]
+    assert all(value is None or value.shape == want for value, want in zip(outputs[:n], before))
+    assert [value.shape for value in outputs[n:]] == [(r.layout.shard_numel,) for r in ctx.reductions]
+
+
+def test_the_eager_executor_keeps_the_graph_as_it_reads_with_its_discards() -> None:
+    gm, ctx = mlp_forward(2)
+    apply(gm, ctx, *up_to(discard))
+    assert_left_alone(gm, ctx, lower)
+    assert events(gm, "discard") == ["discard a", "discard b", "discard c"]
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("graph", [mlp_forward, mlp_backward])
+def test_with_one_rank_there_is_nothing_to_do(graph, executor: str) -> None:
+    gm, ctx = graph(1, executor=executor)
+    apply(gm, ctx, *up_to(discard))
+    assert_left_alone(gm, ctx, lower)
+
+
+def control_deps(gm: GraphModule) -> dict[str, set[str]]:
+    """Node -> what must come before it besides its inputs, but for the chain of all starts."""
+    ordered = {n.name: {str(dep) for dep in n.args[0]} for n in gm.graph.nodes if "control_deps" in str(n.target)}
+    for name in ordered:
+        if name.startswith("all_gather"):
+            ordered[name] = {dep for dep in ordered[name] if not dep.startswith("all_gather")}
+    return {name: deps for name, deps in ordered.items() if deps}
+
+
+def test_inductor_gets_the_discards_as_dependences() -> None:
+    gm, ctx = mlp_forward(2, executor="inductor")
+    apply(gm, ctx, *up_to(discard))
+    applied = apply(gm, ctx, lower)
+    assert applied.edits == gm.code.count("control_deps(")
+    assert "discard" not in gm.code
+    assert control_deps(gm) == {
+        "wait_tensor_default": {"all_gather_into_tensor_default_1"},
+        "all_gather_into_tensor_default_2": {"addmm"},
+        "wait_tensor_default_1": {"all_gather_into_tensor_default_2"},
+    }
+    assert_documented(applied.inserted, {"all_gather": {3, 5}, "wait": {1, 3}})
+    order = ["all_gather a", "all_gather b", "wait a", "all_gather c", "wait b", "wait c"]
+    assert events(gm, "all_gather", "wait") == order
+
+
+def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() -> None:
+    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
+    apply(gm, ctx, *up_to(lower))
+    first, *starts = edit.tagged(gm.graph, "all_gather")
+    for start in starts:
+        assert first in start.args[0]
+        first = start
+
+
+def test_the_first_wait_stands_behind_all_starts_that_go_ahead_of_it() -> None:
+    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
+    apply(gm, ctx, *up_to(lower))
+    assert control_deps(gm) == {"wait_tensor_default": {f"all_gather_into_tensor_default_{i}" for i in (1, 2, 3)}}
+
+
+def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> None:
+    s = Sketch(executor="inductor", prefetch_bytes=2 * 256)
+    x = s.input("x", 8, 8)
+    tied, a, b, c = (s.parameters(name, **{name: (8, 8)})[0] for name in ("tied", "a", "b", "c"))
+    for w in (tied, a, tied, b, c):
+        x = s.call(aten.mm.default, x, w)
+    gm, ctx = s.done(x)
+    apply(gm, ctx, *up_to(lower))
+    assert events(gm, "all_gather") == [f"all_gather {name}" for name in ("tied", "a", "b", "c")]
+    assert control_deps(gm)["all_gather_into_tensor_default_2"] == {"mm", "mm_1", "mm_2"}
+
+
+def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> None:
+    s = Sketch(executor="inductor", prefetch_bytes=256)
+    x = s.input("x", 8, 8)
+    a, b = (s.parameters(name, **{name: (8, 8)})[0] for name in "ab")
+    value = s.call(aten.exp.default, a)
+    x = s.call(aten.mm.default, s.call(aten.add.Tensor, x, value), b)
+    gm, ctx = s.done(s.call(aten.add.Tensor, x, value))
+    apply(gm, ctx, *up_to(discard))
+    order = ["all_gather a", "wait a", "weight a", "exp", "discard a", "add", "all_gather b", "wait b"]
+    assert events(gm)[:8] == order
+    apply(gm, ctx, lower)
+    assert control_deps(gm) == {"add": {"exp"}, "all_gather_into_tensor_default_1": {"exp"}}
+
+
+@pytest.mark.parametrize("reader", ["exp", "mm"])
+def test_what_only_the_caller_reads_of_a_weight_needs_no_other_reader(reader: str) -> None:
+    s = Sketch(executor="inductor", prefetch_bytes=256)
+    x = s.input("x", 8, 8)
+    a, b = (s.parameters(name, **{name: (8, 8)})[0] for name in "ab")
+    value = s.call(aten.exp.default, a) if reader == "exp" else s.call(aten.mm.default, x, a)
+    gm, ctx = s.done(s.call(aten.mm.default, x, b), value)  # as CLIP returns the exponential of its scale
+    apply(gm, ctx, *up_to(lower))
+    assert control_deps(gm)["all_gather_into_tensor_default_1"] == {value.name}
+
+
+def generated_events(gm: GraphModule) -> list[str]:
+    """What the code that Inductor generates for the graph calls, in words as `events` has them."""
+    from torch._inductor.utils import run_and_get_code
+
+    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    with _torch.fake_mode_of(inputs):
+        _, (code,) = run_and_get_code(lambda: _torch.generate_code(gm, inputs))
+    found, group_of = [], {}
+    for line in code.partition("def call")[2].splitlines():
+        if start := re.match(r"\s*(\w+) = torch\.ops\.\w+\.all_gather_into_tensor\.default\(shard_(\w+)", line):
+            group_of[start[1]] = start[2]
+            found.append(f"all_gather {start[2]}")
+        elif wait := re.match(r"\s*torch\.ops\.\w+\.wait_tensor\.default\((\w+)", line):
+            found.append(f"wait {group_of[wait[1]]}")
+        elif kernel := re.match(r"\s*(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(\w+)", line):
+            found.append(kernel[1])
+    return found
+
+
+@pytest.mark.parametrize("prefetch_bytes", [256, None, 3 * 256, 1 << 20])
+@pytest.mark.parametrize("reader", ["mm", "topk"])  # both without C++ to compile; topk returns a tuple
+def test_the_code_that_inductor_generates_keeps_the_order(fake_world, reader: str, prefetch_bytes: int | None) -> None:
+    fake_world(2)
+    s = Sketch(executor="inductor", prefetch_bytes=prefetch_bytes, process_group=dist.group.WORLD.group_name)
+    x, outputs = s.input("x", 8, 8), []
+    for name in "abcd":
+        (w,) = s.parameters(name, **{name: (8, 8)})
+        if reader == "mm":
+            x = s.call(aten.mm.default, x, w)
+        else:  # nothing orders these but `lower`
+            outputs.append(s.call(operator.getitem, s.call(aten.topk.default, w, 2), 0))
+    gm, ctx = s.done(x, *outputs)
+    apply(gm, ctx, *up_to(discard))
+    expected = [event for event in events(gm) if event.split()[0] in ("all_gather", "wait", reader)]
+    apply(gm, ctx, lower)
+    assert generated_events(gm) == expected

@@ -1,0 +1,255 @@
+"""prefetch: gathers start ahead of their use within a budget; reductions are waited for behind the next one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import GraphModule
+from torch.testing import FileCheck
+
+from tests.passes.graphs import Pass, Sketch, apply, assert_left_alone, aten, events, mlp_backward, mlp_forward, up_to
+from zerofx.passes import discard, group, prefetch
+
+STARTS_AND_WAITS = ("all_gather", "wait")
+
+
+def test_by_default_each_gather_starts_one_group_ahead() -> None:
+    gm, ctx = mlp_forward(2)
+    apply(gm, ctx, *up_to(group))
+    assert apply(gm, ctx, prefetch).inserted == []
+    assert events(gm) == [
+        *("all_gather a", "all_gather b", "wait a", "weight a", "weight a", "addmm", "relu"),
+        *("all_gather c", "wait b", "weight b", "weight b", "addmm", "relu"),
+        *("wait c", "weight c", "weight c", "addmm", "relu"),
+    ]
+    assert ctx.gathered_bytes == 2 * 512  # two groups of 72 elements, padded to 128
+
+
+def test_gathers_that_stood_behind_other_work_start_at_the_top() -> None:
+    s = Sketch()
+    x = s.call(aten.relu.default, s.input("x", 4, 8))
+    (w,) = s.parameters("a", w=(8, 8))
+    gm, ctx = s.done(s.call(aten.mm.default, x, w))
+    apply(gm, ctx, *up_to(prefetch))
+    assert events(gm) == ["all_gather a", "relu", "wait a", "weight a", "mm"]
+
+
+def test_an_exact_budget_for_one_group_hoists_nothing_but_the_first() -> None:
+    gm, ctx = mlp_forward(2, prefetch_bytes=512)
+    apply(gm, ctx, *up_to(prefetch))
+    assert events(gm, *STARTS_AND_WAITS) == [f"{kind} {layer}" for layer in "abc" for kind in STARTS_AND_WAITS]
+    assert ctx.gathered_bytes == 512
+
+
+def test_a_large_budget_starts_several_gathers_ahead_in_order() -> None:
+    gm, ctx = mlp_forward(2, layers="abcd", prefetch_bytes=3 * 512 + 511)
+    apply(gm, ctx, *up_to(prefetch))
+    FileCheck().check("shard_a, 2").check_next("shard_b, 2").check_next("shard_c, 2").check_next("wait_tensor").check(
+        "addmm"
+    ).check("shard_d, 2").check_next("wait_tensor").run(gm.code)
+    assert ctx.gathered_bytes == 3 * 512
+    gm, ctx = mlp_forward(2, layers="abcd", prefetch_bytes=1 << 30)
+    apply(gm, ctx, *up_to(prefetch))
+    assert events(gm)[:5] == [*(f"all_gather {layer}" for layer in "abcd"), "wait a"]
+    assert ctx.gathered_bytes == 4 * 512
+
+
+def test_a_small_group_does_not_overtake_a_large_one_that_has_to_wait() -> None:
+    s = Sketch(prefetch_bytes=4 * 256)
+    x = s.input("x", 8, 8)
+    for name, rows in {"a": 8, "b": 8, "large": 32, "small": 8}.items():
+        w = s.parameters(name, **{name: (rows, 8)})[0]
+        x = s.call(aten.mm.default, x, s.call(aten.slice.Tensor, w, 0, 0, 8))
+    gm, ctx = s.done(x)
+    apply(gm, ctx, *up_to(prefetch))
+    order = ["all_gather a", "all_gather b", "wait a", "wait b", "all_gather large", "wait large", "all_gather small"]
+    assert events(gm, *STARTS_AND_WAITS) == [*order, "wait small"]
+
+
+def test_a_budget_below_the_largest_group_is_refused_by_its_name() -> None:
+    s = Sketch(prefetch_bytes=20_000)
+    x = s.input("x", 4, 8)
+    weights = [*s.parameters("small", w=(8, 8)), *s.parameters("h.1.big", v=(8, 800))]
+    for w in weights:
+        x = s.call(aten.mm.default, x, w)
+    gm, ctx = s.done(x)
+    apply(gm, ctx, *up_to(group))
+    with pytest.raises(ValueError, match=r"prefetch_bytes=20,000 .*'h\.1\.big'.* 25,600 ") as caught:
+        apply(gm, ctx, prefetch)
+    ctx.prefetch_bytes = 25_600  # what the message says is enough
+    assert "at least that" in str(caught.value)
+    apply(gm, ctx, prefetch)
+    assert ctx.gathered_bytes == 25_600
+
+
+def test_a_weight_used_first_and_last_counts_all_the_way() -> None:
+    s = Sketch()
+    x = s.input("x", 8, 8)
+    (tied,) = s.parameters("tied", w=(8, 8))
+    weights = [s.parameters(name, **{name: (8, 8)})[0] for name in "abc"]
+    for w in (tied, *weights, tied):
+        x = s.call(aten.mm.default, x, w)
+    gm, ctx = s.done(x)
+    apply(gm, ctx, *up_to(prefetch))
+    assert ctx.gathered_bytes == 3 * 256  # one in use, the next, and the tied one
+    assert events(gm, "all_gather")[-1] == "all_gather c"
+
+
+def test_in_backward_the_next_gather_goes_ahead_of_the_current_reduction() -> None:
+    gm, ctx = mlp_backward(2)
+    apply(gm, ctx, *up_to(prefetch))
+    pack = {layer: ["mm", "t", "mm", "sum", *[f"pack {layer}"] * 4, f"reduce_scatter {layer}"] for layer in "abc"}
+    pack["b"][4:4], pack["a"][4:4] = ["wait_grad c", "gradient c"], ["wait_grad b", "gradient b"]
+    assert events(gm) == [
+        *("all_gather c", "all_gather b", "wait c", "weight c", "t", *pack["c"]),
+        *("all_gather a", "wait b", "weight b", "t", *pack["b"]),
+        *("wait a", "weight a", "t", *pack["a"], "wait_grad a", "gradient a"),
+    ]
+
+
+def test_at_most_one_packed_gradient_is_in_flight() -> None:
+    gm, ctx = mlp_backward(2, layers="abcd", prefetch_bytes=1 << 30)
+    apply(gm, ctx, *up_to(prefetch))
+    flying: set[str] = set()
+    for kind, layer in (event.split() for event in events(gm, "pack", "reduce_scatter", "wait_grad")):
+        if kind == "pack":
+            assert not flying
+        elif kind == "reduce_scatter":
+            flying.add(layer)
+        else:
+            flying.remove(layer)
+    assert not flying
+
+
+def test_reductions_without_gathers_are_waited_for_late_too() -> None:
+    s = Sketch("backward")
+    dy = s.input("tangents_1", 8, 8)
+    for name in "ab":
+        s.group(name, **{name: (8, 8)})
+    grads = [s.call(aten.neg.default, dy), s.call(aten.abs.default, dy)]
+    gm, ctx = s.done(*grads, s.call(aten.relu.default, dy), gradients={0: "a", 1: "b"})
+    apply(gm, ctx, *up_to(prefetch))
+    assert events(gm) == [
+        *("neg", "pack a", "pack a", "reduce_scatter a", "abs", "wait_grad a", "gradient a"),
+        *("pack b", "pack b", "reduce_scatter b", "relu", "wait_grad b", "gradient b"),
+    ]
+
+
+def test_a_graph_without_collectives_is_left_alone() -> None:
+    assert_left_alone(*mlp_forward(2), prefetch)
+    for graph in mlp_forward, mlp_backward:
+        gm, ctx = graph(1)
+        apply(gm, ctx, *up_to(group))
+        assert_left_alone(gm, ctx, prefetch)
+
+
+@pytest.mark.parametrize("graph", [mlp_forward, mlp_backward])
+def test_a_schedule_that_is_good_already_is_left_alone(graph) -> None:
+    gm, ctx = graph(2)
+    apply(gm, ctx, *up_to(prefetch))
+    assert_left_alone(gm, ctx, prefetch)
+
+
+Event = tuple[str, str, int]
+"""(start | wait | end, group, bytes of its buffer)"""
+
+
+@dataclass
+class Plan:
+    """A random graph: groups by size in order of first use, later uses of some, and some that escape."""
+
+    sizes: list[int]
+    again: list[tuple[int, int]]
+    escape: int | None
+
+    def build(self, world_size: int) -> Callable[..., list[Event]]:
+        """A function that takes a copy of the graph through some passes and returns its `timeline`."""
+        s = Sketch(world_size=world_size)
+        y = s.input("x")
+        weights = [s.parameters(f"g{i}", **{f"w{i}": (size,)})[0] for i, size in enumerate(self.sizes)]
+        for i in range(len(weights)):
+            for j in (i, *(first for first, at in self.again if at == i and first < i)):
+                y = s.call(aten.add.Tensor, s.call(aten.sum.default, weights[j]), y)
+        out = () if self.escape is None else (weights[self.escape],)
+        gm, ctx = s.done(y, *out)
+        apply(gm, ctx, *up_to(group))
+
+        def schedule(*passes: Pass, budget: int | None = None) -> list[Event]:
+            copied = GraphModule(gm, copy.deepcopy(gm.graph))
+            ctx.prefetch_bytes = budget
+            apply(copied, ctx, *passes)
+            line = timeline(copied)
+            assert prefetch not in passes or peak(line) == ctx.gathered_bytes
+            return line
+
+        return schedule
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    sizes = draw(st.lists(st.sampled_from([1, 100, 400, 1000, 5000]), min_size=1, max_size=7))
+    place = st.integers(0, len(sizes) - 1)
+    return Plan(sizes, draw(st.lists(st.tuples(place, place), max_size=3)), draw(st.none() | place))
+
+
+def timeline(gm: GraphModule) -> list[Event]:
+    """The events of gathered buffers in the order of the graph, after `discard`."""
+    tagged = [(n.meta["zerofx"].kind, n.meta["zerofx"].group, n) for n in gm.graph.nodes if "zerofx" in n.meta]
+    nbytes = {group: node.meta["val"].nbytes for kind, group, node in tagged if kind == "all_gather"}
+    kinds = {"all_gather": "start", "wait": "wait", "discard": "end"}
+    return [(kinds[kind], group, nbytes[group]) for kind, group, _ in tagged if kind in kinds]
+
+
+def peak(line: list[Event]) -> int:
+    """The most gathered bytes there are at any node: from the start of a gather to the discard."""
+    live = most = 0
+    for kind, _, nbytes in line:
+        live += {"start": nbytes, "wait": 0, "end": -nbytes}[kind]
+        most = max(most, live)
+    return most
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), world_size=st.sampled_from([2, 7]), extra=st.floats(0, 1.2))
+def test_live_bytes_never_exceed_the_budget_and_every_start_is_as_early_as_it_allows(
+    plan: Plan, world_size: int, extra: float
+) -> None:
+    schedule = plan.build(world_size)
+    line = schedule(discard)  # nothing prefetched
+    least = peak(line)
+    budget = least + int(extra * (sum(nbytes for kind, _, nbytes in line if kind == "start") - least))
+    after = schedule(prefetch, discard, budget=budget)
+    assert peak(after) <= budget
+
+    starts = [e for e in line if e[0] == "start"]
+    assert [e for e in after if e[0] == "start"] == starts
+    assert [e for e in after if e[0] != "start"] == [e for e in line if e[0] != "start"]
+    for previous, start in pairwise(starts):
+        at = after.index(start)
+        waits = [i for i in range(after.index(previous) + 1, at) if after[i][0] == "wait"]
+        if waits:  # in front of one wait more there would be too much
+            earlier = after[: waits[-1]] + [start] + after[waits[-1] : at] + after[at + 1 :]
+            assert peak(earlier) > budget
+
+    with pytest.raises(ValueError, match="too small"):
+        schedule(prefetch, budget=least - 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(plan=plans(), world_size=st.sampled_from([2, 7]))
+def test_the_default_budget_is_what_one_group_ahead_takes(plan: Plan, world_size: int) -> None:
+    schedule = plan.build(world_size)
+    line, after = schedule(discard), schedule(prefetch, discard)
+    waits = [e for e in line if e[0] == "wait"]
+    for ahead, behind in pairwise(waits):
+        start = ("start", *behind[1:])
+        assert after.index(start) < after.index(ahead)
+        line.remove(start)
+        line.insert(line.index(ahead), start)
+    assert peak(after) == peak(line)

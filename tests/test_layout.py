@@ -1,0 +1,229 @@
+"""The law of layout.py: where parameters lie in a group's flat buffer, and which part of it a rank holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerofx.layout import (
+    ALIGNMENT,
+    ROW_PADDING,
+    GroupLayout,
+    Piece,
+    Slot,
+    alignment,
+    contiguous_stride,
+    make_layout,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.complex64]
+WORLD_SIZES = [1, 2, 3, 4, 7, 8, 48, 64]
+
+dtypes = st.sampled_from(DTYPES)
+world_sizes = st.sampled_from(WORLD_SIZES) | st.integers(1, 100)
+shapes = st.lists(st.integers(0, 70), max_size=4).map(tuple) | st.tuples(st.integers(0, 5000), st.integers(0, 70))
+groups = st.lists(shapes, max_size=6)
+
+
+def layout_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, world_size: int = 2) -> GroupLayout:
+    return make_layout("g", [(f"p{i}", shape) for i, shape in enumerate(shapes)], dtype, world_size)
+
+
+def row(shape: tuple[int, ...]) -> int:
+    """Elements of a row, 1 where there is none to keep whole."""
+    return max(1, math.prod(shape[1:])) if len(shape) > 1 else 1
+
+
+@settings(deadline=None)
+@given(groups, dtypes, world_sizes)
+def test_parameters_lie_in_order_aligned_and_apart(shapes, dtype, world_size) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    assert [slot.shape for slot in layout.slots] == shapes
+    end = 0
+    for slot in layout.slots:
+        assert slot.offset >= end
+        assert slot.offset * dtype.itemsize % ALIGNMENT == 0
+        end = slot.offset + math.prod(slot.shape)
+        assert slot.end == end
+    assert end <= layout.numel
+    assert layout.padding == layout.numel - sum(math.prod(shape) for shape in shapes) >= 0
+    assert layout.nbytes == layout.numel * dtype.itemsize
+
+
+@settings(deadline=None)
+@given(groups, dtypes, world_sizes)
+def test_shards_are_equal_aligned_and_not_empty(shapes, dtype, world_size) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    assert layout.shard_numel * world_size == layout.numel
+    assert layout.shard_numel * dtype.itemsize % ALIGNMENT == 0
+    assert layout.shard_numel > 0
+
+
+@settings(deadline=None)
+@given(groups, dtypes, world_sizes)
+def test_the_pieces_of_all_ranks_tile_each_parameter_exactly(shapes, dtype, world_size) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    for slot in layout.slots:
+        at = 0
+        for rank in range(world_size):
+            piece = layout.piece(slot, rank)
+            if piece.length == 0:
+                continue
+            assert piece.in_parameter == at
+            assert piece.in_shard >= 0
+            assert piece.in_shard + piece.length <= layout.shard_numel
+            assert rank * layout.shard_numel + piece.in_shard == slot.offset + at
+            at += piece.length
+        assert at == slot.numel
+
+
+small = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), max_size=6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(small, dtypes, st.integers(1, 9))
+def test_the_shards_side_by_side_are_the_flat_buffer(shapes, dtype, world_size) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    values = [torch.full(shape, i + 1).to(dtype) for i, shape in enumerate(shapes)]
+    shards = torch.zeros(world_size, layout.shard_numel, dtype=dtype)
+    for slot, value in zip(layout.slots, values, strict=True):
+        for rank in range(world_size):
+            piece = layout.piece(slot, rank)
+            part = value.reshape(-1)[piece.in_parameter : piece.in_parameter + piece.length]
+            shards[rank, piece.in_shard : piece.in_shard + piece.length] = part
+    flat = shards.view(-1)  # what an all-gather of the shards returns
+    for slot, value in zip(layout.slots, values, strict=True):
+        view = layout.view(flat, slot)
+        assert torch.equal(view, value)
+        assert view.numel() == 0 or view.data_ptr() == flat.data_ptr() + slot.offset * dtype.itemsize
+        assert slot.stride == contiguous_stride(slot.shape) == torch.empty(slot.shape).stride()
+        assert torch.equal(flat.as_strided(slot.shape, slot.stride, slot.offset), value)
+
+
+@settings(deadline=None)
+@given(groups, dtypes, world_sizes)
+def test_rows_are_whole_where_that_costs_little(shapes, dtype, world_size) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    align = ALIGNMENT // dtype.itemsize
+    end = 0  # the cheapest placement by whole rows, worked out again
+    for shape in shapes:
+        unit = math.lcm(align, row(shape))
+        end = math.ceil(end / unit) * unit + math.prod(shape)
+    unit = math.lcm(align, *map(row, shapes))
+    numel = max(1, math.ceil(end / world_size / unit)) * unit * world_size
+    if numel - sum(math.prod(shape) for shape in shapes) > ROW_PADDING * numel:
+        assert layout.numel <= numel
+        return
+    assert layout.numel == numel
+    for slot in layout.slots:
+        assert slot.offset % row(slot.shape) == 0
+        for rank in range(world_size):
+            piece = layout.piece(slot, rank)
+            assert piece.in_parameter % row(slot.shape) == 0 == piece.length % row(slot.shape)
+
+
+def gpt_block(dim: int) -> list[tuple[int, ...]]:
+    linears = [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)]
+    return [(dim,), (dim,), *itertools.chain.from_iterable((shape, shape[:1]) for shape in linears), (dim,), (dim,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [256, 512])
+def test_padding_of_a_gpt_block_is_below_one_percent(dim: int, dtype: torch.dtype) -> None:
+    for world_size in range(2, 65):
+        layout = layout_of(gpt_block(dim), dtype, world_size)
+        assert layout.padding < layout.numel / 100, world_size
+
+
+def test_a_large_matrix_is_cut_between_rows() -> None:
+    layout = layout_of([(4096, 1024)], world_size=8)
+    assert layout.padding == 0
+    assert [layout.piece(layout.slots[0], r) for r in range(8)] == [Piece(0, r << 19, 1 << 19) for r in range(8)]
+
+
+def test_a_little_padding_is_spent_on_whole_rows_and_much_is_not() -> None:
+    layout = layout_of([(1001, 48)])
+    assert layout.piece(layout.slots[0], 0).length == 502 * 48
+    layout = layout_of([(101, 48)])
+    assert layout.piece(layout.slots[0], 0).length == 2432  # 50.7 rows, to the next 32 elements
+
+
+def test_the_example_of_the_docstring_in_real_alignment() -> None:
+    layout = layout_of([(40, 40), (40,), (40,)], torch.float32)
+    assert [slot.offset for slot in layout.slots] == [0, 1600, 1664]  # 128 bytes are 32 elements
+    assert (layout.numel, layout.shard_numel) == (1728, 864)
+    assert layout.piece(layout.slots[0], 1) == Piece(0, 864, 736)
+    assert layout.piece(layout.slots[2], 0) == Piece(0, 0, 0)
+    assert layout.piece(layout.slots[2], 1) == Piece(800, 0, 40)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_scalar_has_one_element_on_one_rank(world_size: int) -> None:
+    layout = layout_of([()], world_size=world_size)
+    (slot,) = layout.slots
+    assert slot.numel == 1 and slot.stride == ()
+    assert [layout.piece(slot, rank).length for rank in range(world_size)] == [1] + [0] * (world_size - 1)
+    assert layout.view(torch.arange(float(layout.numel)), slot).item() == 0.0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 5)])
+def test_an_empty_parameter_takes_no_room_and_moves_nobody(shape: tuple[int, ...]) -> None:
+    layout = layout_of([shape, (8, 8), shape, (8,), shape])
+    assert [slot.offset for slot in layout.slots if slot.numel] == [s.offset for s in layout_of([(8, 8), (8,)]).slots]
+    flat = torch.zeros(layout.numel)
+    for slot in layout.slots:
+        assert layout.view(flat, slot).shape == slot.shape
+        if slot.numel == 0:
+            assert [layout.piece(slot, rank).length for rank in range(2)] == [0, 0]
+
+
+def test_a_group_of_nothing_is_padding_alone() -> None:
+    layout = layout_of([], world_size=7)
+    assert layout.slots == () and layout.numel == layout.padding == 7 * 32
+
+
+def test_layouts_are_values() -> None:
+    one, other = layout_of([(3, 4), ()]), layout_of([(3, 4), ()])
+    assert one == other and hash(one) == hash(other) and len({one, other}) == 1
+    assert one != dataclasses.replace(one, requires_grad=False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.numel = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alignment_counts_elements(dtype: torch.dtype) -> None:
+    assert alignment(dtype) * dtype.itemsize == ALIGNMENT
+
+
+def make(slots: list[Slot], numel: int, world_size: int = 2) -> GroupLayout:
+    return GroupLayout("h.0", torch.float32, True, world_size, tuple(slots), numel)
+
+
+W, B = Slot("w", (8, 8), 0), Slot("b", (8,), 64)
+
+
+def test_a_valid_layout_is_accepted() -> None:
+    assert make([W, B], 128).shard_numel == 64
+
+
+@pytest.mark.parametrize(
+    ("slots", "numel", "world_size", "message"),
+    [
+        ([W, Slot("b", (8,), 32)], 128, 2, "'b' at 32 overlaps"),
+        ([B, W], 128, 2, "'w' at 0 overlaps"),  # offsets must ascend
+        ([W, Slot("b", (8,), 65)], 128, 2, "'b' at 65 .* not aligned"),
+        ([Slot("w", (8, 8), -32)], 128, 2, "'w' at -32"),
+        ([W, B], 64, 2, "64 elements"),  # too short for what it holds
+        ([W, B], 128, 3, "do not divide over 3 ranks"),
+        ([W, B], 96, 2, "do not divide"),  # shards of 48 elements are not aligned
+    ],
+)
+def test_an_invalid_layout_is_refused_by_the_name_of_its_group(slots, numel, world_size, message) -> None:
+    with pytest.raises(ValueError, match=rf"group 'h\.0': .*{message}"):
+        make(slots, numel, world_size)
