@@ -1,0 +1,56 @@
+"""The examples run as a user runs them, in small."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "--steps 12 --layers 2 --dim 32 --heads 2 --batch 2 --context 32".split()
+
+
+def run(command: list[str], timeout: float = 200) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_bytes(b"".join(f.read_bytes() for f in sorted((ROOT / "passes").glob("*.py"))))
+    return path
+
+
+def test_train_gpt_launches_its_own_ranks_and_reports_what_it_did(text: Path) -> None:
+    out = run([sys.executable, "examples/train_gpt.py", *SMALL, "--executor", "eager", "--data", str(text)])
+    ratio = re.search(r"([\d.]+) of the [\d.]+ MB of plain data parallelism", out)
+    assert ratio and float(ratio[1]) == pytest.approx(0.5, abs=0.03)
+    assert re.search(r"^step +10 +loss [\d.]+ +[\d,]+ tokens/s$", out, re.M)
+    assert re.search(r"^held-out loss +[\d.]+ nats per byte$", out, re.M)
+    assert re.search(r"^bigram entropy +[\d.]+", out, re.M)
+    assert "\ndef " in out  # the sample
+
+
+def test_train_gpt_gives_the_same_losses_under_torchrun_and_as_plain_data_parallelism(text: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ["examples/train_gpt.py", *SMALL, "--executor", "eager", "--data", str(text)]
+    losses = [
+        re.findall(r"(?:loss|held-out loss) +([\d.]+)", run(command))
+        for command in ([*torchrun, *program], [sys.executable, *program, "--stage", "0"])
+    ]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+
+
+def test_train_gpt_prints_its_graphs_when_asked(text: Path) -> None:
+    program = ["examples/train_gpt.py", *SMALL, "--executor", "eager", "--data", str(text), "--print-graphs"]
+    out = run([sys.executable, *program])
+    assert "forward: " in out and "backward: " in out and "discard" in out
