@@ -55,9 +55,7 @@ def strangers(text: str, module: str, allowed: tuple[str, ...]) -> list[str]:
     """The imports of zerofx's own modules that are not allowed."""
     found = imports(ast.parse(text), module)
     return [
-        f"{module}:{line}: {name}"
-        for line, name, _ in found
-        if within(name, "zerofx") and not within(name, *allowed)
+        f"{module}:{line}: {name}" for line, name, _ in found if within(name, "zerofx") and not within(name, *allowed)
     ]
 
 

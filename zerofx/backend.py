@@ -13,6 +13,7 @@ the backward graph gathers it anew.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,13 +71,15 @@ class _CompiledGraph:
 
     def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
         self.options = options
-        self.sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, ShardedTensor)}
-        for tensor in self.sharded.values():
+        sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, ShardedTensor)}
+        for tensor in sharded.values():
             _check_claimable(tensor)
-        self.groups = {x._group.layout: x._group for x in self.sharded.values()}
+        self.sharded = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
+        # Weakly: Dynamo keeps what it compiled for as long as the code lives, which is longer than a model.
+        self.groups = weakref.WeakValueDictionary({x._group.layout: x._group for x in sharded.values()})
         self.record = GraphRecord()
         if self.groups:
-            remember(self.groups.values(), self.record)
+            remember(list(self.groups.values()), self.record)
         self.recipes: dict[str, Recipe] = {}
 
     def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -142,11 +145,11 @@ class _CompiledGraph:
         for node in gm.graph.find_nodes(op="placeholder"):
             index = _torch.input_index(node)
             if index in self.sharded:
-                parameters[node.name] = _ref(self.sharded[index])
+                parameters[node.name] = self.sharded[index]
         if phase == "backward":
             for position, index in _torch.gradient_outputs(output).items():
                 if index in self.sharded:
-                    gradients[position] = _ref(self.sharded[index])
+                    gradients[position] = self.sharded[index]
         return Context(
             phase=phase,
             process_group=group.process_group.group_name,
@@ -158,10 +161,6 @@ class _CompiledGraph:
             recipes=self.recipes,
             prefetch_bytes=self.options.prefetch_bytes,
         )
-
-
-def _ref(tensor: ShardedTensor) -> ParameterRef:
-    return ParameterRef(tensor._group.layout, tensor._slot)
 
 
 def _check_claimable(tensor: ShardedTensor) -> None:

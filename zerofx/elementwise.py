@@ -164,6 +164,8 @@ def _on_slices(
         return like
     if result is like._local:
         return like
+    if result.device != like._local.device and isinstance(like, ShardedParameter):
+        like._refuse(f"moving to {result.device}", "move the module before zerofx.compile or zerofx.shard")
     return like.like(result)
 
 

@@ -90,7 +90,8 @@ class ShardGroup:
         """Add reduced gradients to the parameters' ``.grad``: ``flat`` is laid out as the shard is.
 
         A first gradient is not copied: ``.grad`` becomes a view of ``flat``. Runs inside a backward pass, and
-        accumulates only where the engine would have.
+        accumulates only where the engine would have. The engine runs the parameters' post-accumulate hooks by itself,
+        once every graph that uses a parameter has been here.
         """
         held, new = [], []
         for slot in slots:
@@ -103,8 +104,6 @@ class ShardGroup:
             else:
                 held.append(parameter.grad.to_local())  # type: ignore[attr-defined]
                 new.append(local)
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
         if held:
             torch._foreach_add_(held, new)
 

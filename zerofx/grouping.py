@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,9 +45,9 @@ class Grouping:
         """What the ``groups=`` option means."""
         if isinstance(groups, Grouping):
             return groups
-        if groups is None or (callable(groups) and not isinstance(groups, type)):
+        if groups is None or (callable(groups) and not isinstance(groups, (type, nn.Module))):
             return Grouping(groups)
-        classes = tuple(groups) if isinstance(groups, Iterable) and not isinstance(groups, type) else (groups,)
+        classes: Any = tuple(groups) if isinstance(groups, Iterable) and not isinstance(groups, type) else (groups,)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise TypeError(
                 f"groups={groups!r}: expected nn.Module classes, a function (name, module) -> bool, or a Grouping."

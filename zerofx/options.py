@@ -41,9 +41,11 @@ class Options:
             raise ValueError(f"stage={self.stage!r}: zerofx has stage 3; stages 1 and 2 are not implemented yet.")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
-        if self.prefetch_bytes is not None and self.prefetch_bytes <= 0:
+        if self.prefetch_bytes is not None and not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes > 0):
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes!r}: expected a number of bytes above 0, or None.")
         Grouping.of(self.groups)
+        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
+            raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
         if self.mesh is not None and self.mesh.ndim != 1:
             raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
 

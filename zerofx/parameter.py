@@ -80,6 +80,9 @@ class ShardedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickling (torch.save)", "save full_tensor() of it, which every rank must call")
 
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # PyTorch does not dispatch it
+        self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
+
     def _refuse(self, what: str, way_out: str) -> NoReturn:
         raise RuntimeError(
             f"{what} of the sharded tensor {self._slot.name!r}: this rank holds only a slice of it; {way_out}."

@@ -39,9 +39,7 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
     process_group = options.process_group()
-    _check(module)
-    planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
-    _check_ranks_agree([layout for layout, _ in planned], process_group)
+    planned = _plan_alike(module, options, process_group)
     if options.init_sync and process_group.size() > 1:
         for buffer in module.buffers():
             _broadcast(buffer, process_group)
@@ -113,22 +111,40 @@ def _check(module: nn.Module) -> None:
             )
 
 
-def _check_ranks_agree(layouts: list[GroupLayout], process_group: dist.ProcessGroup) -> None:
-    """All ranks must have the same groups: raise on every rank where one differs, instead of hanging later."""
-    if process_group.size() == 1:
-        return
-    mine = [hashlib.sha256(repr(layout).encode()).hexdigest() for layout in layouts]
-    fingerprints: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(fingerprints, mine, group=process_group)
-    for rank, theirs in enumerate(fingerprints):
-        if theirs == mine:
-            continue
-        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-        what = f"group {layouts[at].name!r}" if at is not None else f"{len(mine)} groups against {len(theirs)}"
-        raise RuntimeError(
-            f"rank {process_group.rank()} and rank {rank} have different models: they differ in {what}. Names, shapes, "
-            "dtypes and requires_grad of all parameters must be the same on every rank."
-        )
+def _plan_alike(
+    module: nn.Module, options: Options, process_group: dist.ProcessGroup
+) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
+    """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on."""
+    refusal: Exception | None = None
+    facts: list[tuple[str, str]] = []
+    planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
+    try:
+        _check(module)
+        planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
+        facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
+        facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
+    except (ValueError, TypeError) as e:
+        refusal = e
+    everyone: list[Any] = [(facts, str(refusal or ""))] * process_group.size()
+    if process_group.size() > 1:
+        dist.all_gather_object(everyone, (facts, str(refusal or "")), group=process_group)
+    if refusal is not None:
+        raise refusal
+    for rank, (theirs, error) in enumerate(everyone):
+        if error:
+            raise RuntimeError(f"rank {rank} cannot shard this {type(module).__name__}: {error}")
+        if theirs != facts:
+            differing = [mine[0] for mine, other in zip(facts, theirs) if mine != other]
+            what = differing[0] if differing else "the number of groups and buffers"
+            raise RuntimeError(
+                f"rank {process_group.rank()} and rank {rank} have different models: they differ in {what}. Names, "
+                "shapes, dtypes and requires_grad of parameters and buffers must be the same on every rank."
+            )
+    return planned
+
+
+def _digest(fact: Any) -> str:
+    return hashlib.sha256(repr(fact).encode()).hexdigest()
 
 
 _WHOLE_TENSOR_OPTIMIZERS = {

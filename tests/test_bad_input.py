@@ -1,0 +1,268 @@
+"""What zerofx cannot do is refused with an error that names the thing, and the module stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.workers import Workers
+
+Build = Callable[[], nn.Module]
+
+
+class Net(nn.Module):
+    """Plain; a case adds to it what is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 3)
+        self.register_buffer("count", torch.tensor(dist.get_rank() if dist.is_initialized() else 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).sum()
+
+
+def with_extra(parameter: Any) -> Net:
+    net = Net()
+    net.extra = parameter
+    return net
+
+
+def with_view() -> Net:
+    net = Net()
+    net.extra = nn.Parameter(net.first.weight.detach()[1:3])
+    return net
+
+
+def with_hook() -> Net:
+    net = Net()
+    net.second.weight.register_hook(lambda grad: grad * 2)
+    return net
+
+
+def with_gradient() -> Net:
+    net = Net()
+    net(torch.ones(1, 5)).backward()
+    return net
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def refused(match: str, build: Build = Net, error: type[Exception] = ValueError, **options: Any) -> None:
+    """zerofx.compile and zerofx.shard raise ``error``, and nothing of the module has changed."""
+    for call in (zerofx.compile, zerofx.shard):
+        module = build()
+        parameters = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+        before = {name: (type(p), copy_of(p)) for name, p in parameters.items()}
+        buffers = [b.clone() for b in module.buffers()] if isinstance(module, nn.Module) else []
+        with pytest.raises(error, match=match):
+            call(module, **options)
+        for name, (kind, value) in before.items():
+            p = module.get_parameter(name)
+            assert p is parameters[name] and type(p) is kind, name
+            assert value is None or torch.equal(p, value), name
+        if buffers:
+            assert all(torch.equal(a, b) for a, b in zip(module.buffers(), buffers))
+            assert module._compiled_call_impl is None
+
+
+def copy_of(p: nn.Parameter) -> torch.Tensor | None:
+    with torch.no_grad():
+        return None if p.is_meta or p.is_sparse or nn.parameter.is_lazy(p) else p.clone()
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], type[Exception]]] = {
+    "stage 4": ("stage=4", {"stage": 4}, ValueError),
+    "stage 2": ("stage=2.*not implemented", {"stage": 2}, ValueError),
+    "stage 1": ("stage=1.*not implemented", {"stage": 1}, ValueError),
+    "stage 0": ("stage=0", {"stage": 0}, ValueError),
+    "stage as text": ("stage='3'", {"stage": "3"}, ValueError),
+    "unknown option": ("unknown option 'bucket_bytes'.*prefetch_bytes", {"bucket_bytes": 3}, ValueError),
+    "executor": ("executor='cudagraphs'.*'inductor'.*'eager'", {"executor": "cudagraphs"}, ValueError),
+    "no executor": ("executor=None", {"executor": None}, ValueError),
+    "no prefetch": ("prefetch_bytes=0", {"prefetch_bytes": 0}, ValueError),
+    "negative prefetch": ("prefetch_bytes=-5", {"prefetch_bytes": -5}, ValueError),
+    "prefetch as text": ("prefetch_bytes='1GB'", {"prefetch_bytes": "1GB"}, (ValueError, TypeError)),  # type: ignore
+    "groups of a number": ("groups=5", {"groups": 5}, TypeError),
+    "groups of a name": ("groups='Linear'", {"groups": "Linear"}, TypeError),
+    "groups of other classes": ("groups=.*int", {"groups": (int,)}, TypeError),
+    "groups of a class not there": ("no module of this Net matches", {"groups": (nn.Conv2d,)}, ValueError),
+    "groups of a module": ("groups=", {"groups": nn.Linear(2, 2)}, (TypeError, ValueError)),  # type: ignore
+    "mesh of the wrong type": ("mesh=", {"mesh": "cpu"}, (TypeError, ValueError)),  # type: ignore
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_bad_options_are_named_and_change_nothing(fake_world: Callable[..., None], case: str) -> None:
+    fake_world(2)
+    match, options, error = OPTIONS[case]
+    refused(match, error=error, **options)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(fake_world: Callable[..., None]) -> None:
+    fake_world(4)
+    refused("mesh has 2 dimensions", mesh=dist.init_device_mesh("cpu", (2, 2)))
+
+
+def test_bad_options_of_the_named_backend_are_named_too(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    module = torch.compile(Net(), backend="zerofx", options={"stagee": 3})
+    with pytest.raises(Exception, match="unknown option 'stagee'"):
+        module(torch.ones(1, 5))
+
+
+MODULES: dict[str, tuple[str, Build]] = {
+    "no module": ("expected an nn.Module, got list", lambda: [nn.Linear(2, 2)]),  # type: ignore
+    "no parameters": ("ReLU has no parameters", nn.ReLU),
+    "meta": ("'extra' is on the meta device", lambda: with_extra(nn.Parameter(torch.zeros(3, device="meta")))),
+    "complex": (
+        "'extra' has dtype torch.complex64.*imaginary",
+        lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.complex64))),
+    ),
+    "integer": (
+        "'extra' has dtype torch.int64",
+        lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)),
+    ),
+    "sparse": ("'extra' has layout torch.sparse_coo", lambda: with_extra(nn.Parameter(torch.eye(3).to_sparse()))),
+    "shared memory": (
+        "'extra' and 'first.weight' share memory|'first.weight' and 'extra' share memory",
+        lambda: (lambda net: setattr(net, "extra", nn.Parameter(net.first.weight.detach())) or net)(Net()),
+    ),
+    "a view of another": ("'extra' and 'first.weight'|'first.weight' and 'extra'", with_view),
+    "register_hook": (r"'second.weight' has a tensor hook \(register_hook\)", with_hook),
+    "gradient": ("'first.weight' has a gradient already", with_gradient),
+    "subclass": ("'extra' is a Special", lambda: with_extra(Special(torch.zeros(3)))),
+    "lazy": ("'0.weight' is a UninitializedParameter", lambda: nn.Sequential(nn.LazyLinear(3))),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_modules_that_cannot_be_sharded_are_refused_whole(fake_world: Callable[..., None], case: str) -> None:
+    fake_world(2)
+    match, build = MODULES[case]
+    refused(match, build)
+
+
+def test_no_process_group_is_said_so() -> None:
+    assert not dist.is_initialized()
+    refused("no process group: .*init_process_group.*torchrun", error=RuntimeError)
+
+
+def test_a_module_is_sharded_once(fake_world: Callable[..., None]) -> None:
+    fake_world(1)
+    module = zerofx.shard(Net())
+    for call in (zerofx.shard, zerofx.compile):
+        with pytest.raises(ValueError, match=r"'first\.weight' is sharded already"):
+            call(module)
+    outer = nn.Sequential(nn.Linear(3, 5), module)  # within another as well
+    with pytest.raises(ValueError, match=r"'1\.first\.weight' is sharded already"):
+        zerofx.compile(outer)
+    assert type(outer[0].weight) is nn.Parameter
+    with pytest.raises(ValueError, match="is not sharded"):
+        zerofx.graphs(nn.Linear(2, 2))
+
+
+# -- what is refused once a module is sharded
+
+
+REFUSALS: dict[str, Callable[[Any, Any], Any]] = {
+    "register_hook": lambda module, weight: weight.register_hook(print),
+    "data": lambda module, weight: setattr(weight, "data", torch.zeros(7, 5)),
+    "data of itself": lambda module, weight: setattr(weight, "data", weight.data * 2),
+    "deepcopy of a module": lambda module, weight: copy.deepcopy(module),
+    "deepcopy of a parameter": lambda module, weight: copy.deepcopy(weight),
+    "deepcopy of a state dict": lambda module, weight: copy.deepcopy(module.state_dict()),
+    "pickle": lambda module, weight: pickle.dumps(weight),
+    "torch.save": lambda module, weight: torch.save(module.state_dict(), io.BytesIO()),
+    "half": lambda module, weight: module.half(),
+    "double": lambda module, weight: module.double(),
+    "to bfloat16": lambda module, weight: module.to(torch.bfloat16),
+    "to another device": lambda module, weight: module.to("meta"),
+    "to_empty": lambda module, weight: module.to_empty(device="cpu"),
+    "share_memory": lambda module, weight: module.share_memory(),
+    "set_": lambda module, weight: weight.detach().set_(torch.zeros(3)),
+    "resize_": lambda module, weight: weight.detach().resize_(3),
+    "backward of itself": lambda module, weight: weight.backward(),
+}
+
+
+def check_later() -> dict[str, str]:
+    failures = {}
+    for what, action in REFUSALS.items():
+        module = zerofx.shard(Net())
+        before = {name: (p, p.full_tensor()) for name, p in module.named_parameters()}  # type: ignore
+        try:
+            action(module, module.first.weight)
+            failures[what] = "accepted"
+        except (RuntimeError, TypeError, NotImplementedError) as e:
+            if "'first.weight'" not in str(e):
+                failures[what] = f"the error does not name the parameter: {e}"
+        for name, (p, value) in before.items():
+            if module.get_parameter(name) is not p or not torch.equal(p.full_tensor(), value):
+                failures[what] = failures.get(what, "refused") + f", and {name} changed"
+    module = zerofx.shard(Net())
+    weight, value = module.first.weight, module.first.weight.full_tensor()
+    module.to("cpu").float().train().requires_grad_(True)  # what changes nothing is fine
+    assert module.first.weight is weight and torch.equal(weight.full_tensor(), value)
+    return failures
+
+
+@pytest.fixture(scope="module")
+def later(workers2: Workers) -> list[dict[str, str]]:
+    return workers2.run(check_later)
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_would_go_around_the_slices_is_refused(later: list[dict[str, str]], what: str) -> None:
+    assert [failures.get(what) for failures in later] == [None, None]
+
+
+# -- ranks that disagree
+
+
+def different(what: str, rank: int) -> nn.Module:
+    net = Net()
+    if rank == 1:
+        if what == "shape":
+            net.second = nn.Linear(7, 4)
+        elif what == "name":
+            net.third = nn.Parameter(torch.zeros(3))
+        elif what == "dtype":
+            net.second.bfloat16()
+        elif what == "requires_grad":
+            net.second.bias.requires_grad_(False)
+        elif what == "buffer":
+            net.register_buffer("count", torch.zeros(1000))
+        elif what == "hook":
+            net.second.weight.register_hook(print)
+    return net
+
+
+def check_ranks(what: str) -> str:
+    module = different(what, dist.get_rank())
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        zerofx.compile(module)
+    for p, value in zip(module.parameters(), before):
+        assert type(p) is nn.Parameter and torch.equal(p, value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["shape", "name", "dtype", "requires_grad", "buffer", "hook"])
+def test_ranks_with_different_models_all_raise(workers3: Workers, what: str) -> None:
+    for rank, message in enumerate(workers3.run(check_ranks, what, timeout=15)):
+        assert "rank 1" in message or (rank == 1 and what == "hook"), message
+        assert "different models" in message or what == "hook", message
