@@ -82,24 +82,3 @@ def check_refused(name: str) -> None:
 @pytest.mark.parametrize("name", optimizers())
 def test_an_optimizer_that_is_not_elementwise_is_refused_and_changes_nothing(workers2: Workers, name: str) -> None:
     workers2.run(check_refused, name)
-
-
-def check_compiled_step() -> None:
-    module = zerofx.shard(nn.Sequential(nn.Linear(7, 11)))
-    before = {name: p.full_tensor() for name, p in module.named_parameters()}  # type: ignore[attr-defined]
-    for p in module.parameters():
-        p.grad = torch.ones(p.shape)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    try:
-        torch.compile(optimizer.step, backend="eager")()
-    except (RuntimeError, TypeError) as e:
-        assert not isinstance(e, RecursionError) and "sharded" in str(e), repr(e)
-        step = 0.0
-    else:
-        step = 0.5
-    for name, p in module.named_parameters():
-        assert torch.equal(p.full_tensor(), before[name] - step)  # type: ignore[attr-defined]
-
-
-def test_a_compiled_optimizer_step_is_right_or_refused(workers2: Workers) -> None:
-    workers2.run(check_compiled_step)

@@ -157,7 +157,8 @@ _WHOLE_TENSOR_OPTIMIZERS = {
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything."""
-    uses = _WHOLE_TENSOR_OPTIMIZERS.get(type(optimizer).__name__)
+    names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
+    uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
     if uses is None:
         return
     for group in optimizer.param_groups:
