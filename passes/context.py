@@ -37,6 +37,7 @@ class Tag:
     rebuild                 a view or cast that backward makes anew
     shard                   the placeholder of a group's shard
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
+    buffer                  the memory that a gather fills, where `lower` spells it out
     all_gather, wait        the group's gather, and the wait for it
     weight                  a parameter as a view of the gathered buffer
     pack                    what lays a group's gradients into one flat buffer

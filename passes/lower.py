@@ -7,6 +7,13 @@ all-to-all moves just the parts, and summing them here is deterministic and fuse
     shard = wait_tensor(sums) * (1 / M)           ─────▶ parts = wait_tensor(parts).view(M, S)
                                                          shard = parts.sum(0) * (1 / M)
 
+**All-gather on gloo.** PyTorch routes ``all_gather_into_tensor`` to gloo's coalesced all-gather, which corrupts the
+heap while another collective is in flight (seen in torch 2.11, 2.13 and 2.15; docs/architecture.md has a program that
+shows it). The variant that is handed its output takes another way and is sound::
+
+    start = all_gather_into_tensor(shard, M, pg)  ─────▶ buffer = empty([M * S])
+                                                         start = all_gather_into_tensor_out(shard, M, pg, out=buffer)
+
 **Order for Inductor.** Inductor schedules by data dependence; its fusions pull a wait up to the first kernel that reads
 a part of what it waits for, and it recomputes cheap values of weights in later kernels rather than store them. What
 must not move against each other is therefore made a dependence::
@@ -45,6 +52,9 @@ def lower(gm: GraphModule, ctx: Context) -> int:
         for node in edit.tagged(gm.graph, "reduce_scatter"):
             _as_all_to_all(gm, node)
             edits += 1
+        for node in edit.tagged(gm.graph, "all_gather"):
+            _into_buffer(gm, node)
+            edits += 1
     if ctx.executor == "inductor":
         after = _order(gm)
         for node in edit.tagged(gm.graph, "discard"):
@@ -66,14 +76,15 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "all_gather":
+            memory = node.kwargs.get("out", node)  # what must not be allocated earlier
             for buffer in dead:
                 uses, stored = _uses_before(buffer, node, order)
-                after[node] += uses
+                after[memory] += uses
                 for value in stored:
                     first = min(value.users, key=order.__getitem__)
                     if first.op != "output":
                         after[first].append(value)
-            after[node] += previous
+            after[memory] += previous
             dead, started, previous = [], [*started, node], [node]
         else:
             after[node] += [start for start in started if start is not node.args[0]]
@@ -115,6 +126,26 @@ def is_kernel(node: Node) -> bool:
 
 
 _KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")
+
+
+def _into_buffer(gm: GraphModule, node: Node) -> None:
+    graph, group, value = gm.graph, node.meta["zerofx"].group, node.meta["val"]
+    with graph.inserting_before(node):
+        buffer = edit.insert(
+            graph,
+            _aten.empty.memory_format,
+            (list(value.shape),),
+            tag=Tag("buffer", group),
+            near=node,
+            dtype=value.dtype,
+            device=value.device,
+            pin_memory=False,
+        )
+        start = edit.insert(
+            graph, _c10d.all_gather_into_tensor_out.default, node.args, tag=node.meta["zerofx"], near=node, out=buffer
+        )
+    node.replace_all_uses_with(start)
+    graph.erase_node(node)
 
 
 def _as_all_to_all(gm: GraphModule, node: Node) -> None:

@@ -61,7 +61,7 @@ def gathers(code: str) -> tuple[dict[str, int], dict[str, int], list[str]]:
     """Buffer -> line of its all-gather; buffer -> line of its wait; all lines."""
     starts, waits, lines = {}, {}, calls(code)
     for i, line in enumerate(lines):
-        if match := re.search(r"(\w+) = torch\.ops\._c10d_functional\.all_gather_into_tensor", line):
+        if match := re.search(r"all_gather_into_tensor_out\.default\(.*out=(\w+)\)", line):
             starts[match[1]] = i
         if match := re.search(r"wait_tensor\.default\((\w+)\)", line):
             waits[match[1]] = i

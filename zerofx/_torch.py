@@ -161,6 +161,15 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
     return torch._C._will_engine_execute_node(gradient_edge(parameter).node)
 
 
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The live process group of that name (2.11, 2.13, 2.15).
+
+    Raises:
+        RuntimeError: there is none (any more).
+    """
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
     return group._get_backend(device).name()

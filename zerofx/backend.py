@@ -152,7 +152,7 @@ class _CompiledGraph:
                     gradients[position] = self.sharded[index]
         return Context(
             phase=phase,
-            process_group=group.process_group.group_name,
+            process_group=group.group_name,
             backend=_torch.backend_name(group.process_group, group.shard.device),
             executor=self.options.executor,
             parameters=parameters,

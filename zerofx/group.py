@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zerofx._torch import will_accumulate
+from zerofx._torch import resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ShardGroup:
 
     Attributes:
         layout: where each parameter lies.
-        process_group: the ranks that share it.
+        group_name: the name of the process group of the ranks that share it.
         rank: this rank's place among them.
         family: the groups of the same module.
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
@@ -61,10 +61,16 @@ class ShardGroup:
         self.layout = layout
         self.family = family
         family.add(self)
-        self.process_group = process_group
+        # By name: a process group that outlives destroy_process_group aborts the interpreter as it exits.
+        self.group_name = process_group.group_name
         self.rank = process_group.rank()
         self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share the group. Do not keep it."""
+        return resolve_process_group(self.group_name)
 
     def add(self, slot: Slot, parameter: ShardedParameter) -> None:
         """Make ``parameter`` the one that ``slot`` describes."""
