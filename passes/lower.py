@@ -76,7 +76,7 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "all_gather":
-            memory = node.kwargs.get("out", node)  # what must not be allocated earlier
+            memory: Node = node.kwargs.get("out", node)  # type: ignore[assignment]  # what is allocated no earlier
             for buffer in dead:
                 uses, stored = _uses_before(buffer, node, order)
                 after[memory] += uses

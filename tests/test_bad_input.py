@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 
 import zerofx
 from tests.workers import Workers
+from zerofx.backend import zerofx_backend
 
 Build = Callable[[], nn.Module]
 
@@ -266,3 +268,47 @@ def test_ranks_with_different_models_all_raise(workers3: Workers, what: str) -> 
     for rank, message in enumerate(workers3.run(check_ranks, what, timeout=15)):
         assert "rank 1" in message or (rank == 1 and what == "hook"), message
         assert "different models" in message or what == "hook", message
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(300, 100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_another_backend_than_zerofx_is_refused(fake_world: Callable[..., None], backend: str) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    module = zerofx.shard(Gain(), stage=3)
+    with pytest.raises(Exception, match="sharded parameter 'gain' is being compiled by another backend than zerofx"):
+        torch.compile(module, backend=backend)(torch.ones(300, 100))
+
+
+def test_a_compiled_optimizer_step_is_refused(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    module = zerofx.shard(Gain(), stage=3)
+    module.gain.grad = module.gain.like(torch.ones_like(module.gain.to_local()))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(Exception, match="keep optimizer steps out of compiled code"):
+        torch.compile(optimizer.step, backend="eager")()
+    assert module.gain.to_local().eq(1).all()
+
+
+def test_a_function_around_the_backend_is_known_by_functools_wraps(fake_world: Callable[..., None]) -> None:
+    fake_world(1)
+    torch._dynamo.reset()
+    seen = []
+
+    @functools.wraps(zerofx_backend)
+    def watched(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        seen.append(gm)
+        return zerofx_backend(gm, inputs, options={"executor": "eager"})
+
+    module = zerofx.shard(Gain(), stage=3)
+    assert torch.compile(module, backend=watched)(torch.ones(300, 100)).eq(1).all()
+    assert len(seen) == 1

@@ -85,6 +85,54 @@ def test_graphs_that_share_a_group_give_the_sum_of_their_gradients(workers2: Wor
 # -- several modules
 
 
+class Views(nn.Module):
+    """Returns a product, a view of its weight and the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x @ self.weight, self.weight.t()[1:], self.weight
+
+
+def check_returned_views(executor: str) -> None:
+    module, plain = twins(Views)
+    zerofx.compile(module, executor=executor)
+    x = torch.randn(2 * dist.get_world_size(), 7)
+    with torch.no_grad():
+        for mine_, whole in zip(module(mine(x)), plain(mine(x))):
+            got = mine_.full_tensor() if isinstance(mine_, zerofx.ShardedTensor) else mine_
+            torch.testing.assert_close(got, whole)
+    for net, batch in ((module, mine(x)), (plain, x)):
+        product, view, _ = net(batch)
+        (product.mean() + view.square().sum()).backward()
+    same_gradients(module, plain)
+
+
+@executors
+def test_a_returned_view_of_a_weight_outlives_the_gathered_memory(workers2: Workers, executor: str) -> None:
+    workers2.run(check_returned_views, executor, timeout=120)
+
+
+def check_sequential(executor: str) -> tuple[int, int]:
+    module, plain = twins(
+        lambda: nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Sequential(nn.Linear(11, 3), nn.Tanh()))
+    )
+    zerofx.compile(module, executor=executor, groups=EACH_GROUP)
+    x = torch.randn(2 * dist.get_world_size(), 7)
+    for net, batch in ((module, mine(x)), (plain, x)):
+        net(batch).mean().backward()
+    same_gradients(module, plain)
+    records = zerofx.graphs(module)
+    return len(records), len(records[0].forward.context.shards)
+
+
+@executors
+def test_a_module_of_pytorch_s_own_is_compiled_whole(workers2: Workers, executor: str) -> None:
+    assert workers2.run(check_sequential, executor, timeout=120) == [(1, 2)] * 2
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()

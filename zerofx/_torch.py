@@ -6,11 +6,13 @@ When a new PyTorch breaks something, this is the file to mend; nothing else impo
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._ops import OpOverload as OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree  # noqa: F401
@@ -44,6 +46,20 @@ def inductor_config() -> contextlib.AbstractContextManager[Any]:
         reorder_for_compute_comm_overlap=False,
         allow_buffer_reuse=False,
     )
+
+
+def compile_module(module: nn.Module, **options: Any) -> None:
+    """``module.compile(**options)``, whole even where its forward is PyTorch's own code (2.11, 2.13, 2.15).
+
+    Dynamo skips PyTorch's own frames: of an ``nn.Sequential`` it would compile each child by itself. An extra frame
+    that it does not skip has it look inside.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    call = module._call_impl
+    if isinstance(module.forward, types.MethodType) and trace_rules.check(module.forward):
+        call = external_utils.wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, **options)
 
 
 def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable) -> Callable:
@@ -132,6 +148,34 @@ def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
     return tx.output.local_scope, tx.output.global_scope
 
 
+# torch._dynamo (2.11, 2.13, 2.15): Dynamo runs the decorated function while it traces, and keeps the answer.
+run_while_tracing = torch._dynamo.assume_constant_result
+
+
+def traced_for(is_ours: Callable[[Any], bool]) -> bool:
+    """While Dynamo traces: whether the graph goes to a backend that ``is_ours``, alone or inside of wrappers.
+
+    False in any other tracer (2.11, 2.13, 2.15).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        todo = [InstructionTranslator.current_tx().output.compiler_fn]
+    except AttributeError:
+        return False
+    seen: list[Any] = []
+    while todo:
+        backend = todo.pop()
+        if is_ours(backend):
+            return True
+        seen.append(backend)
+        for name in ("__wrapped__", "_torchdynamo_orig_backend", "compiler_fn"):
+            inner = getattr(backend, name, None)
+            if inner is not None and not any(inner is x for x in seen):
+                todo.append(inner)
+    return False
+
+
 def source_name(placeholder: Node) -> str | None:
     """The Python expression, over ``L`` and ``G``, that a Dynamo graph's input came from.
 
@@ -167,7 +211,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     Raises:
         RuntimeError: there is none (any more).
     """
-    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

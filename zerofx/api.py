@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from zerofx._torch import compile_module
 from zerofx.backend import Backend
 from zerofx.options import Options
 from zerofx.records import GraphRecord, records_of
@@ -29,7 +30,7 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
     """
     checked = Options.of(options)
     shard_module(module, checked)
-    module.compile(backend=Backend(checked), dynamic=dynamic, fullgraph=fullgraph)
+    compile_module(module, backend=Backend(checked), dynamic=dynamic, fullgraph=fullgraph)
     return module
 
 

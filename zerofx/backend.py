@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from zerofx import _torch
 from zerofx.options import Options
@@ -55,6 +56,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _shard_modules_of(gm, example_inputs, self.options)
         _strip_own_frames(gm)
+        _copy_returned_views(gm, example_inputs)
         unit = _CompiledGraph(self.options, example_inputs)
         with _torch.functorch_config():
             if self.options.executor == "inductor":
@@ -64,6 +66,11 @@ class Backend:
                     gm, example_inputs, unit.compile_forward, unit.compile_backward, unit.compile_inference
                 )
         return refuse_double_backward(compiled)
+
+
+def is_zerofx(backend: Any) -> bool:
+    """Whether a ``torch.compile`` backend is this one."""
+    return backend is zerofx_backend or isinstance(backend, Backend)
 
 
 class _CompiledGraph:
@@ -208,6 +215,29 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
                 "are: it was added or replaced after sharding. Add all parameters before zerofx.compile."
             )
         shard_module(module, options)
+
+
+def _copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """A view of a weight that the model returns becomes a copy: the gathered memory behind it will be given back.
+
+    Done on Dynamo's graph: AOTAutograd would make such an output anew from its input, the weight without memory.
+    """
+
+    def memory(node: Any) -> int | None:
+        value = node.meta.get("example_value") if isinstance(node, Node) else None
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+    inputs = gm.graph.find_nodes(op="placeholder")
+    weights = {memory(node) for node, x in zip(inputs, example_inputs, strict=True) if isinstance(x, ShardedTensor)}
+    output, edits = gm.graph.output_node(), 0
+    for node in output.all_input_nodes:
+        if memory(node) in weights - {None}:
+            with gm.graph.inserting_before(output):
+                copy = gm.graph.call_function(torch.clone, (node,))
+            copy.meta |= {key: node.meta[key] for key in ("example_value", "stack_trace") if key in node.meta}
+            output.replace_input_with(node, copy)
+            edits += 1
+    edit.finish(gm, edits)
 
 
 def _strip_own_frames(gm: GraphModule) -> None:

@@ -7,7 +7,8 @@ Gradients and optimizer state are plain `ShardedTensor`s of the same slot.
 What ``__torch_function__`` does with an operation on one:
 
 ====================================  ==============================================================================
-while Dynamo traces                   nothing: Dynamo sees an ordinary tensor of the full shape
+while Dynamo traces for zerofx        nothing: Dynamo sees an ordinary tensor of the full shape
+while anything else traces            refused: its code would read memory that is not there
 metadata (shape, grad, ...)           answered as is
 elementwise, among one slot           runs on the slices: optimizers, scaling, clipping (`elementwise`)
 reductions to a scalar, norms         slices, then one all-reduce
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction
+from zerofx._torch import DisableTorchFunction, run_while_tracing, traced_for
 from zerofx.layout import Slot
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ class ShardedTensor(torch.Tensor):
     _group: ShardGroup
     _slot: Slot
     _local: torch.Tensor
+    _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
+            _check_backend(cls._traced_as)
             with DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         from zerofx.elementwise import dispatch
@@ -110,8 +113,21 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
         parameter.data = parameter.new_empty(0)
         parameter.data = parameter.new_empty(slot.shape)
     parameter.untyped_storage().resize_(0)
-    parameter.__class__ = type("ShardedParameter", (ShardedParameter,), {"__module__": __name__})
+    members = {"__module__": __name__, "_traced_as": f"the sharded parameter {slot.name!r}"}
+    parameter.__class__ = type("ShardedParameter", (ShardedParameter,), members)
     group.add(slot, _dress(parameter, group, slot, local))
+
+
+@run_while_tracing
+def _check_backend(what: str) -> None:
+    from zerofx.backend import is_zerofx
+
+    if not traced_for(is_zerofx):
+        raise RuntimeError(
+            f"{what} is being compiled by another backend than zerofx, whose code would read memory that is not there. "
+            'Use zerofx.compile(module), or torch.compile(..., backend="zerofx"); keep optimizer steps out of compiled '
+            "code; if you wrap zerofx's backend in a function of your own, mark it with functools.wraps."
+        )
 
 
 def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
