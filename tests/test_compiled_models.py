@@ -165,6 +165,14 @@ def test_two_models_of_one_class_do_not_mix(workers2: Workers, executor: str) ->
     workers2.run(check_two, executor)
 
 
+def test_many_models_of_one_class_are_all_compiled(fake_world: Callable[..., None]) -> None:
+    fake_world(1)
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        module = zerofx.compile(Small(), executor="eager")
+        module(torch.ones(2, 7)).sum().backward()
+        assert len(zerofx.graphs(module)) == 1
+
+
 def check_freed(executor: str) -> str:
     """What it took until the shards were gone: deleting, collecting cycles, or resetting Dynamo."""
     module, batch = zerofx.compile(Small(), executor=executor), torch.randn(4, 7)

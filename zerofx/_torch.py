@@ -6,7 +6,6 @@ When a new PyTorch breaks something, this is the file to mend; nothing else impo
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,16 +48,18 @@ def inductor_config() -> contextlib.AbstractContextManager[Any]:
 
 
 def compile_module(module: nn.Module, **options: Any) -> None:
-    """``module.compile(**options)``, whole even where its forward is PyTorch's own code (2.11, 2.13, 2.15).
+    """``module.compile(**options)`` through a frame of the module's own (2.11, 2.13, 2.15).
 
-    Dynamo skips PyTorch's own frames: of an ``nn.Sequential`` it would compile each child by itself. An extra frame
-    that it does not skip has it look inside.
+    Dynamo keeps what it compiled with the code of the outermost frame, eight versions at most, for as long as that
+    code lives. A copy of the code per module means that models of one class neither share the eight, nor outlive
+    themselves. And Dynamo skips PyTorch's own frames, such as ``nn.Sequential.forward``, unless it is inside already.
     """
-    from torch._dynamo import external_utils, trace_rules
+    whole = module._call_impl
 
-    call = module._call_impl
-    if isinstance(module.forward, types.MethodType) and trace_rules.check(module.forward):
-        call = external_utils.wrap_inline(call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
     module._compiled_call_impl = torch.compile(call, **options)
 
 

@@ -13,9 +13,11 @@ the backward graph gathers it anew.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -241,10 +243,10 @@ def _copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None
 
 
 def _strip_own_frames(gm: GraphModule) -> None:
-    """Dynamo traced through ``__torch_function__``: take that frame out, so that nodes name the user's line."""
-    own = ShardedTensor.__torch_function__.__code__.co_filename
+    """Dynamo traced through frames of zerofx: take them out, so that nodes name the user's line."""
+    own = f'  File "{Path(__file__).parent}'
     for node in gm.graph.nodes:
         trace = node.meta.get("stack_trace")
         if trace and own in trace:
-            head = trace.split(f'  File "{own}"')[0]
-            node.meta["stack_trace"] = head
+            frames = re.split(r"(?m)^(?=  File )", trace)
+            node.meta["stack_trace"] = "".join(frame for frame in frames if not frame.startswith(own))
