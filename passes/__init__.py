@@ -5,29 +5,50 @@ A pass is a function ``pass_(gm, ctx) -> number of edits``. It changes ``gm`` in
 a process group or a module.
 """
 
+from collections.abc import Callable
+
+from torch.fx import GraphModule
+
+from zerofx.passes.all_reduce import all_reduce
 from zerofx.passes.context import Context, ParameterRef, Recipe, Reduction, Tag
 from zerofx.passes.discard import discard
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
 from zerofx.passes.lower import lower
+from zerofx.passes.narrow import narrow
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
 
-PIPELINE = (rematerialize, gather, reduce, group, prefetch, discard, lower)
-"""The passes of stage 3, in order."""
+Pass = Callable[[GraphModule, Context], int]
+
+PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, prefetch, discard, lower)
+"""The passes of stages 1, 2 and 3, in order."""
+
+REPLICATED: tuple[Pass, ...] = (all_reduce, prefetch, lower)
+"""The passes of stage 0."""
+
+
+def pipeline(stage: int) -> tuple[Pass, ...]:
+    """The passes of ``stage``, in order."""
+    return PIPELINE if stage else REPLICATED
+
 
 __all__ = [
     "PIPELINE",
+    "REPLICATED",
     "Context",
     "ParameterRef",
     "Recipe",
     "Reduction",
     "Tag",
+    "all_reduce",
     "discard",
     "gather",
     "group",
     "lower",
+    "narrow",
+    "pipeline",
     "prefetch",
     "reduce",
     "rematerialize",

@@ -13,10 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from zerofx.layout import GroupLayout, Slot
 
 Phase = Literal["forward", "backward", "inference"]
 Executor = Literal["inductor", "eager"]
+Buckets = Literal["group", "parameter", "all"]
+Sync = Literal["reduce", "keep", "merge"]
+"""What a backward does with gradients: reduce them; keep them whole (`zerofx.no_sync`); or reduce them together with
+what was kept before."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +41,20 @@ class Tag:
     kind                    node
     ======================  =================================================
     rebuild                 a view or cast that backward makes anew
-    shard                   the placeholder of a group's shard
+    shard                   the placeholder of a group's shard (stage 3), or
+    replica                 of its full copy (stages 1 and 2), and
+    refresh                 the wait for that copy to be up to date
+    kept                    the placeholder of a gradient that was kept back
+    narrow                  a cast of a shard before it is gathered
+    widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
     buffer                  the memory that a gather fills, where `lower` spells it out
     all_gather, wait        the group's gather, and the wait for it
     weight                  a parameter as a view of the gathered buffer
     pack                    what lays a group's gradients into one flat buffer
-    reduce_scatter          its reduction, and
+    reduce_scatter          its reduction (all_reduce: in stage 0), and
     wait_grad               the wait for it
-    gradient                the averaged gradient shard
+    gradient                what makes the averaged gradient of it
     discard                 the end of a gathered buffer
     ======================  =================================================
     """
@@ -54,10 +65,10 @@ class Tag:
 
 @dataclass(frozen=True)
 class Reduction:
-    """An extra output of a backward graph: a contribution to one group's gradient shard.
+    """An extra output of a backward graph: a contribution to the gradients of ``slots``.
 
-    The output is a flat tensor of ``layout.shard_numel`` elements; it is this rank's part of the averaged gradients
-    of ``slots``, and zero elsewhere.
+    A flat tensor of ``layout.shard_numel`` elements, this rank's part of the averaged gradients and zero elsewhere; or,
+    where gradients are not sharded (stage 0, and whatever ``sync="keep"`` keeps), the whole gradient of the one slot.
     """
 
     layout: GroupLayout
@@ -103,6 +114,13 @@ class Context:
     """Backward: output position -> the parameter whose gradient it is."""
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
+    stage: int = 3
+    buckets: Buckets = "group"
+    sync: Sync = "reduce"
+    param_dtype: torch.dtype | None = None
+    """What weights compute in (`zerofx.precision`); None: the parameters' dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are reduced in; None: the dtype backward returns them in."""
     prefetch_bytes: int | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start one group ahead."""
 
@@ -110,7 +128,9 @@ class Context:
     """Set by `gather`: the groups whose shards are the graph's last inputs, in that order."""
     saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
     """Set by `gather`: output positions, now None, at which the caller puts the parameter itself."""
+    kept: list[ParameterRef] = field(default_factory=list)
+    """Set by `reduce` and `all_reduce`: whose kept gradients are the graph's very last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
-    """Set by `reduce` and `group`: what the graph's extra outputs are, in order."""
+    """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,12 +61,48 @@ def last_placeholder(graph: Graph) -> Node | None:
     return found
 
 
+def after_inputs(node: Node) -> Node:
+    """Where to insert what reads ``node``: behind it, and behind all inputs of the graph."""
+    if node.op != "placeholder":
+        return node
+    last = last_placeholder(node.graph)
+    assert last is not None
+    return last
+
+
+def placeholder(graph: Graph, name: str, value: Any, tag: Tag) -> Node:
+    """A new last input of the graph."""
+    name, taken = re.sub(r"\W", "_", name), {node.name for node in graph.nodes}
+    while name in taken:
+        name += "_"
+    last = last_placeholder(graph)
+    with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.placeholder(name)
+    node.meta |= {"zerofx": tag, "val": value}
+    return node
+
+
 def finish(gm: GraphModule, edits: int) -> int:
     """Check and recompile an edited graph; what every pass ends with."""
     if edits:
         gm.graph.lint()
         gm.recompile()
     return edits
+
+
+def is_cast(node: Node, dtype: torch.dtype | None = None) -> bool:
+    """Whether the node only converts its input to another dtype (to ``dtype``)."""
+    if node.target is _aten._to_copy.default:
+        device = node.all_input_nodes[0].meta["val"].device
+        same = all(
+            v is None or v == {"device": device, "layout": torch.strided}.get(k)
+            for k, v in node.kwargs.items()
+            if k != "dtype"
+        )
+        cast = same and node.kwargs.get("dtype") is not None
+    else:
+        cast = node.target is torch.ops.prims.convert_element_type.default
+    return cast and (dtype is None or node.meta["val"].dtype == dtype)
 
 
 def is_view_or_cast(node: Node) -> bool:

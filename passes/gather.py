@@ -8,6 +8,10 @@ Parameters of one group are brought together, where the first of them is needed:
                                                   y = addmm(b, x, w)
                                                   return y, x, None
 
+In stages 1 and 2 each rank has a replica of the flat buffer. The input is the replica then, and there is no one to
+ask: the node is an unshard over one rank. Where replicas have another dtype than parameters (``ctx.param_dtype``), a
+cast to the parameter's dtype follows it, which `narrow` takes away again.
+
 A parameter that forward saves for backward is an input that the caller holds anyway: its output becomes None and
 ``ctx.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
 
@@ -18,8 +22,6 @@ Provides ``ctx.shards`` and ``ctx.saved_parameters``.
 """
 
 from __future__ import annotations
-
-import re
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -50,14 +52,11 @@ def gather(gm: GraphModule, ctx: Context) -> int:
 
 
 def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -> None:
-    value = nodes[0].meta["val"]
-    name, taken = "shard_" + re.sub(r"\W", "_", layout.name), {node.name for node in graph.nodes}
-    while name in taken:
-        name += "_"
-    with graph.inserting_after(edit.last_placeholder(graph)):
-        shard = graph.placeholder(name)
-    shard.meta["zerofx"] = Tag("shard", layout.name)
-    shard.meta["val"] = value.new_empty(layout.shard_numel, dtype=layout.dtype)
+    sharded = ctx.stage == 3
+    kind = "shard" if sharded else "replica"
+    dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
+    value = nodes[0].meta["val"].new_empty(layout.shard_numel if sharded else layout.numel, dtype=dtype)
+    buffer = edit.placeholder(graph, f"{kind}_{layout.name}", value, Tag(kind, layout.name))
     ctx.shards.append(layout)
 
     first_use = min(min(n.users) for n in nodes)
@@ -66,9 +65,15 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -
         for node in nodes:
             ref = ctx.parameters[node.name]
             if ref not in brought:
-                slot, tag = ref.slot, Tag("unshard", layout.name)
-                args = (shard, list(slot.shape), slot.offset, layout.world_size, ctx.process_group)
-                brought[ref] = edit.insert(graph, torch.ops.zerofx.unshard.default, args, tag=tag, near=first_use)
+                slot, ranks = ref.slot, layout.world_size if sharded else 1
+                args = (buffer, list(slot.shape), slot.offset, ranks, ctx.process_group)
+                tag = Tag("unshard", layout.name)
+                weight = edit.insert(graph, torch.ops.zerofx.unshard.default, args, tag=tag, near=first_use)
+                if dtype != layout.dtype:
+                    tag = Tag("widen", layout.name)
+                    cast = torch.ops.aten._to_copy.default
+                    weight = edit.insert(graph, cast, (weight,), tag=tag, near=first_use, dtype=layout.dtype)
+                brought[ref] = weight
             node.replace_all_uses_with(brought[ref])
 
 

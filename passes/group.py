@@ -11,6 +11,9 @@ Weights become views of one gathered buffer; gradients are packed into one flat 
     rb = zerofx.reduce_grad(db, 128, S, …)        ─────▶  sums = reduce_scatter_tensor(pack, "sum", M, pg)
                                                           shard = wait_tensor(sums) * (1 / M)
 
+In stages 1 and 2 there is nothing to gather: the flat buffer is an input, the rank's replica. The caller started to
+refresh it before the graph; it is waited for (``wait_tensor(replica)``) where the gather would stand.
+
 The gather stands where the first of its group's unshard nodes stood; the reduction where the last of its gradients
 is produced. From here on collectives are PyTorch's own functional ones, which every reader and profiler knows.
 With one rank no collective is issued: the shard is the flat buffer.
@@ -57,7 +60,9 @@ def _fuse_gather(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[No
 
     with graph.inserting_before(nodes[0]):
         full = shard
-        if layout.world_size > 1:
+        if layout.world_size > 1 and ctx.stage < 3:
+            full = add("refresh", _c10d.wait_tensor.default, shard)
+        elif layout.world_size > 1:
             start = add(
                 "all_gather",
                 _c10d.all_gather_into_tensor.default,
@@ -108,8 +113,8 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         return edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=near, **kwargs)
 
     def zeros(n: int) -> Node:
-        device = near.meta["val"].device
-        return add("pack", _aten.full.default, [n], 0.0, dtype=layout.dtype, device=device, pin_memory=False)
+        value = near.meta["val"]
+        return add("pack", _aten.full.default, [n], 0.0, dtype=value.dtype, device=value.device, pin_memory=False)
 
     parts, end = [], 0
     for slot in layout.slots:
@@ -123,8 +128,9 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
     if layout.numel > end:
         parts.append(zeros(layout.numel - end))
     flat = add("pack", _aten.cat.default, parts)
+    dtype = flat.meta["val"].dtype
     if layout.world_size == 1:
-        return flat
+        return flat if dtype == layout.dtype else add("gradient", _aten._to_copy.default, flat, dtype=layout.dtype)
     sums = add(
         "reduce_scatter",
         _c10d.reduce_scatter_tensor.default,
@@ -134,6 +140,8 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         ctx.process_group,
     )
     sums = add("wait_grad", _c10d.wait_tensor.default, sums)
+    if dtype != layout.dtype:
+        sums = add("gradient", _aten._to_copy.default, sums, dtype=layout.dtype)
     return add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
 
 

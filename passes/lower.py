@@ -162,8 +162,14 @@ def _as_all_to_all(gm: GraphModule, node: Node) -> None:
     graph.erase_node(node)
     wait.meta["val"] = exchange.meta["val"]
     (gradient,) = wait.users
+    # Of a low-precision gradient the sum over ranks is taken in the parameter's dtype: `gradient` is the cast then.
+    dtype = gradient.meta["val"].dtype
+    kwargs = {"dtype": dtype} if dtype != wait.meta["val"].dtype else {}
     with graph.inserting_before(gradient):
         tag = Tag("gradient", group)
         parts = edit.insert(graph, _aten.view.default, (wait, [world_size, part]), tag=tag, near=node)
-        sums = edit.insert(graph, _aten.sum.dim_IntList, (parts, [0]), tag=tag, near=node)
+        sums = edit.insert(graph, _aten.sum.dim_IntList, (parts, [0]), tag=tag, near=node, **kwargs)
     gradient.replace_input_with(wait, sums)
+    if kwargs:
+        gradient.replace_all_uses_with(sums)
+        graph.erase_node(gradient)

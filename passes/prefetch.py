@@ -107,18 +107,28 @@ def _live(gathers: list[_Gather], starts: list[int]) -> list[int]:
 def _hoist(graph: Graph, gathers: list[_Gather], starts: list[int]) -> None:
     top = edit.last_placeholder(graph)
     assert top is not None
-    top.append(gathers[0].start)
+    for node in _with_cast(gathers[0].start):
+        top.append(node)
+        top = node
     for i, gather in enumerate(gathers[1:], start=1):
-        gathers[starts[i]].wait.prepend(gather.start)
+        for node in _with_cast(gather.start):
+            gathers[starts[i]].wait.prepend(node)
+
+
+def _with_cast(start: Node) -> list[Node]:
+    (shard,) = start.all_input_nodes
+    return [shard, start] if shard.meta["zerofx"].kind == "narrow" else [start]
 
 
 def _sink_waits(graph: Graph) -> None:
     packs: dict[str, Node] = {}
     for node in edit.tagged(graph, "pack"):
         packs.setdefault(node.meta["zerofx"].group, node)
+    behind: dict[str, list[Node]] = {}
+    for node in edit.tagged(graph, "wait_grad", "gradient"):
+        behind.setdefault(node.meta["zerofx"].group, []).append(node)
     waits = edit.tagged(graph, "wait_grad")
     for wait, following in zip_longest(waits, waits[1:]):
-        (gradient,) = wait.users
         anchor = packs[following.meta["zerofx"].group] if following else graph.output_node()
-        anchor.prepend(wait)
-        anchor.prepend(gradient)
+        for node in behind[wait.meta["zerofx"].group]:
+            anchor.prepend(node)

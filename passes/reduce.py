@@ -12,35 +12,83 @@ The gradient outputs become None because autograd would accumulate them into the
 the caller adds the extra outputs to sharded gradients instead. Each is a flat shard of its group (``S`` elements),
 zero outside of its parameter, so that the sum of a group's extra outputs is the group's gradient shard.
 
+The gradient is reduced in ``ctx.reduce_dtype``, if that is given; where backward computed it in that dtype and widened
+it afterwards, the cast is left out. The other ways of `zerofx.no_sync` (``ctx.sync``)::
+
+    "keep"     return dx, None, None, dw, db            gradients leave whole; the caller adds them up
+    "merge"    dw = add(dw, kept_dw)                    what was kept comes back as inputs, and is reduced with
+               rw = zerofx.reduce_grad(dw, …)           the last one
+
 Sound because reduction is linear and a gradient is final where it is produced: AOTAutograd's backward has already
 summed over a parameter's uses.
 
-Provides ``ctx.reductions``. Backward graphs only.
+Provides ``ctx.reductions`` and ``ctx.kept``. Backward graphs only.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
-from zerofx.passes.context import Context, Reduction, Tag
+from zerofx.passes.context import Context, ParameterRef, Reduction, Tag
+
+_aten = torch.ops.aten
 
 
 def reduce(gm: GraphModule, ctx: Context) -> int:
-    """Insert one reduce_grad node per parameter gradient; returns how many."""
-    graph = gm.graph
-    outputs, extra = edit.output_values(graph), []
-    for i, ref in sorted(ctx.gradients.items()):
-        grad, layout = outputs[i], ref.layout
-        if not isinstance(grad, Node):
-            continue
-        after = grad if grad.op != "placeholder" else edit.last_placeholder(graph)
-        with graph.inserting_after(after):
+    """Insert one reduce_grad node per parameter gradient; returns how many gradients were seen to."""
+    gradients = take_gradients(gm, ctx)
+    extra = []
+    for ref, grad in gradients:
+        if ctx.sync != "keep":
+            layout, tag = ref.layout, Tag("reduce_grad", ref.layout.name)
             args = (grad, ref.slot.offset, layout.shard_numel, layout.world_size, ctx.process_group)
-            tag = Tag("reduce_grad", layout.name)
-            extra.append(edit.insert(graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad))
-        outputs[i] = None
-        ctx.reductions.append(Reduction(layout, (ref.slot,)))
-    edit.set_output_values(graph, outputs + extra)
+            with gm.graph.inserting_after(edit.after_inputs(grad)):
+                grad = edit.insert(gm.graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad)
+        extra.append(grad)
+        ctx.reductions.append(Reduction(ref.layout, (ref.slot,)))
+    edit.set_output_values(gm.graph, edit.output_values(gm.graph) + extra)
     return edit.finish(gm, len(extra))
+
+
+def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, Node]]:
+    """The parameters' gradients in the dtype they are reduced in, kept ones added; their outputs become None."""
+    outputs, found = edit.output_values(gm.graph), []
+    for i, ref in sorted(ctx.gradients.items()):
+        grad = outputs[i]
+        if isinstance(grad, Node):
+            found.append((ref, _in_reduce_dtype(gm.graph, ctx, grad, ref)))
+            outputs[i] = None
+    edit.set_output_values(gm.graph, outputs)
+    if ctx.sync == "merge":
+        found = [(ref, _add_kept(gm.graph, ctx, grad, ref)) for ref, grad in found]
+    if ctx.reduce_dtype is not None:
+        gm.graph.eliminate_dead_code()  # casts that were left out
+    return found
+
+
+def _in_reduce_dtype(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) -> Node:
+    if ctx.reduce_dtype is None or grad.meta["val"].dtype == ctx.reduce_dtype:
+        return grad
+    source = grad
+    while source.meta["val"].dtype != ctx.reduce_dtype and _is_widening(source):
+        source = source.all_input_nodes[0]
+    if source.meta["val"].dtype == ctx.reduce_dtype:
+        return source
+    with graph.inserting_after(edit.after_inputs(grad)):
+        tag = Tag("pack", ref.layout.name)
+        return edit.insert(graph, _aten._to_copy.default, (grad,), tag=tag, near=grad, dtype=ctx.reduce_dtype)
+
+
+def _is_widening(node: Node) -> bool:
+    """Whether the node is a cast that loses nothing, so that what is cast back is what was cast."""
+    return edit.is_cast(node) and node.all_input_nodes[0].meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
+
+
+def _add_kept(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) -> Node:
+    tag = Tag("kept", ref.layout.name)
+    kept = edit.placeholder(graph, f"kept_{ref.slot.name}", torch.empty_like(grad.meta["val"]), tag)
+    ctx.kept.append(ref)
+    with graph.inserting_after(edit.after_inputs(grad)):
+        return edit.insert(graph, _aten.add.Tensor, (grad, kept), tag=Tag("pack", ref.layout.name), near=grad)

@@ -70,6 +70,25 @@ def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_
     return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
 
 
+def compile_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What AOTAutograd compiles in now, to be entered again when more is compiled later (2.11, 2.13, 2.15)."""
+    from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+    outer, inner = CompileContext.try_get(), TracingContext.try_get()
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with compile_context(outer), tracing(inner), functorch_config():
+            yield
+
+    return enter
+
+
+def end_of_backward(callback: Callable[[], None]) -> None:
+    """Inside a backward pass: call ``callback`` once it is through (2.11, 2.13, 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
     """Inductor's code generator for one partitioned graph; returns a boxed callable (2.11, 2.13, 2.15)."""
     from torch._inductor.compile_fx import compile_fx_inner

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from zerofx._torch import compile_module
 from zerofx.backend import Backend
+from zerofx.group import ShardGroup
 from zerofx.options import Options
 from zerofx.records import GraphRecord, records_of
 from zerofx.shard import groups_of, shard_module
@@ -34,9 +37,36 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
     return module
 
 
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward passes inside keep gradients on this rank; the first one after reduces them together with its own.
+
+    ::
+
+        for batch in micro_batches[:-1]:
+            with zerofx.no_sync(model):
+                loss_of(model, batch).backward()
+        loss_of(model, micro_batches[-1]).backward()
+
+    What is kept is whole and this rank's own: not yet in ``.grad``. Every rank must enter and leave at the same passes.
+    """
+    families = {group.family: group.family.sync for group in _groups(module)}
+    for family in families:
+        family.sync = False
+    try:
+        yield
+    finally:
+        for family, before in families.items():
+            family.sync = before
+
+
 def graphs(module: nn.Module) -> list[GraphRecord]:
     """What was compiled for ``module`` so far: one record per graph that Dynamo captured. ``print`` one to read it."""
+    return records_of(_groups(module))
+
+
+def _groups(module: nn.Module) -> list[ShardGroup]:
     groups = groups_of(module)
     if not groups:
         raise ValueError(f"{type(module).__name__} is not sharded: call zerofx.compile on it first.")
-    return records_of(groups)
+    return groups

@@ -25,12 +25,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
+from zerofx.group import ShardGroup
+from zerofx.layout import GroupLayout
 from zerofx.options import Options
-from zerofx.parameter import ShardedTensor
+from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
-from zerofx.passes.context import Context, ParameterRef, Phase, Recipe
-from zerofx.records import GraphRecord, Trace, remember
-from zerofx.runtime import backward_runner, forward_runner, refuse_double_backward
+from zerofx.passes.context import Context, ParameterRef, Phase, Recipe, Sync
+from zerofx.records import GraphRecord, Trace, copy_graph, remember
+from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module
 
 
@@ -80,7 +82,7 @@ class _CompiledGraph:
 
     def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
         self.options = options
-        sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, ShardedTensor)}
+        sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
         self.sharded = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
@@ -122,33 +124,75 @@ class _CompiledGraph:
         gm: GraphModule,
         example_inputs: Sequence[Any],
         phase: Phase,
-        execute: Callable[[GraphModule, list[Any], list[int]], Callable],
+        execute: Executed,
         static: Sequence[int] = (),
     ) -> Callable:
         if not self.groups:
             return execute(gm, list(example_inputs), list(static))
+        if phase == "backward":
+            return self._compile_backward(gm, example_inputs, execute, static)
         ctx = self._context(gm, phase)
+        compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        setattr(self.record, phase, trace)
+        saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
+        return forward_runner(compiled, kept, [self.groups[layout] for layout in ctx.shards], saved)
+
+    def _compile_backward(
+        self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+    ) -> Callable:
+        """The variant that reduces now; those for `zerofx.no_sync` when they are first needed."""
+        n_outputs, variants = len(edit.output_values(gm.graph)), {}
+        pristine, surroundings = copy_graph(gm), _torch.compile_context()
+
+        def variant(sync: Sync) -> BackwardCode:
+            if sync not in variants:
+                with surroundings():
+                    variants[sync] = self._backward_variant(copy_graph(pristine), sync, example_inputs, execute, static)
+            return variants[sync]
+
+        variants["reduce"] = self._backward_variant(gm, "reduce", example_inputs, execute, static)
+        family = next(iter(self.groups.values())).family
+        return backward_runner(variant, family, n_outputs)
+
+    def _backward_variant(
+        self, gm: GraphModule, sync: Sync, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+    ) -> BackwardCode:
+        ctx = self._context(gm, "backward", sync)
+        compiled, inputs, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        setattr(self.record, "backward" if sync == "reduce" else f"backward_{sync}", trace)
+
+        def ref(layout: GroupLayout) -> weakref.ref[ShardGroup]:
+            return weakref.ref(self.groups[layout])
+
+        likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
+        return BackwardCode(
+            compiled,
+            inputs,
+            groups=[ref(layout) for layout in ctx.shards],
+            kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],
+            reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
+            keeps=sync == "keep",
+        )
+
+    def _rewrite(
+        self, gm: GraphModule, ctx: Context, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+    ) -> tuple[Callable, list[int], Trace]:
+        """Run the passes and the executor; returns the boxed code, which old inputs it takes, and the record."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        n_outputs = len(edit.output_values(gm.graph))
         trace = Trace(gm, ctx)
         with _torch.fake_mode_of(example_inputs):
             trace.run(gm)
-        setattr(self.record, phase, trace)
+        brought = ctx.parameters if ctx.stage else {}
+        kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
+        new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
+        inputs = [example_inputs[i] for i in kept] + new
+        fixed = [k for k, i in enumerate(kept) if i in set(static)]
+        fixed += range(len(kept), len(kept) + len(ctx.shards))
+        return execute(gm, inputs, fixed), kept, trace
 
-        kept = [i for i, node in enumerate(placeholders) if node.name not in ctx.parameters]
-        shards = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
-        inputs = [example_inputs[i] for i in kept] + shards
-        fixed = [k for k, i in enumerate(kept) if i in set(static)] + list(range(len(kept), len(inputs)))
-        compiled = execute(gm, inputs, fixed)
-        groups = [self.groups[layout] for layout in ctx.shards]
-        if phase == "backward":
-            reductions = [(self.groups[r.layout], r.slots) for r in ctx.reductions]
-            return backward_runner(compiled, kept, groups, n_outputs, reductions)
-        saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
-        return forward_runner(compiled, kept, groups, saved)
-
-    def _context(self, gm: GraphModule, phase: Phase) -> Context:
+    def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
         group = next(iter(self.groups.values()))
+        precision = group.family.precision
         output = gm.graph.output_node()
         parameters, gradients = {}, {}
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -162,23 +206,34 @@ class _CompiledGraph:
         return Context(
             phase=phase,
             process_group=group.group_name,
-            backend=_torch.backend_name(group.process_group, group.shard.device),
+            backend=_torch.backend_name(group.process_group, group.device),
             executor=self.options.executor,
             parameters=parameters,
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients=gradients,
             recipes=self.recipes,
+            stage=group.family.stage,
+            buckets=group.family.buckets,
+            sync=sync,
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype or precision.param_dtype,
             prefetch_bytes=self.options.prefetch_bytes,
         )
 
 
-def _check_claimable(tensor: ShardedTensor) -> None:
+def _check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:
     """Compiled code reads weights from the group's shard: whatever is not a slice of it must not get there."""
+    if isinstance(tensor, ReplicatedParameter):
+        return
     if tensor._local.untyped_storage().data_ptr() != tensor._group.shard.untyped_storage().data_ptr():
         raise RuntimeError(
             f"{tensor!r} reaches compiled code, but it is not a parameter (a gradient, or optimizer state?). Compiled "
             "code works on whole tensors: pass tensor.full_tensor() instead."
         )
+
+
+Executed = Callable[[GraphModule, list[Any], list[int]], Callable]
+"""From a graph, its inputs, and which of these stay where they are, to a boxed function."""
 
 
 def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
@@ -211,10 +266,15 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
                 f"the parameter {node.name!r} (from {source!r}) reached the zerofx backend outside of any module: make "
                 "it a parameter of the compiled module, or call zerofx.shard(module, stage=3) first."
             )
-        if any(isinstance(p, ShardedTensor) for p in module.parameters()):
+        if any(isinstance(p, (ShardedTensor, ReplicatedParameter)) for p in module.parameters()):
             raise RuntimeError(
                 f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module "
                 "are: it was added or replaced after sharding. Add all parameters before zerofx.compile."
+            )
+        if options.mixed_precision is not None:
+            raise RuntimeError(
+                "mixed_precision in torch.compile(..., backend='zerofx'): the module is being traced already, in full "
+                "precision. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
             )
         shard_module(module, options)
 

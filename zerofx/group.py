@@ -1,8 +1,18 @@
-"""A group at run time: the rank's shard, and the parameters that are slices of it.
+"""A group at run time: what a rank holds of it, and the parameters that are parts of it.
+
+============  ===========================  ======================  ===========================
+stage         shard (flat, 1/M)            replica (flat, whole)   gradients
+============  ===========================  ======================  ===========================
+0             --                           -- (the parameters)     whole, averaged
+1, 2          a view of the replica; with  what the model          slices laid out as the
+              mixed precision a tensor of  computes with           shard is
+              its own, the master
+3             the weights                  --                      the same
+============  ===========================  ======================  ===========================
 
 Who holds whom (a double arrow owns, a single one does not)::
 
-    module ══▶ ShardedParameter ══▶ ShardGroup ══▶ shard (flat, 1/M of the group)
+    module ══▶ ShardedParameter ══▶ ShardGroup ══▶ shard, replica
                                         │
                                         └──▶ its parameters (weakly)
     compiled graph ──▶ ShardGroup
@@ -20,32 +30,50 @@ import torch.distributed as dist
 
 from zerofx._torch import resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
+from zerofx.passes.context import Buckets
+from zerofx.precision import MixedPrecision
 
 if TYPE_CHECKING:
     from zerofx.parameter import ShardedParameter, ShardedTensor
 
+_c10d = torch.ops._c10d_functional
+
 
 class Family:
-    """The groups of one module, in registration order."""
+    """The groups of one module, in registration order, and what holds for all of them.
 
-    def __init__(self) -> None:
-        self._groups: list[weakref.ref[ShardGroup]] = []
+    Attributes:
+        stage: what is sharded (see `zerofx.options.Options`).
+        precision: the dtypes of weights and gradients.
+        buckets: what one all-reduce of stage 0 takes.
+        sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
+        norms: norms of gradients that were computed ahead, see `zerofx.norms`.
+    """
+
+    def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
+        self.stage = stage
+        self.precision = precision or MixedPrecision()
+        self.buckets: Buckets = buckets
+        self.sync = True
         self.norms: dict[Any, Any] = {}
-        """Norms of gradients that were computed ahead, see `zerofx.norms`."""
+        self._groups: list[weakref.ref[ShardGroup]] = []
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""
         self._groups.append(weakref.ref(group))
 
+    def groups(self) -> list[ShardGroup]:
+        """Those that are alive."""
+        return [group for ref in self._groups if (group := ref()) is not None]
+
     def gradients(self) -> list[ShardedTensor]:
         """The gradients that the module's parameters have now, in the same order on every rank."""
-        groups = [group for ref in self._groups if (group := ref()) is not None]
-        parameters = [group.live_parameter(slot) for group in groups for slot in group.layout.slots]
+        parameters = [group.live_parameter(slot) for group in self.groups() for slot in group.layout.slots]
         return [p.grad for p in parameters if p is not None and p.grad is not None]  # type: ignore[misc]
 
 
 class ShardGroup:
-    """One group's shard on this rank.
+    """One group on this rank.
 
     Attributes:
         layout: where each parameter lies.
@@ -53,6 +81,8 @@ class ShardGroup:
         rank: this rank's place among them.
         family: the groups of the same module.
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
+            None in stage 0.
+        replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3.
     """
 
     def __init__(
@@ -64,13 +94,53 @@ class ShardGroup:
         # By name: a process group that outlives destroy_process_group aborts the interpreter as it exits.
         self.group_name = process_group.group_name
         self.rank = process_group.rank()
-        self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
+        self.device = device
+        self.replica: torch.Tensor | None = None
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
+        self._kept: dict[Slot, torch.Tensor] = {}
+        self._refreshed = -1
+        if family.stage in (1, 2):
+            dtype = family.precision.param_dtype or layout.dtype
+            self.replica = torch.zeros(layout.numel, dtype=dtype, device=device)
+        if family.stage == 0:
+            return
+        if self.replica is not None and self.replica.dtype == layout.dtype:
+            # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
+            self.shard = self.replica.data.narrow(0, self.rank * layout.shard_numel, layout.shard_numel)
+        else:
+            self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that share the group. Do not keep it."""
         return resolve_process_group(self.group_name)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What compiled graphs read weights from: the replica where there is one, else the shard."""
+        return self.shard if self.replica is None else self.replica
+
+    def mark_fresh(self) -> None:
+        """The replica holds what the shards hold."""
+        if self.replica is not None:
+            self._refreshed = self.shard._version
+
+    def refresh(self) -> None:
+        """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.
+
+        A collective, and the same decision on every rank: optimizers step on all ranks or on none.
+        """
+        if self.replica is None or self.shard._version == self._refreshed:
+            return
+        shard = self.shard
+        if shard.dtype != self.replica.dtype:
+            shard = shard.to(self.replica.dtype)
+        if self.layout.world_size > 1:
+            # With out=, into the replica itself; also the one that is sound on gloo (docs/architecture.md).
+            _c10d.all_gather_into_tensor_out(shard, self.layout.world_size, self.group_name, out=self.replica)
+        elif shard is not self.shard:
+            self.replica.copy_(shard)
+        self.mark_fresh()
 
     def add(self, slot: Slot, parameter: ShardedParameter) -> None:
         """Make ``parameter`` the one that ``slot`` describes."""
@@ -92,26 +162,51 @@ class ShardGroup:
         piece = self.layout.piece(slot, self.rank)
         return flat.narrow(0, piece.in_shard, piece.length)
 
-    def accumulate(self, slots: tuple[Slot, ...], flat: torch.Tensor) -> None:
-        """Add reduced gradients to the parameters' ``.grad``: ``flat`` is laid out as the shard is.
+    def accumulate(self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False) -> None:
+        """Add averaged gradients to the parameters' ``.grad``.
 
-        A first gradient is not copied: ``.grad`` becomes a view of ``flat``. Runs inside a backward pass, and
-        accumulates only where the engine would have. The engine runs the parameters' post-accumulate hooks by itself,
+        ``gradient`` is laid out as the shard is; in stage 0 it is the whole gradient of the one slot. A first gradient
+        is not copied: ``.grad`` becomes a view of it. Runs inside a backward pass, and accumulates only where the
+        engine would have, unless that was ``checked``. The engine runs the parameters' post-accumulate hooks by itself,
         once every graph that uses a parameter has been here.
         """
         held, new = [], []
         for slot in slots:
             parameter = self.parameter(slot)
-            if not _is_accumulated(parameter):
+            if not checked and not _is_accumulated(parameter):
                 continue
-            local = self.local(slot, flat)
+            local = gradient if self.family.stage == 0 else self.local(slot, gradient)
             if parameter.grad is None:
-                parameter.grad = parameter.like(local)
+                parameter.grad = local if self.family.stage == 0 else parameter.like(local)
             else:
-                held.append(parameter.grad.to_local())  # type: ignore[attr-defined]
+                held.append(parameter.grad if self.family.stage == 0 else parameter.grad.to_local())  # type: ignore
                 new.append(local)
         if held:
             torch._foreach_add_(held, new)
+
+    def keep(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Add a whole gradient of this rank's own to what `zerofx.no_sync` keeps back."""
+        if not _is_accumulated(self.parameter(slot)):
+            return
+        # Not in place: a gradient that leaves a graph may share memory with another (`y = x + b`: db is dy).
+        self._kept[slot] = self._kept[slot] + gradient if slot in self._kept else gradient
+
+    def kept_slots(self) -> list[Slot]:
+        """Of which parameters a gradient is kept, in the layout's order."""
+        return [slot for slot in self.layout.slots if slot in self._kept]
+
+    def has_kept(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return bool(self._kept)
+
+    def drop_kept(self) -> None:
+        """Forget what was kept."""
+        self._kept.clear()
+
+    def take_kept(self, slot: Slot, like: torch.Tensor) -> torch.Tensor:
+        """Hand out what was kept of ``slot``, once; zeros of ``like``'s shape and dtype where there is nothing."""
+        kept = self._kept.pop(slot, None)
+        return torch.zeros(like.shape, dtype=like.dtype, device=self.device) if kept is None else kept
 
 
 def _is_accumulated(parameter: ShardedParameter) -> bool:

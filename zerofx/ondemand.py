@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,12 +21,20 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zerofx._torch import DisableTorchFunction, pytree
-from zerofx.parameter import ShardedParameter, ShardedTensor
+from zerofx.group import Family, ShardGroup
+from zerofx.layout import Slot
+from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
 
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
+    if tensor._local.untyped_storage().data_ptr() == group.shard.untyped_storage().data_ptr() and (
+        group.replica is not None and group.replica.dtype == group.layout.dtype
+    ):
+        group.refresh()
+        whole = torch.ops._c10d_functional.wait_tensor(group.replica)
+        return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
     for rank in range(group.layout.world_size):
         piece = group.layout.piece(slot, rank)
@@ -38,19 +47,64 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
 
 
 def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None:
-    """Add the average over ranks of the whole ``gradient`` to the sharded ``parameter.grad``. A collective."""
+    """Add the average over ranks of the whole ``gradient`` to ``parameter.grad``. A collective.
+
+    Inside of `zerofx.no_sync` it is kept instead.
+    """
     group, slot = parameter._group, parameter._slot
-    flat = gradient.reshape(-1).to(parameter.dtype, copy=True)
-    for rank in range(group.layout.world_size):
+    if not group.family.sync:
+        group.keep(slot, gradient)
+        return
+    flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or group.layout.dtype, copy=True)
+    flat += group.take_kept(slot, flat.view(slot.shape)).reshape(-1)
+    group.accumulate((slot,), _average(group, slot, flat))
+
+
+def reduce_kept(family: Family) -> None:
+    """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
+    for group in family.groups():
+        for slot in group.kept_slots():
+            like = torch.empty(slot.shape, dtype=group.layout.dtype, device="meta")
+            flat = group.take_kept(slot, like).reshape(-1).to(group.layout.dtype, copy=True)
+            group.accumulate((slot,), _average(group, slot, flat), checked=True)
+
+
+def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+    """The average of ``flat`` over the ranks as `ShardGroup.accumulate` takes it; ``flat`` is used up."""
+    ranks = group.layout.world_size
+    if group.family.stage == 0:
+        if ranks > 1:
+            dist.all_reduce(flat, group=group.process_group)
+        return (flat.to(group.layout.dtype) / ranks).view(slot.shape)
+    for rank in range(ranks):
         piece = group.layout.piece(slot, rank)
-        if piece.length and group.layout.world_size > 1:
+        if piece.length and ranks > 1:
             part = flat.narrow(0, piece.in_parameter, piece.length)
             dist.reduce(part, group=group.process_group, group_dst=rank)
     piece = group.layout.piece(slot, group.rank)
     shard = torch.zeros_like(group.shard)
-    mine = flat.narrow(0, piece.in_parameter, piece.length) / group.layout.world_size
+    mine = flat.narrow(0, piece.in_parameter, piece.length).to(shard.dtype) / ranks
     group.local(slot, shard).copy_(mine)
-    group.accumulate((slot,), shard)
+    return shard
+
+
+def average_by_hook(parameter: ReplicatedParameter) -> None:
+    """Have the gradient averaged that code outside of any graph gives a parameter of stage 0."""
+    reference = weakref.ref(parameter)
+
+    def hook(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        target = reference()
+        if gradient is None or target is None:
+            return None  # compiled code has seen to it
+        group, slot = target._group, target._slot
+        if not group.family.sync:
+            group.keep(slot, gradient)
+            return torch.zeros_like(gradient)
+        flat = gradient.reshape(-1).to(gradient.dtype, copy=True)
+        flat += group.take_kept(slot, gradient).reshape(-1)
+        return _average(group, slot, flat)
+
+    parameter.register_hook(hook)
 
 
 class _Unshard(torch.autograd.Function):
@@ -85,8 +139,11 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
         raise TypeError(not_elementwise(optimizer, func_name, tensor._slot.name))
     _warn(frame, func_name, tensor)
     if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
-        return _Unshard.apply(tensor)
-    return gather_tensor(tensor)
+        full = _Unshard.apply(tensor)
+    else:
+        full = gather_tensor(tensor)
+    # Code of the model that was not compiled sees what compiled code sees (`precision`).
+    return full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
 
 
 def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:

@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.grouping import BlockRule, Grouping
-from zerofx.passes.context import Executor
+from zerofx.passes.context import Buckets, Executor
+from zerofx.precision import MixedPrecision
 
 EXECUTORS = ("inductor", "eager")
+BUCKETS = ("group", "parameter", "all")
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,15 @@ class Options:
     """What a user asked for.
 
     Attributes:
-        stage: 3 (parameters, gradients and optimizer state sharded).
+        stage: what is sharded. 0: nothing (plain data parallelism), 1: optimizer state, 2: gradients too, 3: parameters
+            too. 1 and 2 differ in nothing but what a rank keeps while it accumulates, see docs/stages.md.
         executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
         prefetch_bytes: most gathered bytes live at once; None: each gather starts one group ahead.
         groups: see `zerofx.grouping`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
         init_sync: take rank 0's weights and buffers everywhere.
+        mixed_precision: see `zerofx.precision`.
+        buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
     """
 
     stage: int = 3
@@ -35,14 +40,22 @@ class Options:
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     mesh: DeviceMesh | None = None
     init_sync: bool = True
+    mixed_precision: MixedPrecision | None = None
+    buckets: Buckets = "group"
 
     def __post_init__(self) -> None:
-        if self.stage != 3:
-            raise ValueError(f"stage={self.stage!r}: zerofx has stage 3; stages 1 and 2 are not implemented yet.")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r}: expected 0, 1, 2 or 3.")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
         if self.prefetch_bytes is not None and not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes > 0):
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes!r}: expected a number of bytes above 0, or None.")
+        if self.buckets not in BUCKETS:
+            raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
+        if self.buckets != "group" and self.stage != 0:
+            raise ValueError(f"buckets={self.buckets!r} with stage={self.stage}: only stage 0 has a choice.")
+        if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
+            raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
         Grouping.of(self.groups)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")

@@ -7,7 +7,8 @@ Gradients and optimizer state are plain `ShardedTensor`s of the same slot.
 What ``__torch_function__`` does with an operation on one:
 
 ====================================  ==============================================================================
-while Dynamo traces for zerofx        nothing: Dynamo sees an ordinary tensor of the full shape
+while Dynamo traces for zerofx        nothing: Dynamo sees an ordinary tensor of the full shape, cast to what the
+                                      model computes in (`precision`)
 while anything else traces            refused: its code would read memory that is not there
 metadata (shape, grad, ...)           answered as is
 elementwise, among one slot           runs on the slices: optimizers, scaling, clipping (`elementwise`)
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, run_while_tracing, traced_for
+from zerofx._torch import DisableTorchFunction, pytree, run_while_tracing, traced_for
 from zerofx.layout import Slot
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ShardedTensor(torch.Tensor):
     _group: ShardGroup
     _slot: Slot
     _local: torch.Tensor
+    _compute_dtype: torch.dtype | None = None
     _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
@@ -48,8 +50,7 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():
             _check_backend(cls._traced_as)
-            with DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
+            return _traced(func, args, kwargs or {}, cls._compute_dtype)
         from zerofx.elementwise import dispatch
 
         return dispatch(func, args, kwargs or {})
@@ -100,6 +101,27 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     """
 
 
+class ReplicatedParameter(nn.Parameter):
+    """A parameter of a module under plain data parallelism (stage 0): whole, with its own memory, in all plain code.
+
+    Like a `ShardedParameter` it has a class of its own, and Dynamo sees it cast to what the model computes in. Where
+    code that is not compiled uses it, its gradient is averaged by a hook.
+    """
+
+    _group: ShardGroup
+    _slot: Slot
+    _compute_dtype: torch.dtype | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        with DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
     """Turn ``parameter`` into a `ShardedParameter` in place: copy its slice to the group's shard, free the rest.
 
@@ -108,14 +130,43 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
     piece = group.layout.piece(slot, group.rank)
     local = group.local(slot, group.shard)
     with torch.no_grad():
-        local.copy_(parameter.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length))
+        whole = parameter.detach()
+        if group.replica is not None:
+            group.layout.view(group.replica, slot).copy_(whole)
+        local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
+        del whole
         # The old memory is let go, not emptied: a tensor elsewhere may share it. Before the new is made, for the peak.
         parameter.data = parameter.new_empty(0)
         parameter.data = parameter.new_empty(slot.shape)
     parameter.untyped_storage().resize_(0)
-    members = {"__module__": __name__, "_traced_as": f"the sharded parameter {slot.name!r}"}
-    parameter.__class__ = type("ShardedParameter", (ShardedParameter,), members)
-    group.add(slot, _dress(parameter, group, slot, local))
+    _become(parameter, ShardedParameter, group, slot)
+    _dress(parameter, group, slot, local)
+
+
+def replicate_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
+    """Turn ``parameter`` into a `ReplicatedParameter` in place: nothing but its class changes."""
+    _become(parameter, ReplicatedParameter, group, slot)
+    parameter._group, parameter._slot = group, slot  # type: ignore[attr-defined]
+
+
+def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -> None:
+    members = {
+        "__module__": __name__,
+        "_traced_as": f"the sharded parameter {slot.name!r}",
+        "_compute_dtype": group.family.precision.param_dtype,
+    }
+    parameter.__class__ = type(cls.__name__, (cls,), members)
+    group.add(slot, parameter)  # type: ignore[arg-type]
+
+
+def _traced(func: Callable, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    """``func`` as Dynamo is to see it: on ordinary tensors, the weights among them cast to ``dtype``."""
+    with DisableTorchFunction():
+        if dtype is not None:
+            args, kwargs = pytree.tree_map(
+                lambda x: x.to(dtype) if isinstance(x, (ShardedParameter, ReplicatedParameter)) else x, (args, kwargs)
+            )
+        return func(*args, **kwargs)
 
 
 @run_while_tracing

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Graph, Node
 
 from zerofx._torch import OpOverload
-from zerofx.layout import GroupLayout
+from zerofx.passes import edit
 
 if TYPE_CHECKING:
     from zerofx.records import Trace
@@ -29,7 +29,9 @@ _VERBS = {
     "all_gather": "start",
     "wait": "wait",
     "discard": "discard",
+    "refresh": "refresh",
     "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
     "wait_grad": "reduced",
 }
 _SILENT = frozenset(
@@ -42,12 +44,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 
 
 def format_trace(trace: Trace) -> str:
-    """The graph after ``discard``: everything that zerofx put in, and what of the user's stands between."""
-    graph = trace.after("discard").graph
-    layouts = {layout.name: layout for layout in trace.context.shards}
-    layouts |= {reduction.layout.name: reduction.layout for reduction in trace.context.reductions}
-    width = max((len(name) for name in layouts), default=0)
-    return "\n".join([_header(trace, layouts), *_body(graph, layouts, width)])
+    """The graph before `lower`: everything that zerofx put in, and what of the user's stands between."""
+    graph = trace.after("discard" if trace.context.stage else "prefetch").graph
+    collectives = edit.tagged(graph, *_VERBS)
+    width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
+    return "\n".join([_header(trace, collectives), *_body(graph, width)])
 
 
 def format_bytes(n: float) -> str:
@@ -59,19 +60,31 @@ def format_bytes(n: float) -> str:
     return f"{n:.1f} TB"
 
 
-def _header(trace: Trace, layouts: dict[str, GroupLayout]) -> str:
-    ctx = trace.context
-    gathered = sum(layout.nbytes for layout in ctx.shards if layout.world_size > 1)
-    gathers = sum(layout.world_size > 1 for layout in ctx.shards)
-    most = format_bytes(ctx.gathered_bytes)
-    parts = [f"{gathers} all-gathers bring {format_bytes(gathered)}, at most {most} at once"]
-    reduced = [r.layout for r in ctx.reductions if r.layout.world_size > 1]
-    if reduced:
-        parts.append(f"{len(reduced)} reduce-scatters take {format_bytes(sum(layout.nbytes for layout in reduced))}")
-    return f"{ctx.phase}: {'; '.join(parts)}"
+def _header(trace: Trace, collectives: list[Node]) -> str:
+    sizes: dict[str, list[int]] = {}
+    for node in collectives:
+        sizes.setdefault(node.meta["zerofx"].kind, []).append(_whole_bytes(node))
+    most = format_bytes(trace.context.gathered_bytes)
+    gathers = sizes.get("all_gather", [])
+    parts = []
+    if trace.context.stage == 3:
+        parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
+    elif "refresh" in sizes:
+        parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} waited for")
+    for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
+        if kind in sizes:
+            parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
+    return f"{trace.context.phase}: {'; '.join(parts) or 'no collectives'}"
 
 
-def _body(graph: Graph, layouts: dict[str, GroupLayout], width: int) -> list[str]:
+def _whole_bytes(node: Node) -> int:
+    """Bytes of the flat buffer that a collective is about, whole."""
+    source = node.args[0] if node.meta["zerofx"].kind == "reduce_scatter" else node
+    value = source.meta["val"]  # type: ignore[union-attr]
+    return 0 if value is None else value.numel() * value.dtype.itemsize
+
+
+def _body(graph: Graph, width: int) -> list[str]:
     lines: list[str] = []
     place = ""  # the run of the user's operations being folded, and where they come from
     ops: list[str] = []
@@ -98,8 +111,8 @@ def _body(graph: Graph, layouts: dict[str, GroupLayout], width: int) -> list[str
         elif tag.kind in _VERBS:
             flush()
             size = ""
-            if tag.kind in ("all_gather", "reduce_scatter"):
-                size = f"{format_bytes(layouts[tag.group].nbytes):>10}"
+            if tag.kind in ("all_gather", "refresh", "reduce_scatter", "all_reduce"):
+                size = f"{format_bytes(_whole_bytes(node)):>10}"
             lines.append(f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip())
     flush()
     return lines

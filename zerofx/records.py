@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch.fx import GraphModule
 
 from zerofx import _torch
 from zerofx.group import ShardGroup
-from zerofx.passes import PIPELINE
+from zerofx.passes import pipeline
 from zerofx.passes.context import Context
 from zerofx.printing import format_trace
 
@@ -30,32 +30,33 @@ class Trace:
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
-        self.before = _copy(gm)
+        self.before = copy_graph(gm)
         self._initial = _copy_context(ctx)
         self.context = ctx
         self.edits: dict[str, int] = {}
 
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""
-        for pass_ in PIPELINE:
+        for pass_ in pipeline(self.context.stage):
             self.edits[pass_.__name__] = pass_(gm, self.context)
 
     def after(self, name: str) -> GraphModule:
         """The graph after the pass ``name``."""
-        names = [pass_.__name__ for pass_ in PIPELINE]
+        passes = pipeline(self.context.stage)
+        names = [pass_.__name__ for pass_ in passes]
         if name not in names:
             raise KeyError(f"no pass {name!r}: the passes are {', '.join(names)}.")
-        gm, ctx = _copy(self.before), _copy_context(self._initial)
+        gm, ctx = copy_graph(self.before), _copy_context(self._initial)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
-            for pass_ in PIPELINE[: names.index(name) + 1]:
+            for pass_ in passes[: names.index(name) + 1]:
                 pass_(gm, ctx)
         return gm
 
     @property
     def final(self) -> GraphModule:
         """The graph that the executor got."""
-        return self.after(PIPELINE[-1].__name__)
+        return self.after(pipeline(self.context.stage)[-1].__name__)
 
     def __str__(self) -> str:
         return format_trace(self)
@@ -63,15 +64,21 @@ class Trace:
 
 @dataclass
 class GraphRecord:
-    """One graph that Dynamo captured: its forward and backward, or its inference graph."""
+    """One graph that Dynamo captured: its forward and backward, or its inference graph.
+
+    ``backward_keep`` and ``backward_merge`` are the variants of the backward for `zerofx.no_sync`: inside of it, and
+    the first one after.
+    """
 
     forward: Trace | None = None
     backward: Trace | None = None
+    backward_keep: Trace | None = None
+    backward_merge: Trace | None = None
     inference: Trace | None = None
 
     def traces(self) -> Iterable[Trace]:
-        """Those that have been compiled so far (the backward is compiled when it first runs)."""
-        return [t for t in (self.forward, self.backward, self.inference) if t is not None]
+        """Those that have been compiled so far (a backward is compiled when it first runs)."""
+        return [trace for field in fields(self) if (trace := getattr(self, field.name)) is not None]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.traces()))
@@ -92,7 +99,8 @@ def records_of(groups: Iterable[ShardGroup]) -> list[GraphRecord]:
     return list(found.values())
 
 
-def _copy(gm: GraphModule) -> GraphModule:
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy that can be rewritten; what is not graph is shared."""
     return GraphModule(gm, copy.deepcopy(gm.graph))
 
 
@@ -103,5 +111,6 @@ def _copy_context(ctx: Context) -> Context:
         recipes=dict(ctx.recipes),
         shards=list(ctx.shards),
         saved_parameters=dict(ctx.saved_parameters),
+        kept=list(ctx.kept),
         reductions=list(ctx.reductions),
     )

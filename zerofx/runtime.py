@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerofx.group import ShardGroup
+from zerofx._torch import end_of_backward
+from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
+from zerofx.ondemand import reduce_kept
 from zerofx.parameter import ShardedTensor
+from zerofx.passes.context import Sync
 
 
 def forward_runner(
@@ -31,6 +35,8 @@ def forward_runner(
     saved_refs = {i: weakref.ref(parameter) for i, parameter in saved.items()}
 
     def forward(args: list[Any]) -> list[Any]:
+        for group in live:
+            group().refresh()  # type: ignore[union-attr]
         outputs = list(compiled(_inputs(args, kept, live)))
         for i, ref in saved_refs.items():
             outputs[i] = ref()
@@ -40,25 +46,58 @@ def forward_runner(
     return forward
 
 
-def backward_runner(
-    compiled: Callable,
-    kept: Sequence[int],
-    groups: Sequence[ShardGroup],
-    n_outputs: int,
-    reductions: Sequence[tuple[ShardGroup, tuple[Slot, ...]]],
-) -> Callable:
-    """The boxed backward: returns the first ``n_outputs`` outputs, adds the others to the parameters' gradients."""
-    live = [weakref.ref(group) for group in groups]
-    targets = [(weakref.ref(group), slots) for group, slots in reductions]
+def backward_runner(variant: Callable[[Sync], BackwardCode], family: Family, n_outputs: int) -> Callable:
+    """The boxed backward: returns the first ``n_outputs`` outputs, sees to the others as ``family.sync`` says.
+
+    ``variant`` gives the code for one way of treating gradients; each is compiled when it is first asked for.
+    """
 
     def backward(args: list[Any]) -> list[Any]:
-        outputs = list(compiled(_inputs(args, kept, live)))
-        for (group, slots), flat in zip(targets, outputs[n_outputs:], strict=True):
-            group().accumulate(slots, flat)  # type: ignore[union-attr]
-        return outputs[:n_outputs]
+        sync: Sync = "keep"
+        if family.sync:
+            sync = "reduce"
+            if any(group.has_kept() for group in family.groups()):
+                sync = "merge"
+                end_of_backward(lambda: reduce_kept(family))
+        return variant(sync)(args, n_outputs)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
     return backward
+
+
+@dataclass
+class BackwardCode:
+    """One compiled way of a backward graph.
+
+    Attributes:
+        compiled: the boxed function.
+        inputs: which arguments it takes.
+        groups: whose buffers it reads.
+        kept: the parameters whose kept gradients are its last inputs, with fake tensors of what it expects.
+        reductions: what its extra outputs are.
+        keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
+    """
+
+    compiled: Callable
+    inputs: Sequence[int]
+    groups: Sequence[weakref.ref[ShardGroup]]
+    kept: Sequence[tuple[weakref.ref[ShardGroup], Slot, torch.Tensor]]
+    reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
+    keeps: bool
+
+    def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
+        inputs = _inputs(args, self.inputs, self.groups)
+        for group, slot, like in self.kept:
+            inputs.append(group().take_kept(slot, like))  # type: ignore[union-attr]
+        outputs = list(self.compiled(inputs))
+        for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
+            live = ref()
+            assert live is not None
+            if self.keeps:
+                live.keep(slots[0], gradient)
+            else:
+                live.accumulate(slots, gradient)
+        return outputs[:n_outputs]
 
 
 def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[ShardGroup]]) -> list[Any]:
@@ -67,7 +106,7 @@ def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[S
     for x in inputs:
         if isinstance(x, ShardedTensor):
             raise RuntimeError(f"{x!r} reaches compiled code that did not expect it: please report this.")
-    return inputs + [group().shard for group in groups]  # type: ignore[union-attr]
+    return inputs + [group().buffer for group in groups]  # type: ignore[union-attr]
 
 
 def refuse_double_backward(compiled: Callable) -> Callable:

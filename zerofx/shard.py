@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.layout import GroupLayout
-from zerofx.ondemand import not_elementwise
+from zerofx.ondemand import average_by_hook, not_elementwise
 from zerofx.options import Options
-from zerofx.parameter import ShardedTensor, shard_parameter
+from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
@@ -43,20 +43,30 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     if options.init_sync and process_group.size() > 1:
         for buffer in module.buffers():
             _broadcast(buffer, process_group)
-    groups, family = [], Family()
+    precision = options.mixed_precision
+    groups, family = [], Family(options.stage, precision, options.buckets)
     for layout, parameters in planned:
         group = ShardGroup(layout, process_group, parameters[0].device, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if options.init_sync and process_group.size() > 1:
                 _broadcast(parameter, process_group)
-            shard_parameter(parameter, group, slot)
+            if options.stage == 0:
+                replicate_parameter(parameter, group, slot)
+                if parameter.requires_grad:
+                    average_by_hook(parameter)  # type: ignore[arg-type]
+            else:
+                shard_parameter(parameter, group, slot)
+        if options.init_sync:
+            group.mark_fresh()
         groups.append(group)
+    if precision is not None:
+        precision.install(module)
     return groups
 
 
 def groups_of(module: nn.Module) -> list[ShardGroup]:
     """The groups of a sharded module, in registration order."""
-    groups = {p._group: None for p in module.parameters() if isinstance(p, ShardedTensor)}
+    groups = {p._group: None for p in module.parameters() if isinstance(p, (ShardedTensor, ReplicatedParameter))}
     return list(groups)
 
 
@@ -78,7 +88,7 @@ def _check(module: nn.Module) -> None:
     first_name, first = next(iter(parameters.items()))
     storages: dict[int, str] = {}
     for name, p in parameters.items():
-        if isinstance(p, ShardedTensor):
+        if isinstance(p, (ShardedTensor, ReplicatedParameter)):
             raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
         if type(p) is not nn.Parameter:
             raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")

@@ -1,0 +1,93 @@
+"""Plain data parallelism: gradients are averaged over all ranks, bucket by bucket, as soon as a bucket is complete.
+
+::
+
+    dw = mm(dy_t, x)                      dw = mm(dy_t, x)
+    db = sum(dy, [0])                     db = sum(dy, [0])
+    return dx, dw, db          ─────▶     pack = cat([dw.view(-1), db.view(-1)])
+                                          sums = wait_tensor(all_reduce(pack, "sum", pg)) * (1 / M)
+                                          gw, gb = views of sums
+                                          return dx, None, None, gw, gb
+
+``ctx.buckets`` says what one all-reduce takes: the gradients of a ``"group"`` (so that the next group's backward runs
+meanwhile, and messages are neither small nor late), of one ``"parameter"`` (early, but many), or of ``"all"`` (one,
+with nothing left to hide it behind). `zerofx.no_sync` is seen to as in `reduce`.
+
+Sound because the sum over ranks of a concatenation is the concatenation of the sums.
+
+Stage 0 only, in the place of ``gather``, ``reduce`` and ``group``. Provides ``ctx.reductions`` and ``ctx.kept``. Idea:
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx.layout import contiguous_stride
+from zerofx.passes import edit
+from zerofx.passes.context import Context, ParameterRef, Reduction, Tag
+from zerofx.passes.reduce import take_gradients
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def all_reduce(gm: GraphModule, ctx: Context) -> int:
+    """Average all gradients over the ranks; returns how many gradients were seen to."""
+    gradients = take_gradients(gm, ctx)
+    ctx.reductions += [Reduction(ref.layout, (ref.slot,)) for ref, _ in gradients]
+    averaged = dict(gradients)
+    if ctx.sync != "keep":
+        for name, bucket in _buckets(ctx, gradients).items():
+            averaged |= _average(gm.graph, ctx, name, bucket)
+    edit.set_output_values(gm.graph, [*edit.output_values(gm.graph), *(averaged[ref] for ref, _ in gradients)])
+    return edit.finish(gm, len(gradients))
+
+
+def _buckets(ctx: Context, gradients: list[tuple[ParameterRef, Node]]) -> dict[str, list[tuple[ParameterRef, Node]]]:
+    """What goes together, by a name; one collective takes one dtype."""
+    buckets: dict[str, list[tuple[ParameterRef, Node]]] = {}
+    for ref, grad in gradients:
+        dtype = str(grad.meta["val"].dtype).removeprefix("torch.")
+        name = {"group": ref.layout.name, "parameter": ref.slot.name, "all": f"all {dtype}"}[ctx.buckets]
+        buckets.setdefault(name, []).append((ref, grad))
+    return buckets
+
+
+def _average(
+    graph: Graph, ctx: Context, name: str, bucket: list[tuple[ParameterRef, Node]]
+) -> dict[ParameterRef, Node]:
+    """Each gradient of the bucket, averaged over the ranks, in its parameter's dtype."""
+    order = edit.positions(graph)
+    near = max((grad for _, grad in bucket), key=order.__getitem__)
+    end = edit.after_inputs(near)
+
+    def add(kind: str, target: Callable, *args: Any, **kwargs: Any) -> Node:
+        nonlocal end
+        with graph.inserting_after(end):
+            end = edit.insert(graph, target, args, tag=Tag(kind, name), near=near, **kwargs)
+        return end
+
+    world_size, dtype = bucket[0][0].layout.world_size, bucket[0][0].layout.dtype
+    parts = [add("pack", _aten.reshape.default, grad, [-1]) for _, grad in bucket]
+    sums = add("pack", _aten.cat.default, parts) if len(parts) > 1 else parts[0]
+    if world_size == 1:
+        sums = add("pack", _aten.clone.default, sums)  # .grad must not share memory with what backward holds
+    else:
+        sums = add("all_reduce", _c10d.all_reduce.default, sums, "sum", ctx.process_group)
+        sums = add("wait_grad", _c10d.wait_tensor.default, sums)
+    if sums.meta["val"].dtype != dtype:
+        sums = add("gradient", _aten._to_copy.default, sums, dtype=dtype)
+    if world_size > 1:
+        sums = add("gradient", _aten.mul.Tensor, sums, 1.0 / world_size)
+    averaged, offset = {}, 0
+    for ref, _ in bucket:
+        shape = ref.slot.shape
+        args = (sums, list(shape), list(contiguous_stride(shape)), offset)
+        averaged[ref] = add("gradient", _aten.as_strided.default, *args)
+        offset += ref.slot.numel
+    return averaged

@@ -1,0 +1,71 @@
+"""Weights travel in the dtype they compute in: casts move in front of the gather.
+
+Under `zerofx.MixedPrecision` or ``torch.autocast`` a graph casts float32 weights to 16 bits before it uses them. Where
+every use of a whole group is such a cast, the shard is cast instead, and half the bytes are gathered::
+
+    w = zerofx.unshard(shard, …)                       low = _to_copy(shard, dtype=bfloat16)
+    b = zerofx.unshard(shard, …)                       w = zerofx.unshard(low, …)
+    w16 = _to_copy(w, dtype=bfloat16)     ─────▶       b = zerofx.unshard(low, …)
+    b16 = _to_copy(b, dtype=bfloat16)                  y = addmm(b, x, w)
+    y = addmm(b16, x, w16)
+
+In stages 1 and 2 under `zerofx.MixedPrecision` replicas have 16 bits already, and `gather` put a cast to 32 bits
+behind each; it cancels against the cast back.
+
+Sound because a cast works element by element, so it may be done before or after the pieces are put together; and
+because widening a float and narrowing it again gives the same float. A group of which one weight is used as it is
+(a normalisation under autocast) is left alone.
+
+Runs between ``gather`` and ``group``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx.passes import edit
+from zerofx.passes.context import Context, Tag
+
+
+def narrow(gm: GraphModule, ctx: Context) -> int:
+    """Cast shards instead of weights; returns how many casts of weights went away."""
+    edits = 0
+    for wide in edit.tagged(gm.graph, "widen"):
+        (weight,) = wide.all_input_nodes
+        for user in list(wide.users):
+            if edit.is_cast(user, weight.meta["val"].dtype):
+                user.replace_all_uses_with(weight)
+                gm.graph.erase_node(user)
+                edits += 1
+        if not wide.users:
+            gm.graph.erase_node(wide)
+    by_shard: dict[Node, list[Node]] = {}
+    for node in edit.tagged(gm.graph, "unshard"):
+        by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+    for shard, weights in by_shard.items():
+        if shard.meta["zerofx"].kind == "shard":
+            edits += _narrow_group(gm, shard, weights)
+    return edit.finish(gm, edits)
+
+
+def _narrow_group(gm: GraphModule, shard: Node, weights: list[Node]) -> int:
+    casts = [user for weight in weights for user in weight.users]
+    dtypes = {user.meta["val"].dtype for user in casts if edit.is_cast(user)}
+    if len(dtypes) != 1 or not all(edit.is_cast(user) for user in casts):
+        return 0
+    if any(reader.op == "output" for user in casts for reader in user.users):
+        return 0  # the cast outlives the graph; the gathered buffer must not
+    (dtype,) = dtypes
+    if dtype.itemsize >= shard.meta["val"].dtype.itemsize:
+        return 0
+    tag = Tag("narrow", shard.meta["zerofx"].group)
+    with gm.graph.inserting_before(weights[0]):
+        low = edit.insert(gm.graph, torch.ops.aten._to_copy.default, (shard,), tag=tag, near=weights[0], dtype=dtype)
+    for weight in weights:
+        weight.args = (low, *weight.args[1:])
+        weight.meta["val"] = weight.meta["val"].to(dtype)
+    for user in casts:
+        user.replace_all_uses_with(user.all_input_nodes[0])
+        gm.graph.erase_node(user)
+    return len(casts)
