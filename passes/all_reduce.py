@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx.layout import contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Reduction, Tag
-from zerofx.passes.reduce import take_gradients
+from zerofx.passes.reduce import give_gradients, take_gradients
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -44,8 +44,7 @@ def all_reduce(gm: GraphModule, ctx: Context) -> int:
     if ctx.sync != "keep":
         for name, bucket in _buckets(ctx, gradients).items():
             averaged |= _average(gm.graph, ctx, name, bucket)
-    edit.set_output_values(gm.graph, [*edit.output_values(gm.graph), *(averaged[ref] for ref, _ in gradients)])
-    return edit.finish(gm, len(gradients))
+    return give_gradients(gm, ctx, [averaged[ref] for ref, _ in gradients])
 
 
 def _buckets(ctx: Context, gradients: list[tuple[ParameterRef, Node]]) -> dict[str, list[tuple[ParameterRef, Node]]]:
@@ -81,7 +80,7 @@ def _average(
         sums = add("all_reduce", _c10d.all_reduce.default, sums, "sum", ctx.process_group)
         sums = add("wait_grad", _c10d.wait_tensor.default, sums)
     if sums.meta["val"].dtype != dtype:
-        sums = add("gradient", _aten._to_copy.default, sums, dtype=dtype)
+        sums = add("gradient", edit.CAST, sums, dtype)
     if world_size > 1:
         sums = add("gradient", _aten.mul.Tensor, sums, 1.0 / world_size)
     averaged, offset = {}, 0

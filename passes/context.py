@@ -51,6 +51,7 @@ class Tag:
     buffer                  the memory that a gather fills, where `lower` spells it out
     all_gather, wait        the group's gather, and the wait for it
     weight                  a parameter as a view of the gathered buffer
+    prepare                 what adds a kept gradient, or casts, before packing
     pack                    what lays a group's gradients into one flat buffer
     reduce_scatter          its reduction (all_reduce: in stage 0), and
     wait_grad               the wait for it

@@ -90,6 +90,10 @@ def finish(gm: GraphModule, edits: int) -> int:
     return edits
 
 
+CAST = torch.ops.prims.convert_element_type.default
+"""``CAST(x, dtype)``: what both executors take (Inductor has no kernel for ``aten._to_copy``)."""
+
+
 def is_cast(node: Node, dtype: torch.dtype | None = None) -> bool:
     """Whether the node only converts its input to another dtype (to ``dtype``)."""
     if node.target is _aten._to_copy.default:
@@ -101,7 +105,7 @@ def is_cast(node: Node, dtype: torch.dtype | None = None) -> bool:
         )
         cast = same and node.kwargs.get("dtype") is not None
     else:
-        cast = node.target is torch.ops.prims.convert_element_type.default
+        cast = node.target is CAST
     return cast and (dtype is None or node.meta["val"].dtype == dtype)
 
 
@@ -180,6 +184,6 @@ VIEWS_AND_CASTS = frozenset(
         _aten._to_copy.default,
         _aten.clone.default,
         _aten.reshape.default,
-        torch.ops.prims.convert_element_type.default,
+        CAST,
     }
 )

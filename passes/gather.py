@@ -71,8 +71,7 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -
                 weight = edit.insert(graph, torch.ops.zerofx.unshard.default, args, tag=tag, near=first_use)
                 if dtype != layout.dtype:
                     tag = Tag("widen", layout.name)
-                    cast = torch.ops.aten._to_copy.default
-                    weight = edit.insert(graph, cast, (weight,), tag=tag, near=first_use, dtype=layout.dtype)
+                    weight = edit.insert(graph, edit.CAST, (weight, layout.dtype), tag=tag, near=first_use)
                 brought[ref] = weight
             node.replace_all_uses_with(brought[ref])
 

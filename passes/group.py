@@ -130,7 +130,7 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
     flat = add("pack", _aten.cat.default, parts)
     dtype = flat.meta["val"].dtype
     if layout.world_size == 1:
-        return flat if dtype == layout.dtype else add("gradient", _aten._to_copy.default, flat, dtype=layout.dtype)
+        return flat if dtype == layout.dtype else add("gradient", edit.CAST, flat, layout.dtype)
     sums = add(
         "reduce_scatter",
         _c10d.reduce_scatter_tensor.default,
@@ -141,7 +141,7 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
     )
     sums = add("wait_grad", _c10d.wait_tensor.default, sums)
     if dtype != layout.dtype:
-        sums = add("gradient", _aten._to_copy.default, sums, dtype=layout.dtype)
+        sums = add("gradient", edit.CAST, sums, layout.dtype)
     return add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
 
 

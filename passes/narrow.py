@@ -3,10 +3,10 @@
 Under `zerofx.MixedPrecision` or ``torch.autocast`` a graph casts float32 weights to 16 bits before it uses them. Where
 every use of a whole group is such a cast, the shard is cast instead, and half the bytes are gathered::
 
-    w = zerofx.unshard(shard, …)                       low = _to_copy(shard, dtype=bfloat16)
+    w = zerofx.unshard(shard, …)                       low = cast(shard, bfloat16)
     b = zerofx.unshard(shard, …)                       w = zerofx.unshard(low, …)
-    w16 = _to_copy(w, dtype=bfloat16)     ─────▶       b = zerofx.unshard(low, …)
-    b16 = _to_copy(b, dtype=bfloat16)                  y = addmm(b, x, w)
+    w16 = cast(w, bfloat16)               ─────▶       b = zerofx.unshard(low, …)
+    b16 = cast(b, bfloat16)                            y = addmm(b, x, w)
     y = addmm(b16, x, w16)
 
 In stages 1 and 2 under `zerofx.MixedPrecision` replicas have 16 bits already, and `gather` put a cast to 32 bits
@@ -21,7 +21,6 @@ Runs between ``gather`` and ``group``.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
 from zerofx.passes import edit
@@ -61,7 +60,7 @@ def _narrow_group(gm: GraphModule, shard: Node, weights: list[Node]) -> int:
         return 0
     tag = Tag("narrow", shard.meta["zerofx"].group)
     with gm.graph.inserting_before(weights[0]):
-        low = edit.insert(gm.graph, torch.ops.aten._to_copy.default, (shard,), tag=tag, near=weights[0], dtype=dtype)
+        low = edit.insert(gm.graph, edit.CAST, (shard, dtype), tag=tag, near=weights[0])
     for weight in weights:
         weight.args = (low, *weight.args[1:])
         weight.meta["val"] = weight.meta["val"].to(dtype)

@@ -48,8 +48,7 @@ def reduce(gm: GraphModule, ctx: Context) -> int:
                 grad = edit.insert(gm.graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad)
         extra.append(grad)
         ctx.reductions.append(Reduction(ref.layout, (ref.slot,)))
-    edit.set_output_values(gm.graph, edit.output_values(gm.graph) + extra)
-    return edit.finish(gm, len(extra))
+    return give_gradients(gm, ctx, extra)
 
 
 def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, Node]]:
@@ -63,9 +62,15 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
     edit.set_output_values(gm.graph, outputs)
     if ctx.sync == "merge":
         found = [(ref, _add_kept(gm.graph, ctx, grad, ref)) for ref, grad in found]
-    if ctx.reduce_dtype is not None:
-        gm.graph.eliminate_dead_code()  # casts that were left out
     return found
+
+
+def give_gradients(gm: GraphModule, ctx: Context, values: list[Node]) -> int:
+    """Return ``values`` besides what the graph returns; what ``take_gradients`` left out goes away."""
+    edit.set_output_values(gm.graph, edit.output_values(gm.graph) + values)
+    if ctx.reduce_dtype is not None:
+        gm.graph.eliminate_dead_code()
+    return edit.finish(gm, len(values))
 
 
 def _in_reduce_dtype(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) -> Node:
@@ -77,8 +82,8 @@ def _in_reduce_dtype(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) 
     if source.meta["val"].dtype == ctx.reduce_dtype:
         return source
     with graph.inserting_after(edit.after_inputs(grad)):
-        tag = Tag("pack", ref.layout.name)
-        return edit.insert(graph, _aten._to_copy.default, (grad,), tag=tag, near=grad, dtype=ctx.reduce_dtype)
+        tag = Tag("prepare", ref.layout.name)
+        return edit.insert(graph, edit.CAST, (grad, ctx.reduce_dtype), tag=tag, near=grad)
 
 
 def _is_widening(node: Node) -> bool:
@@ -91,4 +96,4 @@ def _add_kept(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) -> Node
     kept = edit.placeholder(graph, f"kept_{ref.slot.name}", torch.empty_like(grad.meta["val"]), tag)
     ctx.kept.append(ref)
     with graph.inserting_after(edit.after_inputs(grad)):
-        return edit.insert(graph, _aten.add.Tensor, (grad, kept), tag=Tag("pack", ref.layout.name), near=grad)
+        return edit.insert(graph, _aten.add.Tensor, (grad, kept), tag=Tag("prepare", ref.layout.name), near=grad)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, pytree, run_while_tracing, traced_for
+from zerofx._torch import DisableTorchFunction, run_while_tracing, traced_for
 from zerofx.layout import Slot
 
 if TYPE_CHECKING:
@@ -159,14 +159,24 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
     group.add(slot, parameter)  # type: ignore[arg-type]
 
 
-def _traced(func: Callable, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
-    """``func`` as Dynamo is to see it: on ordinary tensors, the weights among them cast to ``dtype``."""
+def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    """``func`` as Dynamo is to see it: on ordinary tensors, the weights among them cast to ``dtype``.
+
+    While it compiles Dynamo also looks at the parameter itself, for real: that is let through as it is.
+    """
     with DisableTorchFunction():
-        if dtype is not None:
-            args, kwargs = pytree.tree_map(
-                lambda x: x.to(dtype) if isinstance(x, (ShardedParameter, ReplicatedParameter)) else x, (args, kwargs)
-            )
+        if dtype is not None and torch.compiler.is_dynamo_compiling():
+            args = _cast(args, dtype)
+            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, (ShardedParameter, ReplicatedParameter)):
+        return x.to(dtype)
+    if isinstance(x, (list, tuple)):
+        return type(x)([_cast(item, dtype) for item in x])
+    return x
 
 
 @run_while_tracing
