@@ -18,7 +18,7 @@ from tests.passes.graphs import (
     mlp_forward,
     run,
 )
-from zerofx.passes import gather
+from zerofx.passes import edit, gather
 
 
 def test_each_group_is_brought_in_front_of_its_first_use() -> None:
@@ -167,3 +167,65 @@ def test_any_two_group_names_make_good_placeholders(names: tuple[str, str]) -> N
     _, *shards = gm.graph.find_nodes(op="placeholder")
     assert [node.meta["val"].dtype for node in shards] == [torch.float32, torch.bfloat16]
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_stages_1_and_2_weights_are_brought_from_a_replica_and_no_rank_is_asked(stage: int) -> None:
+    gm, ctx = mlp_forward(2, layers="ab", stage=stage)
+    numbers = Numbers.random(gm, ctx)
+    expected = run(gm, ctx, numbers)
+    applied = apply(gm, ctx, gather)
+    assert applied.edits == 4
+    FileCheck().check("def forward(self, x, replica_a, replica_b)").check_next(
+        "unshard.default(replica_a, [8, 8], 0, 1, 'pg')"
+    ).check_next("unshard.default(replica_a, [8], 64, 1, 'pg')").check_next("addmm").check_next("relu").check_next(
+        "unshard.default(replica_b, [8, 8], 0, 1, 'pg')"
+    ).run(gm.code)
+    assert_documented(applied.inserted, {"unshard": {1, 3}})
+    _, *replicas = gm.graph.find_nodes(op="placeholder")
+    assert replicas == edit.tagged(gm.graph, "replica")
+    assert [node.meta["val"].shape for node in replicas] == [(layout.numel,) for layout in ctx.shards]
+    numbers.inputs |= {f"replica_{layout.name}": flat for layout, flat in numbers.flats.items()}
+    # At world size 2, without a process group: a collective would fail.
+    torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_replica_in_another_dtype_is_widened_behind_each_weight(stage: int) -> None:
+    gm, ctx = mlp_forward(2, layers="a", stage=stage, param_dtype=torch.bfloat16)
+    numbers = Numbers.random(gm, ctx)
+    ((layout, flat),) = numbers.flats.items()
+    numbers.inputs["replica_a"] = flat.bfloat16()
+    numbers.flats[layout] = flat.bfloat16().float()
+    expected = run(gm, ctx, numbers)
+    applied = apply(gm, ctx, gather)
+    assert events(gm) == ["unshard a", "widen a", "unshard a", "widen a", "addmm", "relu"]
+    assert_documented(applied.inserted, {"unshard": {1}, "widen": {1}})
+    (replica,) = edit.tagged(gm.graph, "replica")
+    assert replica.meta["val"].dtype == torch.bfloat16 and replica.meta["val"].shape == (layout.numel,)
+    torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
+
+
+def test_a_replica_in_the_parameters_dtype_is_not_cast() -> None:
+    gm, ctx = mlp_forward(2, layers="a", stage=2, param_dtype=torch.float32)
+    apply(gm, ctx, gather)
+    assert events(gm) == ["unshard a", "unshard a", "addmm", "relu"]
+
+
+def test_shards_keep_the_parameters_dtype_whatever_weights_compute_in() -> None:
+    gm, ctx = mlp_forward(2, layers="a", stage=3, param_dtype=torch.bfloat16)
+    apply(gm, ctx, gather)
+    (shard,) = edit.tagged(gm.graph, "shard")
+    assert shard.meta["val"].dtype == torch.float32 and shard.meta["val"].shape == (ctx.shards[0].shard_numel,)
+    assert events(gm) == ["unshard a", "unshard a", "addmm", "relu"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_saved_parameters_are_left_to_the_caller_in_every_stage(stage: int) -> None:
+    s = Sketch(stage=stage)
+    x = s.input("x", 4, 8)
+    (w,) = s.parameters("a", w=(8, 8))
+    gm, ctx = s.done(s.call(aten.mm.default, x, w), w, saved=[1])
+    apply(gm, ctx, gather)
+    FileCheck().check("return (mm, None)").run(gm.code)
+    assert {i: ref.slot.name for i, ref in ctx.saved_parameters.items()} == {1: "w"}

@@ -23,7 +23,7 @@ from tests.passes.graphs import (
     run,
     up_to,
 )
-from zerofx.passes import gather, group, reduce
+from zerofx.passes import edit, gather, group, reduce
 
 
 def test_all_weights_of_a_group_are_views_of_one_gathered_buffer() -> None:
@@ -183,3 +183,61 @@ def test_groups_of_one_parameter_hold_their_shapes_at_any_world_size(
 def test_a_graph_without_symbolic_nodes_is_left_alone() -> None:
     assert_left_alone(*mlp_forward(2), group)
     assert_left_alone(*mlp_backward(2), group)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_stages_1_and_2_the_replicas_refresh_is_waited_for_in_front_of_its_first_use(stage: int) -> None:
+    gm, ctx = mlp_forward(2, layers="ab", stage=stage)
+    numbers = Numbers.random(gm, ctx)
+    expected = run(gm, ctx, numbers)
+    apply(gm, ctx, gather)
+    applied = apply(gm, ctx, group)
+    assert applied.edits == 4
+    FileCheck().check("def forward(self, x, replica_a, replica_b)").check_next(
+        "wait_tensor_default = torch.ops._c10d_functional.wait_tensor.default(replica_a)"
+    ).check_next("torch.ops.aten.as_strided.default(wait_tensor_default, [8, 8], [8, 1], 0)").check_next(
+        "torch.ops.aten.as_strided.default(wait_tensor_default, [8], [1], 64)"
+    ).check_next("addmm.default(as_strided_default_1, x, as_strided_default)").check_next("relu =").check_next(
+        "wait_tensor.default(replica_b)"
+    ).check_not("all_gather").run(gm.code)
+    assert_documented(applied.inserted, {"refresh": {1, 3}, "weight": {1, 3}})
+    numbers.inputs |= {f"replica_{layout.name}": flat for layout, flat in numbers.flats.items()}
+    torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_on_one_rank_a_replica_needs_no_refresh(stage: int) -> None:
+    gm, ctx = mlp_forward(1, stage=stage)
+    apply(gm, ctx, gather, group)
+    assert not events(gm, "refresh") and "_c10d_functional" not in gm.code
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_reduced_the_same_way_with_replicas(stage: int) -> None:
+    kinds = ("pack", "reduce_scatter", "wait_grad", "gradient")
+    sharded, ctx = mlp_backward(2, stage=3)
+    apply(sharded, ctx, *up_to(group))
+    gm, ctx = mlp_backward(2, stage=stage)
+    apply(gm, ctx, *up_to(group))
+    assert events(gm, *kinds) == events(sharded, *kinds) != []
+    assert events(gm, "refresh", "all_gather", "wait") == ["refresh c", "refresh b", "refresh a"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_low_precision_sums_are_widened_before_they_are_scaled(world_size: int) -> None:
+    s = Sketch("backward", world_size=world_size, reduce_dtype=torch.bfloat16)
+    layout = s.group("a", w=(4, 8), b=(5,))
+    grads = s.input("dw", 4, 8), s.input("db", 5)
+    gm, ctx = s.done(*grads, gradients={0: "w", 1: "b"})
+    numbers = Numbers.random(gm, ctx)
+    apply(gm, ctx, reduce, group)
+    low = edit.tagged(gm.graph, "prepare", "pack", "reduce_scatter", "wait_grad")  # padding included
+    assert {node.meta["val"].dtype for node in low} == {torch.bfloat16}
+    high = [(node.target, node.meta["val"].dtype) for node in edit.tagged(gm.graph, "gradient")]
+    scaled = [(aten.mul.Tensor, torch.float32)] if world_size > 1 else []
+    assert high == [(edit.CAST, torch.float32), *scaled]
+    if world_size == 1:
+        (flat,) = run(gm, ctx, numbers)[2:]
+        for slot, name in zip(layout.slots, ("dw", "db"), strict=True):
+            rounded = numbers.inputs[name].bfloat16().float()
+            torch.testing.assert_close(layout.view(flat, slot), rounded, rtol=0, atol=0)

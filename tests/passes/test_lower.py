@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import re
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.testing import FileCheck
@@ -23,6 +25,7 @@ from tests.passes.graphs import (
     run,
     up_to,
 )
+from tests.workers import Workers
 from zerofx import _torch
 from zerofx.passes import discard, edit, lower
 
@@ -216,3 +219,74 @@ def test_the_code_that_inductor_generates_keeps_the_order(fake_world, reader: st
     expected = [event for event in events(gm) if event.split()[0] in ("all_gather", "wait", reader)]
     apply(gm, ctx, lower)
     assert generated_events(gm) == expected
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_wait_for_a_refresh_is_spelled_the_same_everywhere(stage: int, backend: str, executor: str) -> None:
+    gm, ctx = mlp_forward(2, stage=stage, backend=backend, executor=executor)
+    apply(gm, ctx, *up_to(discard))
+    assert_left_alone(gm, ctx, lower)
+    FileCheck().check("wait_tensor.default(replica_a)").check("wait_tensor.default(replica_b)").check(
+        "wait_tensor.default(replica_c)"
+    ).run(gm.code)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_gloo_low_precision_gradients_are_summed_in_the_parameters_dtype(stage: int) -> None:
+    gm, ctx = mlp_backward(2, layers="a", stage=stage, reduce_dtype=torch.bfloat16)
+    apply(gm, ctx, *up_to(discard))
+    apply(gm, ctx, lower)
+    FileCheck().check("all_to_all_single.default(cat_default, [64, 64], [64, 64], 'pg')").check(
+        "wait_tensor.default(all_to_all_single_default)"
+    ).check_next("view.default(wait_tensor_default").check_next(
+        "sum.dim_IntList(view_default, [0], dtype = torch.float32)"
+    ).check_next("mul.Tensor(sum_dim_int_list, 0.5)").run(gm.code)
+    (start,) = edit.tagged(gm.graph, "reduce_scatter")
+    assert start.meta["val"].dtype == torch.bfloat16  # what travels
+    *dtypes, last = [node.meta["val"].dtype for node in edit.tagged(gm.graph, "gradient")]
+    assert dtypes == [torch.bfloat16, torch.float32] and last == torch.float32
+
+
+def average(
+    backend: str, dtype: torch.dtype, gradients: list[float], kept: list[float] | None = None, **context: Any
+) -> float:
+    """The average over ranks of a gradient of one value, ``gradients[rank]``, plus what was kept of it."""
+    rank = dist.get_rank()
+    sync = "reduce" if kept is None else "merge"
+    s = Sketch("backward", process_group=dist.group.WORLD.group_name, backend=backend, sync=sync, **context)
+    s.group("a", dtype, w=(16, 16))
+    gm, ctx = s.done(s.input("dw", 16, 16, dtype=dtype), gradients={0: "w"})
+    apply(gm, ctx, *up_to(lower))
+    numbers = Numbers({"dw": torch.full((16, 16), gradients[rank], dtype=dtype)})
+    for node in edit.tagged(gm.graph, "kept"):
+        numbers.inputs[node.name] = torch.full((16, 16), kept[rank], dtype=node.meta["val"].dtype)
+    _, shard = run(gm, ctx, numbers, rank)
+    assert shard.dtype == dtype and shard.eq(shard[0]).all()
+    return shard[0].item()
+
+
+def test_on_two_ranks_the_all_to_all_keeps_the_digits_that_a_low_precision_sum_loses(workers2: Workers) -> None:
+    gradients = [1.0, 2.0**-9]  # each has few digits, their sum too many for 16 bits
+    low = {"reduce_dtype": torch.bfloat16}
+    assert workers2.run(average, "gloo", torch.float32, gradients, **low) == [0.5 + 2.0**-10] * 2
+    assert workers2.run(average, "another", torch.float32, gradients, **low) == [0.5] * 2
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(
+            "gloo",
+            marks=pytest.mark.xfail(strict=True, reason="lower rounds each part to the parameter's dtype, then sums"),
+        ),
+        "another",
+    ],
+)
+def test_on_two_ranks_gradients_are_summed_in_the_dtype_asked_for_if_that_is_wider(
+    workers2: Workers, backend: str
+) -> None:
+    gradients, kept = [1.0, -1.0], [2.0**-8, 0.0]  # 1 + 2**-8 has too many digits for 16 bits, and the sum few
+    got = workers2.run(average, backend, torch.bfloat16, gradients, kept, reduce_dtype=torch.float32)
+    assert got == [2.0**-9] * 2

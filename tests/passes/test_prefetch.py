@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 from torch.testing import FileCheck
 
 from tests.passes.graphs import Pass, Sketch, apply, assert_left_alone, aten, events, mlp_backward, mlp_forward, up_to
-from zerofx.passes import discard, group, prefetch
+from zerofx.passes import discard, edit, group, prefetch
 
 STARTS_AND_WAITS = ("all_gather", "wait")
 
@@ -253,3 +254,47 @@ def test_the_default_budget_is_what_one_group_ahead_takes(plan: Plan, world_size
         line.remove(start)
         line.insert(line.index(ahead), start)
     assert peak(after) == peak(line)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_wait_for_a_refresh_stays_where_it_is(stage: int) -> None:
+    s = Sketch(stage=stage)
+    x = s.call(aten.relu.default, s.input("x", 8, 8))
+    for name in "ab":
+        x = s.call(aten.mm.default, x, s.parameters(name, **{name: (8, 8)})[0])
+    gm, ctx = s.done(x)
+    apply(gm, ctx, *up_to(group))
+    assert events(gm) == ["relu", "refresh a", "weight a", "mm", "refresh b", "weight b", "mm"]
+    assert_left_alone(gm, ctx, prefetch)
+    assert ctx.gathered_bytes == 0
+    assert_left_alone(gm, ctx, discard)  # a replica stays
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_replica_takes_nothing_of_the_budget(stage: int) -> None:
+    gm, ctx = mlp_forward(2, stage=stage, prefetch_bytes=1)
+    apply(gm, ctx, *up_to(group))
+    assert_left_alone(gm, ctx, prefetch)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_with_replicas_reductions_are_waited_for_late_all_the_same(stage: int) -> None:
+    gm, ctx = mlp_backward(2, layers="ab", stage=stage)
+    apply(gm, ctx, *up_to(prefetch))
+    layer = {name: [f"refresh {name}", f"weight {name}", "t", "mm", "t", "mm", "sum"] for name in "ab"}
+    pack = {name: [*[f"pack {name}"] * 4, f"reduce_scatter {name}"] for name in "ab"}
+    assert events(gm) == [
+        *(*layer["b"], *pack["b"]),
+        *(*layer["a"], "wait_grad b", "gradient b", *pack["a"], "wait_grad a", "gradient a"),
+    ]
+
+
+def test_what_readies_gradients_for_packing_does_not_hold_up_the_reduction_before() -> None:
+    gm, ctx = mlp_backward(2, layers="ab", sync="merge", reduce_dtype=torch.bfloat16)
+    apply(gm, ctx, *up_to(prefetch))
+    schedule = events(gm, "prepare", "pack", "reduce_scatter", "wait_grad", "gradient")
+    grads = {name: [f"prepare {name}"] * 4 for name in "ab"}  # two casts, two kept gradients
+    pack = {name: [*[f"pack {name}"] * 4, f"reduce_scatter {name}"] for name in "ab"}
+    wait = {name: [f"wait_grad {name}", *[f"gradient {name}"] * 2] for name in "ab"}
+    assert schedule == [*grads["b"], *pack["b"], *grads["a"], *wait["b"], *pack["a"], *wait["a"]]
+    assert [node.name for node in edit.tagged(gm.graph, "kept")] == ["kept_bw", "kept_bb", "kept_aw", "kept_ab"]

@@ -1,0 +1,318 @@
+"""What each stage holds and sends is what zerofx.cost says: in the paper's table, in live memory, at the process group.
+
+``python -m tests.test_zero_table`` prints the measured table of docs/stages.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import nn
+
+import zerofx
+from tests.counting import count_collectives
+from tests.models import GPT, Block
+from tests.workers import Workers
+from zerofx import cost
+from zerofx.group import ShardGroup
+from zerofx.layout import GroupLayout
+from zerofx.shard import groups_of
+
+STAGES = (0, 1, 2, 3)
+BF16 = zerofx.MixedPrecision(param_dtype=torch.bfloat16)
+BF16_REDUCED_IN_FP32 = zerofx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PRECISIONS = {"fp32": None, "bf16": BF16, "bf16, reduced in fp32": BF16_REDUCED_IN_FP32}
+
+# A layer has 12·96² weights, 443 kB: aligning it and dividing it over 4 ranks pads it by much less than 1 percent.
+# Two layers, because time goes into compiling.
+LAYERS, DIM, VOCAB, LENGTH = 2, 96, 131, 32
+PARAMETERS = sum(p.numel() for p in GPT(LAYERS, DIM, 4, VOCAB, LENGTH).parameters())
+
+# What else gradients may be reduced in does not depend on the number of ranks: seen on two.
+WORLDS = [(world, name) for name in PRECISIONS for world in (2, 3, 4) if world == 2 or name in ("fp32", "bf16")]
+
+
+# (a) the paper's table
+
+
+def test_the_ideal_table_has_the_rows_of_the_zero_paper() -> None:
+    n, m = cost.N, cost.M
+    rows = [16 * n, 4 * n + 12 * n / m, 2 * n + 14 * n / m, 16 * n / m]
+    assert [sympy.simplify(memory.total - row) for memory, row in zip(cost.zero_table(), rows, strict=True)] == [0] * 4
+
+
+def test_7_5_billion_parameters_on_64_ranks_take_the_gigabytes_of_figure_1() -> None:
+    gigabytes = [float(memory.at(N=7.5e9, M=64).total) / 1e9 for memory in cost.zero_table()]
+    assert [round(x, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_zerofx_is_above_the_paper_by_gradient_shards_in_fp32_and_nothing_else() -> None:
+    sizes, share = cost.Sizes.of(BF16), cost.N / cost.M
+    above = [sympy.expand(cost.memory(s, sizes).total - ideal.total) for s, ideal in enumerate(cost.zero_table())]
+    # Stage 1 keeps no whole gradients unless it accumulates: it is below the paper then, and at the paper's if it does.
+    assert above == [0, 4 * share - 2 * cost.N, 2 * share, 0]
+    accumulating = cost.memory(1, sizes, accumulating=True).total
+    assert sympy.expand(accumulating - cost.zero_table()[1].total) == 0
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_stage_1_without_accumulation_holds_what_stage_2_holds(precision: str) -> None:
+    sizes = cost.Sizes.of(PRECISIONS[precision])
+    assert cost.memory(1, sizes) == cost.memory(2, sizes) != cost.memory(1, sizes, accumulating=True)
+
+
+def test_letters_become_numbers_and_nothing_else_is_taken_for_a_letter() -> None:
+    held = cost.memory(2, cost.MIXED).at(N=1000, M=4, m=4, w=2, g=2)
+    assert [int(x) for x in astuple(held)] == [2000, 1000, 1000, 2000]
+    assert int(held.total) == 6000
+    assert cost.memory(2, cost.MIXED).at(m=4, w=2, g=2) == cost.memory(2, cost.Sizes.of(BF16))
+    with pytest.raises(ValueError, match="'Q' is no letter"):
+        held.at(Q=1)
+    for formulas in (cost.memory, cost.traffic):
+        with pytest.raises(ValueError, match="stage=4"):
+            formulas(4)
+
+
+def test_one_micro_batch_moves_2_times_the_parameters_and_3_times_in_stage_3() -> None:
+    share = cost.N * (cost.M - 1) / cost.M
+    for stage, times in zip(STAGES, (2, 2, 2, 3), strict=True):
+        for no_sync in (False, True):  # with one micro-batch there is nothing to keep back
+            moved = cost.traffic(stage, no_sync=no_sync).at(k=1, m=4)
+            assert sympy.simplify(moved.total - times * share * 4) == 0
+
+
+# (b) live memory
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of live storages by what they are for; the fields of `zerofx.cost.Memory`."""
+
+    weights: int
+    gradients: int
+    master: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def nbytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the tensors' storages, and their slices', that are not in ``seen``, where they are put."""
+    count = 0
+    for tensor in tensors:
+        parts = [tensor, tensor.to_local()] if isinstance(tensor, zerofx.ShardedTensor) else [tensor]
+        for storage in (part.untyped_storage() for part in parts):
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                count += storage.nbytes()
+    return count
+
+
+def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Held:
+    """What this rank holds of ``model``."""
+    seen: set[int] = set()
+    groups: list[ShardGroup] = groups_of(model)
+    parameters = list(model.parameters())
+    replicas = [group.replica for group in groups if group.replica is not None]
+    owned = [*parameters, *(group.shard for group in groups if group.family.stage)]
+    kept = [gradient for group in groups for gradient in group._kept.values()]
+    states = [] if optimizer is None else list(optimizer.state.values())
+    state = [x for values in states for x in values.values() if isinstance(x, torch.Tensor)]
+    weights, master = nbytes(replicas, seen), nbytes(owned, seen)
+    if groups[0].family.precision.param_dtype is None:  # the model computes with what the optimizer updates
+        weights, master = weights + master, 0
+    gradients = nbytes([p.grad for p in parameters if p.grad is not None] + kept, seen)
+    return Held(weights, gradients, master, nbytes(state, seen))
+
+
+def hold(stage: int, precision: zerofx.MixedPrecision | None) -> dict[str, Held]:
+    """What this rank holds at moments of training."""
+    model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH)
+    zerofx.compile(model, stage=stage, executor="eager", mixed_precision=precision)
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randint(VOCAB, (2, LENGTH))
+    moments: dict[str, Held] = {}
+
+    def backward() -> None:
+        model(x, x).backward()
+
+    def note(moment: str) -> None:
+        moments[moment] = resident(model, optimizer)
+
+    backward()
+    optimizer.step()  # makes the moments
+    note("stepped")
+    optimizer.zero_grad()
+    for _ in range(2):
+        backward()
+    note("accumulated in .grad")
+    optimizer.step()
+    optimizer.zero_grad()
+    with zerofx.no_sync(model):
+        for _ in range(2):
+            backward()
+    note("accumulating under no_sync")
+    backward()
+    note("reduced what no_sync kept")
+    optimizer.step()
+    note("stepped after no_sync")
+    return moments
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("world", "precision"), WORLDS)
+def test_live_storages_are_within_one_percent_of_the_formulas(
+    make_workers: Callable[[int], Workers], world: int, stage: int, precision: str
+) -> None:
+    sizes = cost.Sizes.of(PRECISIONS[precision])
+    for moments in make_workers(world).run(hold, stage, PRECISIONS[precision], timeout=120):
+        for moment, held in moments.items():
+            formulas = cost.memory(stage, sizes, accumulating=moment == "accumulating under no_sync")
+            expected = formulas.at(N=PARAMETERS, M=world)
+            for name in (*(field.name for field in fields(Held)), "total"):
+                close = pytest.approx(int(getattr(expected, name)), rel=0.01)
+                assert getattr(held, name) == close, f"{name} when {moment}: {held}"
+
+
+# (c) more ranks than there are processes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [8, 64])
+def test_at_rest_up_to_64_ranks_hold_the_weights_of_the_formulas(
+    fake_world: Callable[..., None], world: int, stage: int, precision: str
+) -> None:
+    # A group is padded so that each of M shards ends on a boundary of 128 bytes: up to 128 M bytes for a group of any
+    # size. With 64 ranks that is 8 kB, so a group must have 1 MB or more for it to stay below 1 percent.
+    options = dict(stage=stage, mixed_precision=PRECISIONS[precision], init_sync=False)
+    for rank in (0, world - 1):  # the last one holds the padding
+        fake_world(world, rank)
+        model = zerofx.shard(GPT(layers=2, dim=320, heads=4, vocab=1000, length=64), **options)
+        smallest = min(group.layout.nbytes for group in groups_of(model))
+        assert smallest > 100 * 128 * world
+        held, parameters = resident(model), sum(p.numel() for p in model.parameters())
+        expected = cost.memory(stage, cost.Sizes.of(PRECISIONS[precision])).at(N=parameters, M=world)
+        assert held.weights == pytest.approx(int(expected.weights), rel=0.01)
+        assert held.master == pytest.approx(int(expected.master), rel=0.01)
+        assert held.weights + held.master >= int(expected.weights + expected.master)
+        assert held.gradients == held.moments == 0
+
+
+# (d) the wire
+
+
+def blocks_and_the_rest(name: str, module: nn.Module) -> bool:
+    """One group per layer and one for all else: backward needs every group (it would not read an embedding's)."""
+    return name == "" or isinstance(module, Block)
+
+
+Events = Counter[tuple[str, int]]
+"""How often a collective of this name and payload (bytes of the whole) was started."""
+
+
+def count(
+    stage: int, precision: zerofx.MixedPrecision | None, buckets: str = "group"
+) -> tuple[list[GroupLayout], dict[tuple[int, bool], tuple[Events, int]]]:
+    """The groups; and by (micro-batches, no_sync) what one optimizer step starts and sends."""
+    model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH)
+    options: dict[str, Any] = dict(stage=stage, mixed_precision=precision, buckets=buckets)
+    zerofx.compile(model, executor="eager", groups=blocks_and_the_rest, **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randint(VOCAB, (2, LENGTH))
+
+    def step(micro_batches: int, no_sync: bool) -> None:
+        for _ in range(micro_batches - 1):
+            if no_sync:
+                with zerofx.no_sync(model):
+                    model(x, x).backward()
+            else:
+                model(x, x).backward()
+        model(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(2, no_sync=True)  # compiles; and what zerofx.compile left up to date is so no more
+    counted = {}
+    for micro_batches in (1, 4):
+        for no_sync in (False, True):
+            with count_collectives() as log:
+                step(micro_batches, no_sync)
+            events = Counter((event.name, event.payload) for event in log.events)
+            counted[micro_batches, no_sync] = events, log.total_bytes
+    return [group.layout for group in groups_of(model)], counted
+
+
+def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: list[GroupLayout], k: int, no_sync: bool) -> Events:
+    """What must be started, to the byte."""
+    gathers, reductions = (0, 1, 1, 2 * k)[stage], 1 if no_sync else k
+    events: Events = Counter()
+    for layout in layouts:
+        # Plain data parallelism packs gradients without padding: nothing has to divide by the number of ranks.
+        reduced = layout.numel if stage else layout.numel - layout.padding
+        events["all_gather", layout.numel * int(sizes.weight)] += gathers
+        events["all_to_all" if stage else "all_reduce", reduced * int(sizes.gradient)] += reductions
+    return +events
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("world", "precision"), [(world, name) for world, name in WORLDS if world < 4])
+def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
+    make_workers: Callable[[int], Workers], world: int, stage: int, precision: str
+) -> None:
+    sizes = cost.Sizes.of(PRECISIONS[precision])
+    for layouts, counted in make_workers(world).run(count, stage, PRECISIONS[precision], timeout=120):
+        assert len(layouts) == LAYERS + 1
+        assert list(counted) == [(1, False), (1, True), (4, False), (4, True)]
+        for (k, no_sync), (events, sent) in counted.items():
+            assert events == by_the_layouts(stage, sizes, layouts, k, no_sync), (k, no_sync)
+            formulas = cost.traffic(stage, sizes, no_sync=no_sync).at(N=PARAMETERS, M=world, n=len(layouts), k=k)
+            assert events.total() == formulas.collectives
+            assert sent == pytest.approx(float(formulas.total), rel=0.01)
+            assert sent > formulas.total - events.total()  # padding adds; the counter rounds each collective down
+
+
+@pytest.mark.parametrize("buckets", ["group", "parameter", "all"])
+def test_buckets_of_plain_data_parallelism_change_how_many_collectives_and_not_the_bytes(
+    workers2: Workers, buckets: str
+) -> None:
+    for layouts, counted in workers2.run(count, 0, None, buckets, timeout=120):
+        n = {"group": len(layouts), "parameter": sum(len(layout.slots) for layout in layouts), "all": 1}[buckets]
+        for (k, no_sync), (events, sent) in counted.items():
+            formulas = cost.traffic(0, cost.Sizes.of(None), no_sync=no_sync).at(N=PARAMETERS, M=2, n=n, k=k)
+            assert {name for name, _ in events} == {"all_reduce"}
+            assert events.total() == formulas.collectives
+            assert sent == formulas.total
+
+
+def main() -> None:
+    """Print bytes per parameter, measured on rank 0 and by the formulas."""
+    pools = {world: Workers(world) for world in (2, 3, 4)}
+    columns = {"at rest": "stepped", "no_sync": "accumulating under no_sync"}
+    print(f"{'stage':<6} {'precision':<22}" + "".join(f"{f'{c}, M={w}':>18}" for c in columns for w in pools))
+    try:
+        for precision, policy in PRECISIONS.items():
+            for stage in STAGES:
+                measured = {w: pool.run(hold, stage, policy, timeout=120)[0] for w, pool in pools.items()}
+                cells = []
+                for column, moment in columns.items():
+                    formulas = cost.memory(stage, cost.Sizes.of(policy), accumulating=column == "no_sync")
+                    for world in pools:
+                        said = float(formulas.at(N=1, M=world).total)
+                        cells.append(f"{measured[world][moment].total / PARAMETERS:10.2f} ({said:5.2f})")
+                print(f"{stage:<6} {precision:<22}" + "".join(cells), flush=True)
+    finally:
+        for pool in pools.values():
+            pool.stop()
+
+
+if __name__ == "__main__":
+    main()
