@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
@@ -27,14 +28,15 @@ from zerofx.shard import groups_of
 STAGES = (0, 1, 2, 3)
 BF16 = zerofx.MixedPrecision(param_dtype=torch.bfloat16)
 BF16_REDUCED_IN_FP32 = zerofx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-PRECISIONS = {"fp32": None, "bf16": BF16, "bf16, reduced in fp32": BF16_REDUCED_IN_FP32}
+# "bf16-fp32": computed in bf16, reduced in fp32.
+PRECISIONS = {"fp32": None, "bf16": BF16, "bf16-fp32": BF16_REDUCED_IN_FP32}
 
 # A layer has 12·96² weights, 443 kB: aligning it and dividing it over 4 ranks pads it by much less than 1 percent.
 # Two layers, because time goes into compiling.
 LAYERS, DIM, VOCAB, LENGTH = 2, 96, 131, 32
 PARAMETERS = sum(p.numel() for p in GPT(LAYERS, DIM, 4, VOCAB, LENGTH).parameters())
 
-# What else gradients may be reduced in does not depend on the number of ranks: seen on two.
+# The dtype that gradients are reduced in has to do with no number of ranks: two are enough for that.
 WORLDS = [(world, name) for name in PRECISIONS for world in (2, 3, 4) if world == 2 or name in ("fp32", "bf16")]
 
 
@@ -192,7 +194,8 @@ def test_at_rest_up_to_64_ranks_hold_the_weights_of_the_formulas(
     fake_world: Callable[..., None], world: int, stage: int, precision: str
 ) -> None:
     # A group is padded so that each of M shards ends on a boundary of 128 bytes: up to 128 M bytes for a group of any
-    # size. With 64 ranks that is 8 kB, so a group must have 1 MB or more for it to stay below 1 percent.
+    # size. With 64 ranks that is 8 kB, so a group must have 1 MB or more for it to stay below 1 percent. (Padding to
+    # whole rows comes with a bound of its own, 1/256.)
     options = dict(stage=stage, mixed_precision=PRECISIONS[precision], init_sync=False)
     for rank in (0, world - 1):  # the last one holds the padding
         fake_world(world, rank)
@@ -294,21 +297,20 @@ def test_buckets_of_plain_data_parallelism_change_how_many_collectives_and_not_t
 
 
 def main() -> None:
-    """Print bytes per parameter, measured on rank 0 and by the formulas."""
+    """Print bytes per parameter as a table: measured on rank 0, in parentheses the formula's."""
     pools = {world: Workers(world) for world in (2, 3, 4)}
-    columns = {"at rest": "stepped", "no_sync": "accumulating under no_sync"}
-    print(f"{'stage':<6} {'precision':<22}" + "".join(f"{f'{c}, M={w}':>18}" for c in columns for w in pools))
+    columns = {"": "stepped", "`no_sync`, ": "accumulating under no_sync"}
+    heads = ["stage", "precision", *(f"{column}M={world}" for column in columns for world in pools)]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     try:
-        for precision, policy in PRECISIONS.items():
-            for stage in STAGES:
-                measured = {w: pool.run(hold, stage, policy, timeout=120)[0] for w, pool in pools.items()}
-                cells = []
-                for column, moment in columns.items():
-                    formulas = cost.memory(stage, cost.Sizes.of(policy), accumulating=column == "no_sync")
-                    for world in pools:
-                        said = float(formulas.at(N=1, M=world).total)
-                        cells.append(f"{measured[world][moment].total / PARAMETERS:10.2f} ({said:5.2f})")
-                print(f"{stage:<6} {precision:<22}" + "".join(cells), flush=True)
+        for (precision, policy), stage in itertools.product(PRECISIONS.items(), STAGES):
+            measured = {world: pool.run(hold, stage, policy, timeout=120)[0] for world, pool in pools.items()}
+            cells = [str(stage), precision]
+            for moment, world in itertools.product(columns.values(), pools):
+                accumulating = moment == columns["`no_sync`, "]
+                formulas = cost.memory(stage, cost.Sizes.of(policy), accumulating=accumulating).at(N=1, M=world)
+                cells.append(f"{measured[world][moment].total / PARAMETERS:.2f} ({float(formulas.total):.2f})")
+            print(f"| {' | '.join(cells)} |", flush=True)
     finally:
         for pool in pools.values():
             pool.stop()

@@ -1,0 +1,194 @@
+"""Mixed precision: what is cast where, what is gathered in 16 bits, and what overflow does."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.counting import count_collectives
+from zerofx.passes import edit
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STAGES = [0, 1, 2, 3]
+stages = pytest.mark.parametrize("stage", STAGES)
+EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
+
+
+class Net(nn.Module):
+    """Two layers and a buffer; says in which dtypes it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.register_buffer("shift", torch.full((64,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.first(x))
+        return {
+            "hidden": hidden,
+            "out": self.second(hidden),
+            "shifted": self.shift * 2,
+            "weight": self.first.weight.dtype,
+        }
+
+
+def build(stage: int, executor: str = "eager", **options: Any) -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    plain = Net()
+    net = copy.deepcopy(plain)
+    zerofx.compile(net, stage=stage, executor=executor, groups=EACH_LAYER, **options)
+    return net, plain
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def dtypes(stage: int, precision: zerofx.MixedPrecision) -> dict[str, str]:
+    net, _ = build(stage, mixed_precision=precision)
+    outputs = net(rows())
+    outputs["out"].float().square().mean().backward()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer.step()
+    found = {name: value.dtype if isinstance(value, torch.Tensor) else value for name, value in outputs.items()}
+    found |= {"parameter": net.first.weight.dtype, "gradient": net.first.weight.grad.dtype}
+    found |= {"moment": optimizer.state[net.first.weight]["exp_avg"].dtype, "buffer": net.shift.dtype}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+
+
+@stages
+def test_the_model_computes_in_param_dtype_and_the_optimizer_in_the_master_s(workers2, stage: int) -> None:
+    found = workers2.run(dtypes, stage, zerofx.MixedPrecision(BF16), timeout=120)[0]
+    low, full = {"hidden", "out", "weight"}, {"shifted", "parameter", "gradient", "moment", "buffer"}
+    assert found == dict.fromkeys(low, "bfloat16") | dict.fromkeys(full, "float32")
+
+
+@stages
+def test_outputs_are_cast_on_request_and_inputs_left_alone_on_request(workers2, stage: int) -> None:
+    precision = zerofx.MixedPrecision(BF16, output_dtype=FP32)
+    found = workers2.run(dtypes, stage, precision, timeout=120)[0]
+    assert found["hidden"] == found["out"] == "float32" and found["weight"] == "bfloat16"
+    precision = zerofx.MixedPrecision(BF16, cast_forward_inputs=False)
+    with pytest.raises(AssertionError, match=r"(?i)same dtype"):  # float32 rows meet 16-bit weights
+        workers2.run(dtypes, stage, precision, timeout=120)
+
+
+def wire(stage: int, executor: str, precision: zerofx.MixedPrecision | None) -> dict[str, int]:
+    net, _ = build(stage, executor, mixed_precision=precision)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        net(rows())["out"].float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with count_collectives() as log:
+        step()
+    return log.bytes
+
+
+@pytest.mark.parametrize(("stage", "executor"), [*((s, "eager") for s in STAGES), (2, "inductor"), (3, "inductor")])
+def test_weights_travel_in_param_dtype_and_gradients_in_reduce_dtype(workers2, stage: int, executor: str) -> None:
+    full = workers2.run(wire, stage, executor, None, timeout=200)[0]
+    for precision, share in ((zerofx.MixedPrecision(BF16), 2), (zerofx.MixedPrecision(BF16, FP32), 1)):
+        low = workers2.run(wire, stage, executor, precision, timeout=200)[0]
+        if stage:
+            assert 2 * low.pop("all_gather") == full["all_gather"]
+        (gradients,) = low
+        assert share * low[gradients] == full[gradients]
+
+
+def overflow(stage: int) -> dict[str, Any]:
+    """Steps 0 and 2 are clean; in step 1 one rank's gradients are not finite."""
+    net, _ = build(stage, mixed_precision=zerofx.MixedPrecision(FP16))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    before = [[p.clone() for p in net.parameters()]]
+    scales = []
+    for step in range(3):
+        loss = net(rows())["out"].float().square().mean()
+        if step == 1 and dist.get_rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        before.append([p.clone() for p in net.parameters()])
+    moved = [any((a != b).any().item() for a, b in zip(x, y)) for x, y in itertools.pairwise(before)]
+    return {"moved": moved, "scales": scales, "finite": all(p.isfinite().all().item() for p in net.parameters())}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradscaler_skips_a_step_on_all_ranks_when_one_overflows(workers3, stage: int) -> None:
+    for found in workers3.run(overflow, stage, timeout=120):
+        assert found == {"moved": [True, False, True], "scales": [1024.0, 512.0, 512.0], "finite": True}
+
+
+def test_gradscaler_skips_a_step_in_plain_data_parallelism_too(workers3) -> None:
+    for found in workers3.run(overflow, 0, timeout=120):
+        assert found == {"moved": [True, False, True], "scales": [1024.0, 512.0, 512.0], "finite": True}
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            return self.second(torch.tanh(self.first(x))).float().square().mean()
+
+
+def autocast(stage: int, executor: str) -> tuple[float, float, list[torch.dtype]]:
+    """Largest difference of a gradient to the plain module's, relative; dtypes that are gathered."""
+    torch.manual_seed(0)
+    plain = Autocast()
+    net = zerofx.compile(copy.deepcopy(plain), stage=stage, executor=executor, groups=EACH_LAYER)
+    loss = net(rows())
+    loss.backward()
+    wanted = plain(rows())
+    wanted.backward()
+    worst = 0.0
+    for p, q in zip(net.parameters(), plain.parameters()):
+        dist.all_reduce(q.grad)
+        q.grad /= dist.get_world_size()
+        got = p.grad.full_tensor() if stage else p.grad
+        worst = max(worst, ((got - q.grad).abs().max() / q.grad.abs().max()).item())
+    final = zerofx.graphs(net)[0].forward.after("prefetch").graph
+    gathered = [node.meta["val"].dtype for node in edit.tagged(final, "all_gather")]
+    return worst, abs(loss - wanted).item(), gathered
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@stages
+def test_autocast_inside_of_the_model_works_and_its_weight_casts_move_before_the_gather(
+    workers2, stage: int, executor: str
+) -> None:
+    for worst, loss, gathered in workers2.run(autocast, stage, executor, timeout=200):
+        assert worst < 2e-2 and loss < 1e-2  # a few units in the last place of bfloat16
+        assert gathered == ([BF16, BF16] if stage == 3 else [])
+
+
+def test_the_named_backend_refuses_mixed_precision_that_comes_too_late(fake_world) -> None:
+    fake_world(1)
+    torch._dynamo.reset()
+    options = {"executor": "eager", "mixed_precision": zerofx.MixedPrecision(BF16)}
+    with pytest.raises(Exception, match=r"zerofx\.shard\(module, \.\.\.\) before torch\.compile"):
+        torch.compile(Net(), backend="zerofx", options=options)(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_a_dtype_that_is_none_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=torch\.int8"):
+        zerofx.MixedPrecision(**{name: torch.int8})
