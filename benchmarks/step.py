@@ -43,11 +43,31 @@ from tests.counting import CollectiveLog, count_collectives  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
 Wrap = Callable[[GPT], Any]
+LEARNING_RATE = 0.1
 
 
-def zerofx_stage3(**options: Any) -> Wrap:
+def zerofx(stage: int, **options: Any) -> Wrap:
     def wrap(model: GPT) -> Any:
-        return importlib.import_module("zerofx").compile(model, stage=3, **options)
+        return importlib.import_module("zerofx").compile(model, stage=stage, **options)
+
+    return wrap
+
+
+def deepspeed(stage: int) -> Wrap:
+    """In full precision, its communication overlapped as its documentation advises."""
+
+    def wrap(model: GPT) -> Any:
+        os.environ.setdefault("DS_ACCELERATOR", next(model.parameters()).device.type)
+        os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+        os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+        zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        }
+        return importlib.import_module("deepspeed").initialize(model=model, config=config)[0]
 
     return wrap
 
@@ -78,12 +98,18 @@ def ddp(compiled: bool) -> Wrap:
 
 
 CONTENDERS: dict[str, Wrap] = {
-    "zerofx": zerofx_stage3(),
-    "zerofx-eager": zerofx_stage3(executor="eager"),
+    "zerofx": zerofx(3),
+    "zerofx-eager": zerofx(3, executor="eager"),
+    "zerofx-0": zerofx(0),
+    "zerofx-1": zerofx(1),
+    "zerofx-2": zerofx(2),
     "fsdp2": fsdp2(compiled=False),
     "fsdp2+compile": fsdp2(compiled=True),
     "ddp": ddp(compiled=False),
     "ddp+compile": ddp(compiled=True),
+    "deepspeed-1": deepspeed(1),
+    "deepspeed-2": deepspeed(2),
+    "deepspeed-3": deepspeed(3),
 }
 
 
@@ -95,7 +121,9 @@ class Contender:
         model = GPT(args.layers, args.dim, args.heads, args.vocab, args.length).to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = CONTENDERS[name](model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=args.lr)
+        self.engine = name.startswith("deepspeed")  # brings its own backward and optimizer
+        if not self.engine:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.name, self.args, self.device = name, args, device
         self.times: list[float] = []
         self.losses: list[torch.Tensor] = []
@@ -110,9 +138,13 @@ class Contender:
             dist.barrier()
         start = self._now()
         loss = self.model(x, y)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.engine:
+            self.model.backward(loss)
+            self.model.step()
+        else:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         if timed:
             self.times.append(self._now() - start)
         self.losses.append(loss.detach())
@@ -214,7 +246,6 @@ def main() -> int:
     defaults |= {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 256, "batch": 2}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/step-<device>-<world>.json")
     args = parser.parse_args()
     if not set(args.contenders) <= set(CONTENDERS):

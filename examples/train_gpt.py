@@ -1,7 +1,7 @@
 """Train a byte-level GPT on the source code of Python's standard library, sharded with ZeRO.
 
     python examples/train_gpt.py                   # two ranks on this machine, ZeRO stage 3
-    python examples/train_gpt.py --stage 0         # the same with DistributedDataParallel, to compare
+    python examples/train_gpt.py --stage 0         # plain data parallelism, to compare
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --dim 1024 --heads 16 --lr 3e-4
 
 Started by ``python``, the program launches one process per rank itself; ``torchrun`` does so on one machine
@@ -132,11 +132,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     say(f"model     {args.layers} layers of {args.dim}, {sum(p.numel() for p in model.parameters()):,} parameters")
     say(f"ranks     {ranks} on {device.type}, backend {dist.get_backend()}, stage {args.stage}")
 
-    if args.stage == 0:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.compile(backend="inductor" if args.executor == "inductor" else "aot_eager")
-    else:
-        model = zerofx.compile(model, stage=args.stage, executor=args.executor)
+    model = zerofx.compile(model, stage=args.stage, executor=args.executor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(  # a linear warm-up, then a cosine down to zero
         optimizer, lambda step: min(10 * (step + 1) / args.steps, (1 + math.cos(math.pi * step / args.steps)) / 2)
@@ -155,7 +151,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             if step == 1:
                 say(f"compiled  in {time.perf_counter() - began:.0f} s")
                 describe(model, optimizer)
-                if args.print_graphs and args.stage > 0:
+                if args.print_graphs:
                     for record in zerofx.graphs(model):
                         say(str(record))
                 began = time.perf_counter()
@@ -273,7 +269,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes to launch on this machine")
-    add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage; 0: DistributedDataParallel")
+    add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage; 0: plain data parallelism")
     add("--executor", default="inductor", choices=["inductor", "eager"])
     add("--steps", type=int, default=300)
     add("--layers", type=int, default=8)

@@ -25,7 +25,7 @@ Pass = Callable[[GraphModule, Context], int]
 PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, prefetch, discard, lower)
 """The passes of stages 1, 2 and 3, in order."""
 
-REPLICATED: tuple[Pass, ...] = (all_reduce, prefetch, lower)
+REPLICATED: tuple[Pass, ...] = (rematerialize, all_reduce, prefetch, lower)
 """The passes of stage 0."""
 
 

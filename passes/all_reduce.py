@@ -40,26 +40,31 @@ def all_reduce(gm: GraphModule, ctx: Context) -> int:
     """Average all gradients over the ranks; returns how many gradients were seen to."""
     gradients = take_gradients(gm, ctx)
     ctx.reductions += [Reduction(ref.layout, (ref.slot,)) for ref, _ in gradients]
-    averaged = dict(gradients)
+    values = [grad for _, grad in gradients]
     if ctx.sync != "keep":
-        for name, bucket in _buckets(ctx, gradients).items():
-            averaged |= _average(gm.graph, ctx, name, bucket)
-    return give_gradients(gm, ctx, [averaged[ref] for ref, _ in gradients])
+        for name, members in _buckets(ctx, gradients).items():
+            averaged = _average(gm.graph, ctx, name, [gradients[i] for i in members])
+            for i, value in zip(members, averaged, strict=True):
+                values[i] = value
+    return give_gradients(gm, ctx, values)
 
 
-def _buckets(ctx: Context, gradients: list[tuple[ParameterRef, Node]]) -> dict[str, list[tuple[ParameterRef, Node]]]:
-    """What goes together, by a name; one collective takes one dtype."""
-    buckets: dict[str, list[tuple[ParameterRef, Node]]] = {}
-    for ref, grad in gradients:
-        dtype = str(grad.meta["val"].dtype).removeprefix("torch.")
-        name = {"group": ref.layout.name, "parameter": ref.slot.name, "all": f"all {dtype}"}[ctx.buckets]
-        buckets.setdefault(name, []).append((ref, grad))
+def _buckets(ctx: Context, gradients: list[tuple[ParameterRef, Node]]) -> dict[str, list[int]]:
+    """Name -> which gradients go together. One collective takes gradients of one dtype, for parameters of one dtype."""
+    buckets: dict[str, list[int]] = {}
+    kinds: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    for i, (ref, grad) in enumerate(gradients):
+        everything = f"all {str(ref.layout.dtype).removeprefix('torch.')}"
+        base = {"group": ref.layout.name, "parameter": ref.slot.name, "all": everything}[ctx.buckets]
+        kind = grad.meta["val"].dtype, ref.layout.dtype
+        name = base
+        while kinds.setdefault(name, kind) != kind:
+            name += "'"
+        buckets.setdefault(name, []).append(i)
     return buckets
 
 
-def _average(
-    graph: Graph, ctx: Context, name: str, bucket: list[tuple[ParameterRef, Node]]
-) -> dict[ParameterRef, Node]:
+def _average(graph: Graph, ctx: Context, name: str, bucket: list[tuple[ParameterRef, Node]]) -> list[Node]:
     """Each gradient of the bucket, averaged over the ranks, in its parameter's dtype."""
     order = edit.positions(graph)
     near = max((grad for _, grad in bucket), key=order.__getitem__)
@@ -83,10 +88,10 @@ def _average(
         sums = add("gradient", edit.CAST, sums, dtype)
     if world_size > 1:
         sums = add("gradient", _aten.mul.Tensor, sums, 1.0 / world_size)
-    averaged, offset = {}, 0
+    averaged, offset = [], 0
     for ref, _ in bucket:
         shape = ref.slot.shape
         args = (sums, list(shape), list(contiguous_stride(shape)), offset)
-        averaged[ref] = add("gradient", _aten.as_strided.default, *args)
+        averaged.append(add("gradient", _aten.as_strided.default, *args))
         offset += ref.slot.numel
     return averaged

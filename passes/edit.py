@@ -128,6 +128,11 @@ def aliases(node: Node) -> list[Node]:
     return list(found)
 
 
+def leaves(node: Node) -> bool:
+    """Whether the graph returns the node or anything that may share its memory."""
+    return any(user.op == "output" for alias in aliases(node) for user in alias.users)
+
+
 def may_alias(node: Node) -> bool:
     """Whether the node's value may share memory with one of its inputs."""
     if not isinstance(node.target, OpOverload):
@@ -149,9 +154,9 @@ def written_by(node: Node) -> list[Node]:
 
 def last_use(node: Node, order: dict[Node, int]) -> Node | None:
     """The last node that reads ``node``'s memory, itself or through a view; None where it leaves the graph."""
-    readers = [user for alias in aliases(node) for user in alias.users]
-    if any(user.op == "output" for user in readers):
+    if leaves(node):
         return None
+    readers = [user for alias in aliases(node) for user in alias.users]
     return max(readers, key=order.__getitem__, default=node)
 
 

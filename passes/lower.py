@@ -162,9 +162,10 @@ def _as_all_to_all(gm: GraphModule, node: Node) -> None:
     graph.erase_node(node)
     wait.meta["val"] = exchange.meta["val"]
     (gradient,) = wait.users
-    # Of a low-precision gradient the sum over ranks is taken in the parameter's dtype: `gradient` is the cast then.
+    # Of a low-precision gradient the sum over ranks is taken in the parameter's dtype, if that is wider: `gradient`
+    # is the cast to it then.
     dtype = gradient.meta["val"].dtype
-    kwargs = {"dtype": dtype} if dtype != wait.meta["val"].dtype else {}
+    kwargs = {"dtype": dtype} if dtype.itemsize > wait.meta["val"].dtype.itemsize else {}
     with graph.inserting_before(gradient):
         tag = Tag("gradient", group)
         parts = edit.insert(graph, _aten.view.default, (wait, [world_size, part]), tag=tag, near=node)

@@ -14,17 +14,22 @@ behind each; it cancels against the cast back.
 
 Sound because a cast works element by element, so it may be done before or after the pieces are put together; and
 because widening a float and narrowing it again gives the same float. A group of which one weight is used as it is
-(a normalisation under autocast) is left alone.
+(a normalisation under autocast) is left alone, and so is a cast that the model returns: it would become a view of the
+gathered buffer, or of the replica.
 
 Runs between ``gather`` and ``group``.
 """
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
+
+_TRAVEL = (torch.bfloat16, torch.float16, torch.float32)
+"""What every backend can move."""
 
 
 def narrow(gm: GraphModule, ctx: Context) -> int:
@@ -33,7 +38,7 @@ def narrow(gm: GraphModule, ctx: Context) -> int:
     for wide in edit.tagged(gm.graph, "widen"):
         (weight,) = wide.all_input_nodes
         for user in list(wide.users):
-            if edit.is_cast(user, weight.meta["val"].dtype):
+            if edit.is_cast(user, weight.meta["val"].dtype) and not edit.leaves(user):
                 user.replace_all_uses_with(weight)
                 gm.graph.erase_node(user)
                 edits += 1
@@ -53,10 +58,10 @@ def _narrow_group(gm: GraphModule, shard: Node, weights: list[Node]) -> int:
     dtypes = {user.meta["val"].dtype for user in casts if edit.is_cast(user)}
     if len(dtypes) != 1 or not all(edit.is_cast(user) for user in casts):
         return 0
-    if any(reader.op == "output" for user in casts for reader in user.users):
+    if any(edit.leaves(user) for user in casts):
         return 0  # the cast outlives the graph; the gathered buffer must not
     (dtype,) = dtypes
-    if dtype.itemsize >= shard.meta["val"].dtype.itemsize:
+    if dtype not in _TRAVEL or dtype.itemsize >= shard.meta["val"].dtype.itemsize:
         return 0
     tag = Tag("narrow", shard.meta["zerofx"].group)
     with gm.graph.inserting_before(weights[0]):

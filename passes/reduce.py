@@ -68,7 +68,7 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
 def give_gradients(gm: GraphModule, ctx: Context, values: list[Node]) -> int:
     """Return ``values`` besides what the graph returns; what ``take_gradients`` left out goes away."""
     edit.set_output_values(gm.graph, edit.output_values(gm.graph) + values)
-    if ctx.reduce_dtype is not None:
+    if values and ctx.reduce_dtype is not None:
         gm.graph.eliminate_dead_code()
     return edit.finish(gm, len(values))
 

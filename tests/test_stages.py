@@ -98,6 +98,28 @@ def test_no_sync_has_no_collective_for_gradients(workers2, stage: int) -> None:
     assert ("all_reduce" if stage == 0 else "all_to_all") in outside
 
 
+def check_step_while_kept(stage: int) -> None:
+    net, plain = pair(stage)
+    x, mine = batches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with zerofx.no_sync(net):
+        net(mine).backward()
+    with pytest.raises(
+        RuntimeError, match=r"SGD\.step\(\) while zerofx\.no_sync keeps gradients back \(of 'first.weight'"
+    ):
+        optimizer.step()
+    zerofx.drop_kept(net)
+    net(mine).backward()
+    plain(x).backward()
+    assert_same_gradients(net, plain)
+    optimizer.step()
+
+
+@stages
+def test_a_step_while_gradients_are_kept_is_refused_and_they_can_be_dropped(workers2, stage: int) -> None:
+    workers2.run(check_step_while_kept, stage, timeout=120)
+
+
 def check_no_sync_nests_and_survives(stage: int) -> None:
     net, plain = pair(stage)
     x, mine = batches()

@@ -1,6 +1,6 @@
 """ZeRO as a compiler: sharded data parallelism as passes over torch.fx graphs."""
 
-from zerofx.api import compile, graphs, no_sync
+from zerofx.api import compile, drop_kept, graphs, no_sync
 from zerofx.grouping import Grouping
 from zerofx.parameter import ShardedParameter, ShardedTensor
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
@@ -8,5 +8,15 @@ from zerofx.precision import MixedPrecision
 from zerofx.shard import shard
 
 __version__ = "0.1.0"
-__all__ = ["Grouping", "MixedPrecision", "ShardedParameter", "ShardedTensor", "compile", "graphs", "no_sync", "shard"]
+__all__ = [
+    "Grouping",
+    "MixedPrecision",
+    "ShardedParameter",
+    "ShardedTensor",
+    "compile",
+    "drop_kept",
+    "graphs",
+    "no_sync",
+    "shard",
+]
 del _ops

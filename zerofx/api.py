@@ -48,7 +48,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
                 loss_of(model, batch).backward()
         loss_of(model, micro_batches[-1]).backward()
 
-    What is kept is whole and this rank's own: not yet in ``.grad``. Every rank must enter and leave at the same passes.
+    What is kept is whole and this rank's own: not in ``.grad``, so ``zero_grad`` does not see it (`drop_kept` gives it
+    up) and an optimizer's step is refused. Every rank must enter and leave at the same passes.
     """
     families = {group.family: group.family.sync for group in _groups(module)}
     for family in families:
@@ -58,6 +59,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for family, before in families.items():
             family.sync = before
+
+
+def drop_kept(module: nn.Module) -> None:
+    """Give up the gradients that `no_sync` kept: what ``zero_grad`` is to those in ``.grad``."""
+    for group in _groups(module):
+        group.drop_kept()
 
 
 def graphs(module: nn.Module) -> list[GraphRecord]:

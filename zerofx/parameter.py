@@ -121,6 +121,17 @@ class ReplicatedParameter(nn.Parameter):
         with DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
+    def plain(self) -> nn.Parameter:
+        """An ordinary parameter with a copy of the values."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        memo[id(self)] = copy = self.plain()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
 
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
     """Turn ``parameter`` into a `ShardedParameter` in place: copy its slice to the group's shard, free the rest.

@@ -74,7 +74,8 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
-    return f"{trace.context.phase}: {'; '.join(parts) or 'no collectives'}"
+    variant = "" if trace.context.sync == "reduce" else f" ({trace.context.sync})"
+    return f"{trace.context.phase}{variant}: {'; '.join(parts) or 'no collectives'}"
 
 
 def _whole_bytes(node: Node) -> int:

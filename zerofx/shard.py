@@ -165,8 +165,20 @@ _WHOLE_TENSOR_OPTIMIZERS = {
 }
 
 
-def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything."""
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
+
+    So is a step while gradients are kept back: the optimizer would not see them.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shards = getattr(parameter, "_group", None)
+            if isinstance(shards, ShardGroup) and shards.has_kept():
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
+                    f"{shards.kept_slots()[0].name!r}, for one): run the last backward outside of zerofx.no_sync, or "
+                    "give them up with zerofx.drop_kept(module)."
+                )
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
     if uses is None:
@@ -177,4 +189,4 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
                 raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
 
 
-register_optimizer_step_pre_hook(_refuse_optimizer)
+register_optimizer_step_pre_hook(_check_step)

@@ -277,10 +277,7 @@ def test_on_two_ranks_the_all_to_all_keeps_the_digits_that_a_low_precision_sum_l
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param(
-            "gloo",
-            marks=pytest.mark.xfail(strict=True, reason="lower rounds each part to the parameter's dtype, then sums"),
-        ),
+        "gloo",
         "another",
     ],
 )

@@ -168,7 +168,6 @@ def test_a_group_is_left_alone_where(why: str) -> None:
     assert_left_alone(gm, ctx, narrow)
 
 
-@pytest.mark.xfail(strict=True, reason="narrow looks at the readers of the cast only, not at those of its views")
 def test_a_group_is_left_alone_where_a_view_of_a_cast_is_returned() -> None:
     s = Sketch()
     (w,) = s.parameters("a", w=(8, 8))
@@ -231,7 +230,6 @@ def test_the_casts_of_a_replica_as_wide_as_the_parameters_stay(stage: int) -> No
     assert events(gm) == ["unshard a", "unshard a", "_to_copy", "_to_copy", "addmm", "relu"]
 
 
-@pytest.mark.xfail(strict=True, reason="narrow hands out a view of the replica where the graph returned a cast")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_returned_cast_is_no_view_of_the_replica(stage: int) -> None:
     s = Sketch(stage=stage, param_dtype=torch.bfloat16)
@@ -368,10 +366,7 @@ def gather_as(dtype: torch.dtype) -> bool:
     [
         torch.float16,
         torch.int8,
-        pytest.param(
-            torch.int16,
-            marks=pytest.mark.xfail(strict=True, reason="narrow gathers in a dtype that gloo does not move"),
-        ),
+        torch.int16,
     ],
 )
 def test_on_two_ranks_weights_arrive_whatever_they_are_cast_to(workers2: Workers, dtype: torch.dtype) -> None:

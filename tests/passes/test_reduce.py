@@ -267,3 +267,12 @@ def test_gradients_are_kept_and_merged_in_the_dtype_they_are_reduced_in() -> Non
     apply(gm, ctx, reduce)
     assert events(gm) == ["neg", "prepare a", "reduce_grad a", "exp", "prepare a", "prepare a", "reduce_grad a"]
     assert [node.meta["val"].dtype for node in edit.tagged(gm.graph, "kept")] == [torch.bfloat16] * 2
+
+
+def test_a_graph_without_gradients_keeps_what_nobody_reads() -> None:
+    s = Sketch(reduce_dtype=torch.bfloat16)
+    x = s.input("x", 4)
+    s.call(aten.neg.default, x)
+    gm, ctx = s.done(s.call(aten.relu.default, x))
+    assert apply(gm, ctx, reduce).edits == 0
+    assert events(gm) == ["neg", "relu"]
