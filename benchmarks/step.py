@@ -65,6 +65,7 @@ def deepspeed(stage: int) -> Wrap:
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
             "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
         }
         return importlib.import_module("deepspeed").initialize(model=model, config=config)[0]

@@ -11,6 +11,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from zerofx import backend
 from zerofx.shard import groups_of
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
@@ -96,6 +97,35 @@ def test_no_sync_has_no_collective_for_gradients(workers2, stage: int) -> None:
     inside, outside = workers2.run(check_no_sync_is_silent, stage, timeout=120)[0]
     assert set(inside) <= ({"all_gather"} if stage == 3 else set())
     assert ("all_reduce" if stage == 0 else "all_to_all") in outside
+
+
+def variants_compiled(stage: int, dynamic: bool) -> list[str]:
+    """What was compiled of the one backward graph, over steps of several lengths."""
+    compiled, compile_variant = [], backend._CompiledGraph._backward_variant
+
+    def counted(self: Any, gm: Any, sync: str, *args: Any) -> Any:
+        compiled.append(sync)
+        return compile_variant(self, gm, sync, *args)
+
+    backend._CompiledGraph._backward_variant = counted  # type: ignore[method-assign, assignment]
+    try:
+        net, _ = pair(stage, dynamic=dynamic)
+        for rows in (4, 6, 10) if dynamic else (4, 4, 4):
+            x = torch.ones(rows, 7)
+            with zerofx.no_sync(net):
+                net(x).backward()
+                net(x).backward()
+            net(x).backward()
+            net(x).backward()
+    finally:
+        backend._CompiledGraph._backward_variant = compile_variant  # type: ignore[method-assign]
+    return compiled
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@stages
+def test_each_variant_of_a_backward_is_compiled_once(workers2, stage: int, dynamic: bool) -> None:
+    assert workers2.run(variants_compiled, stage, dynamic, timeout=120) == [["reduce", "keep", "merge"]] * 2
 
 
 def check_step_while_kept(stage: int) -> None:
