@@ -87,9 +87,14 @@ def copy_of(p: nn.Parameter) -> torch.Tensor | None:
 
 OPTIONS: dict[str, tuple[str, dict[str, Any], type[Exception]]] = {
     "stage 4": ("stage=4", {"stage": 4}, ValueError),
-    "stage 2": ("stage=2.*not implemented", {"stage": 2}, ValueError),
-    "stage 1": ("stage=1.*not implemented", {"stage": 1}, ValueError),
-    "stage 0": ("stage=0", {"stage": 0}, ValueError),
+    "stage -1": ("stage=-1.*0, 1, 2 or 3", {"stage": -1}, ValueError),
+    "buckets": ("buckets='layer'.*'group', 'parameter', 'all'", {"stage": 0, "buckets": "layer"}, ValueError),
+    "buckets of another stage": ("buckets='all' with stage=2", {"stage": 2, "buckets": "all"}, ValueError),
+    "precision as a dtype": (
+        "mixed_precision=torch.bfloat16.*MixedPrecision",
+        {"mixed_precision": torch.bfloat16},
+        ValueError,
+    ),
     "stage as text": ("stage='3'", {"stage": "3"}, ValueError),
     "unknown option": ("unknown option 'bucket_bytes'.*prefetch_bytes", {"bucket_bytes": 3}, ValueError),
     "executor": ("executor='cudagraphs'.*'inductor'.*'eager'", {"executor": "cudagraphs"}, ValueError),

@@ -185,7 +185,9 @@ class _CompiledGraph:
         brought = ctx.parameters if ctx.stage else {}
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
         new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
-        inputs = [example_inputs[i] for i in kept] + new
+        # In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else.
+        examples = [n.meta["val"] if n.name in ctx.parameters else x for n, x in zip(placeholders, example_inputs)]
+        inputs = [examples[i] for i in kept] + new
         fixed = [k for k, i in enumerate(kept) if i in set(static)]
         fixed += range(len(kept), len(kept) + len(ctx.shards))
         return execute(gm, inputs, fixed), kept, trace
