@@ -40,10 +40,10 @@ def all_reduce(gm: GraphModule, ctx: Context) -> int:
     """Average all gradients over the ranks; returns how many gradients were seen to."""
     gradients = take_gradients(gm, ctx)
     ctx.reductions += [Reduction(ref.layout, (ref.slot,)) for ref, _ in gradients]
-    values = [grad for _, grad in gradients]
+    values, order = [grad for _, grad in gradients], edit.positions(gm.graph)
     if ctx.sync != "keep":
         for name, members in _buckets(ctx, gradients).items():
-            averaged = _average(gm.graph, ctx, name, [gradients[i] for i in members])
+            averaged = _average(gm.graph, ctx, name, [gradients[i] for i in members], order)
             for i, value in zip(members, averaged, strict=True):
                 values[i] = value
     return give_gradients(gm, ctx, values)
@@ -64,9 +64,10 @@ def _buckets(ctx: Context, gradients: list[tuple[ParameterRef, Node]]) -> dict[s
     return buckets
 
 
-def _average(graph: Graph, ctx: Context, name: str, bucket: list[tuple[ParameterRef, Node]]) -> list[Node]:
+def _average(
+    graph: Graph, ctx: Context, name: str, bucket: list[tuple[ParameterRef, Node]], order: dict[Node, int]
+) -> list[Node]:
     """Each gradient of the bucket, averaged over the ranks, in its parameter's dtype."""
-    order = edit.positions(graph)
     near = max((grad for _, grad in bucket), key=order.__getitem__)
     end = edit.after_inputs(near)
 

@@ -128,7 +128,7 @@ def aliases(node: Node) -> list[Node]:
     return list(found)
 
 
-def leaves(node: Node) -> bool:
+def escapes(node: Node) -> bool:
     """Whether the graph returns the node or anything that may share its memory."""
     return any(user.op == "output" for alias in aliases(node) for user in alias.users)
 
@@ -154,7 +154,7 @@ def written_by(node: Node) -> list[Node]:
 
 def last_use(node: Node, order: dict[Node, int]) -> Node | None:
     """The last node that reads ``node``'s memory, itself or through a view; None where it leaves the graph."""
-    if leaves(node):
+    if escapes(node):
         return None
     readers = [user for alias in aliases(node) for user in alias.users]
     return max(readers, key=order.__getitem__, default=node)

@@ -38,7 +38,7 @@ def narrow(gm: GraphModule, ctx: Context) -> int:
     for wide in edit.tagged(gm.graph, "widen"):
         (weight,) = wide.all_input_nodes
         for user in list(wide.users):
-            if edit.is_cast(user, weight.meta["val"].dtype) and not edit.leaves(user):
+            if edit.is_cast(user, weight.meta["val"].dtype) and not edit.escapes(user):
                 user.replace_all_uses_with(weight)
                 gm.graph.erase_node(user)
                 edits += 1
@@ -58,7 +58,7 @@ def _narrow_group(gm: GraphModule, shard: Node, weights: list[Node]) -> int:
     dtypes = {user.meta["val"].dtype for user in casts if edit.is_cast(user)}
     if len(dtypes) != 1 or not all(edit.is_cast(user) for user in casts):
         return 0
-    if any(edit.leaves(user) for user in casts):
+    if any(edit.escapes(user) for user in casts):
         return 0  # the cast outlives the graph; the gathered buffer must not
     (dtype,) = dtypes
     if dtype not in _TRAVEL or dtype.itemsize >= shard.meta["val"].dtype.itemsize:

@@ -141,13 +141,15 @@ class _CompiledGraph:
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
     ) -> Callable:
         """The variant that reduces now; those for `zerofx.no_sync` when they are first needed."""
-        n_outputs, variants = len(edit.output_values(gm.graph)), {}
-        pristine, surroundings = copy_graph(gm), _torch.compile_context()
+        n_outputs, surroundings = len(edit.output_values(gm.graph)), _torch.compile_context()
+        variants: dict[Sync, BackwardCode] = {}
 
         def variant(sync: Sync) -> BackwardCode:
             if sync not in variants:
+                assert self.record.backward is not None
+                before = copy_graph(self.record.backward.before)
                 with surroundings():
-                    variants[sync] = self._backward_variant(copy_graph(pristine), sync, example_inputs, execute, static)
+                    variants[sync] = self._backward_variant(before, sync, example_inputs, execute, static)
             return variants[sync]
 
         variants["reduce"] = self._backward_variant(gm, "reduce", example_inputs, execute, static)
@@ -227,7 +229,7 @@ def _check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:
     """Compiled code reads weights from the group's shard: whatever is not a slice of it must not get there."""
     if isinstance(tensor, ReplicatedParameter):
         return
-    if tensor._local.untyped_storage().data_ptr() != tensor._group.shard.untyped_storage().data_ptr():
+    if not tensor._group.holds(tensor._local):
         raise RuntimeError(
             f"{tensor!r} reaches compiled code, but it is not a parameter (a gradient, or optimizer state?). Compiled "
             "code works on whole tensors: pass tensor.full_tensor() instead."

@@ -125,6 +125,10 @@ class ShardGroup:
         if self.replica is not None:
             self._refreshed = self.shard._version
 
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether ``local`` is a slice of the shard: a parameter's, not a gradient's or a moment's."""
+        return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
+
     def refresh(self) -> None:
         """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.
 
@@ -203,10 +207,9 @@ class ShardGroup:
         """Forget what was kept."""
         self._kept.clear()
 
-    def take_kept(self, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-        """Hand out what was kept of ``slot``, once; zeros of ``like``'s shape and dtype where there is nothing."""
-        kept = self._kept.pop(slot, None)
-        return torch.zeros(like.shape, dtype=like.dtype, device=self.device) if kept is None else kept
+    def take_kept(self, slot: Slot) -> torch.Tensor | None:
+        """Hand out what was kept of ``slot``, once."""
+        return self._kept.pop(slot, None)
 
 
 def _is_accumulated(parameter: ShardedParameter) -> bool:

@@ -29,9 +29,7 @@ from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTenso
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
-    if tensor._local.untyped_storage().data_ptr() == group.shard.untyped_storage().data_ptr() and (
-        group.replica is not None and group.replica.dtype == group.layout.dtype
-    ):
+    if group.replica is not None and group.replica.dtype == group.layout.dtype and group.holds(tensor._local):
         group.refresh()
         whole = torch.ops._c10d_functional.wait_tensor(group.replica)
         return group.layout.view(whole, slot).clone()
@@ -56,7 +54,8 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
         group.keep(slot, gradient)
         return
     flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or group.layout.dtype, copy=True)
-    flat += group.take_kept(slot, flat.view(slot.shape)).reshape(-1)
+    if (kept := group.take_kept(slot)) is not None:
+        flat += kept.reshape(-1)
     group.accumulate((slot,), _average(group, slot, flat))
 
 
@@ -64,8 +63,9 @@ def reduce_kept(family: Family) -> None:
     """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
     for group in family.groups():
         for slot in group.kept_slots():
-            like = torch.empty(slot.shape, dtype=group.layout.dtype, device="meta")
-            flat = group.take_kept(slot, like).reshape(-1).to(group.layout.dtype, copy=True)
+            kept = group.take_kept(slot)
+            assert kept is not None
+            flat = kept.reshape(-1).to(group.layout.dtype, copy=True)
             group.accumulate((slot,), _average(group, slot, flat), checked=True)
 
 
@@ -101,7 +101,8 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
             group.keep(slot, gradient)
             return torch.zeros_like(gradient)
         flat = gradient.reshape(-1).to(gradient.dtype, copy=True)
-        flat += group.take_kept(slot, gradient).reshape(-1)
+        if (kept := group.take_kept(slot)) is not None:
+            flat += kept.reshape(-1)
         return _average(group, slot, flat)
 
     parameter.register_hook(hook)

@@ -88,7 +88,8 @@ class BackwardCode:
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:
-            inputs.append(group().take_kept(slot, like))  # type: ignore[union-attr]
+            kept = group().take_kept(slot)  # type: ignore[union-attr]
+            inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
         outputs = list(self.compiled(inputs))
         for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
             live = ref()
