@@ -4,14 +4,17 @@
 
     dw = mm(dy_t, x)                      dw = mm(dy_t, x)
     db = sum(dy, [0])                     db = sum(dy, [0])
-    return dx, dw, db          ─────▶     pack = cat([dw.view(-1), db.view(-1)])
-                                          sums = wait_tensor(all_reduce(pack, "sum", pg)) * (1 / M)
-                                          gw, gb = views of sums
+    return dx, dw, db          ─────▶     pack = cat([(dw * (1 / M)).view(-1), (db * (1 / M)).view(-1)])
+                                          mean = wait_tensor(all_reduce(pack, "sum", pg))
+                                          gw, gb = views of mean
                                           return dx, None, None, gw, gb
 
 ``ctx.buckets`` says what one all-reduce takes: the gradients of a ``"group"`` (so that the next group's backward runs
 meanwhile, and messages are neither small nor late), of one ``"parameter"`` (early, but many), or of ``"all"`` (one,
 with nothing left to hide it behind). `zerofx.no_sync` is seen to as in `reduce`.
+
+The division fuses with the copying that packs, as in DistributedDataParallel; where gradients are cast to a wider dtype
+after they are reduced, with that.
 
 Sound because the sum over ranks of a concatenation is the concatenation of the sums.
 
@@ -78,7 +81,11 @@ def _average(
         return end
 
     world_size, dtype = bucket[0][0].layout.world_size, bucket[0][0].layout.dtype
-    parts = [add("pack", _aten.reshape.default, grad, [-1]) for _, grad in bucket]
+    grads = [grad for _, grad in bucket]
+    divided = grads[0].meta["val"].dtype == dtype
+    if divided and world_size > 1:
+        grads = [add("pack", _aten.mul.Tensor, grad, 1.0 / world_size) for grad in grads]
+    parts = [add("pack", _aten.reshape.default, grad, [-1]) for grad in grads]
     sums = add("pack", _aten.cat.default, parts) if len(parts) > 1 else parts[0]
     if world_size == 1:
         sums = add("pack", _aten.clone.default, sums)  # .grad must not share memory with what backward holds
@@ -87,7 +94,7 @@ def _average(
         sums = add("wait_grad", _c10d.wait_tensor.default, sums)
     if sums.meta["val"].dtype != dtype:
         sums = add("gradient", edit.CAST, sums, dtype)
-    if world_size > 1:
+    if world_size > 1 and not divided:
         sums = add("gradient", _aten.mul.Tensor, sums, 1.0 / world_size)
     averaged, offset = [], 0
     for ref, _ in bucket:

@@ -48,7 +48,6 @@ class Tag:
     narrow                  a cast of a shard before it is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
-    buffer                  the memory that a gather fills, where `lower` spells it out
     all_gather, wait        the group's gather, and the wait for it
     weight                  a parameter as a view of the gathered buffer
     prepare                 what adds a kept gradient, or casts, before packing

@@ -9,10 +9,11 @@ all-to-all moves just the parts, and summing them here is deterministic and fuse
 
 **All-gather on gloo.** PyTorch routes ``all_gather_into_tensor`` to gloo's coalesced all-gather, which corrupts the
 heap while another collective is in flight (seen in torch 2.11, 2.13 and 2.15; docs/architecture.md has a program that
-shows it). The variant that is handed its output takes another way and is sound::
+shows it), and gloo's plain all-gather goes through a second buffer. Broadcasts are sound and write where they should::
 
-    start = all_gather_into_tensor(shard, M, pg)  ─────▶ buffer = empty([M * S])
-                                                         start = all_gather_into_tensor_out(shard, M, pg, out=buffer)
+    start = all_gather_into_tensor(shard, M, pg)  ─────▶ start = zerofx.all_gather_by_broadcast(shard, M, pg)
+
+**All-reduce** (stage 0) needs no second buffer: it reduces in place what was packed for it.
 
 **Order for Inductor.** Inductor schedules by data dependence; its fusions pull a wait up to the first kernel that reads
 a part of what it waits for, and it recomputes cheap values of weights in later kernels rather than store them. What
@@ -48,12 +49,16 @@ _c10d = torch.ops._c10d_functional
 def lower(gm: GraphModule, ctx: Context) -> int:
     """Make the graph ready for ``ctx.executor`` and ``ctx.backend``; returns how many nodes were replaced."""
     edits = 0
+    for node in edit.tagged(gm.graph, "all_reduce"):
+        if node.args[0].target is _aten.cat.default:  # type: ignore[union-attr]
+            node.target = _c10d.all_reduce_.default
+            edits += 1
     if ctx.backend == "gloo":
         for node in edit.tagged(gm.graph, "reduce_scatter"):
             _as_all_to_all(gm, node)
             edits += 1
         for node in edit.tagged(gm.graph, "all_gather"):
-            _into_buffer(gm, node)
+            node.target = torch.ops.zerofx.all_gather_by_broadcast.default
             edits += 1
     if ctx.executor == "inductor":
         after = _order(gm)
@@ -76,15 +81,14 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "all_gather":
-            memory: Node = node.kwargs.get("out", node)  # type: ignore[assignment]  # what is allocated no earlier
             for buffer in dead:
                 uses, stored = _uses_before(buffer, node, order)
-                after[memory] += uses
+                after[node] += uses
                 for value in stored:
                     first = min(value.users, key=order.__getitem__)
                     if first.op != "output":
                         after[first].append(value)
-            after[memory] += previous
+            after[node] += previous
             dead, started, previous = [], [*started, node], [node]
         else:
             after[node] += [start for start in started if start is not node.args[0]]
@@ -122,30 +126,10 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int]) -> tuple[list
 def is_kernel(node: Node) -> bool:
     """Whether Inductor runs the node as a kernel of its own, rather than inside of those that read it."""
     name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
-    return name.startswith("_c10d_functional") or any(part in name for part in _KERNELS)
+    return name.startswith(("_c10d_functional", "zerofx")) or any(part in name for part in _KERNELS)
 
 
 _KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")
-
-
-def _into_buffer(gm: GraphModule, node: Node) -> None:
-    graph, group, value = gm.graph, node.meta["zerofx"].group, node.meta["val"]
-    with graph.inserting_before(node):
-        buffer = edit.insert(
-            graph,
-            _aten.empty.memory_format,
-            (list(value.shape),),
-            tag=Tag("buffer", group),
-            near=node,
-            dtype=value.dtype,
-            device=value.device,
-            pin_memory=False,
-        )
-        start = edit.insert(
-            graph, _c10d.all_gather_into_tensor_out.default, node.args, tag=node.meta["zerofx"], near=node, out=buffer
-        )
-    node.replace_all_uses_with(start)
-    graph.erase_node(node)
 
 
 def _as_all_to_all(gm: GraphModule, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""The two symbolic operators: one parameter brought, one gradient reduced.
+"""zerofx's own operators: two symbolic ones, a collective, and a statement.
 
 ``gather`` and ``reduce`` think per parameter, and say so with one node each; ``group`` then replaces these nodes by
 one collective per group. Both operators really run (slowly), so that a graph can be executed after any pass:
@@ -10,7 +10,10 @@ one collective per group. Both operators really run (slowly), so that a graph ca
                                                             ``grad`` over the M ranks from ``offset`` on, and zeros
 ==========================================================  ========================================================
 
-and one statement, ``zerofx.discard(buffer)``: frees the storage of a gathered buffer here and now.
+One collective that PyTorch spells worse on gloo, ``zerofx.all_gather_by_broadcast(shard, M, group)``: what
+``all_gather_into_tensor`` is, by a broadcast of each rank's part. (Gloo's all-gather goes through a second buffer, its
+broadcast does not: less than half the time, docs/architecture.md.) And one statement, ``zerofx.discard(buffer)``: frees
+the storage of a gathered buffer here and now.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from __future__ import annotations
 import math
 
 import torch
+
+from zerofx._torch import resolve_process_group
 
 _c10d = torch.ops._c10d_functional
 
@@ -48,6 +53,34 @@ def reduce_grad(grad: torch.Tensor, offset: int, shard_numel: int, world_size: i
 @reduce_grad.register_fake
 def _(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str) -> torch.Tensor:
     return grad.new_empty(shard_numel)
+
+
+# Straight to the dispatcher: what `custom_op` wraps around it costs a tenth of a millisecond a call.
+_library = torch.library.Library("zerofx", "FRAGMENT")
+_library.define("all_gather_by_broadcast(Tensor shard, int world_size, str process_group) -> Tensor")
+
+
+def all_gather_by_broadcast_(
+    out: torch.Tensor, shard: torch.Tensor, world_size: int, process_group: str
+) -> torch.Tensor:
+    """Start to fill ``out`` with every rank's ``shard`` (of any dtype); ``wait_tensor(out)`` waits for it."""
+    parts = out.chunk(world_size)
+    parts[resolve_process_group(process_group).rank()].copy_(shard)
+    for rank, part in enumerate(parts):
+        _c10d.broadcast_(part, rank, process_group)
+    return out
+
+
+def _all_gather_by_broadcast(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    return all_gather_by_broadcast_(_gathered(shard, world_size), shard, world_size, process_group)
+
+
+def _gathered(shard: torch.Tensor, world_size: int, process_group: str = "") -> torch.Tensor:
+    return shard.new_empty(world_size * shard.numel())
+
+
+_library.impl("all_gather_by_broadcast", _all_gather_by_broadcast, "CompositeExplicitAutograd")
+_library.impl("all_gather_by_broadcast", _gathered, "Meta")
 
 
 def discard(buffer: torch.Tensor) -> None:

@@ -97,8 +97,9 @@ def _nothing(payload: int, world: int) -> int:
 
 # operator: (name, index of the argument that is counted, that argument is one rank's part only, wire bytes).
 # The payload is the whole, unsharded data. Wire bytes are what the collective's *definition* makes one rank
-# receive (or send, where that is more), parts taken as equal. An implementation may send more: gloo's
-# reduce-scatter is an all-reduce underneath.
+# receive (or send, where that is more), parts taken as equal; what a broadcast's root sends is counted where
+# it is received, so that M broadcasts of a part each are an all-gather. An implementation may send more:
+# gloo's reduce-scatter is an all-reduce underneath.
 _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
     "_allgather_base_": ("all_gather", 0, False, _all_but_mine),
     "allgather_": ("all_gather", 0, False, _all_but_mine),
@@ -137,7 +138,8 @@ def _note(operator: str, args: tuple[Any, ...]) -> None:
     payload = _nbytes(args[counted]) * (world if one_part else 1)
     dtypes = tuple(dict.fromkeys(t.dtype for t in tensors))
     thread = threading.get_ident()
-    event = Collective(name, wire(payload, world), payload, dtypes, group.group_name, world, operator, thread)
+    received = 0 if operator == "broadcast_" and args[2] == group.rank() else wire(payload, world)
+    event = Collective(name, received, payload, dtypes, group.group_name, world, operator, thread)
     with _lock:
         for log in _logs:
             log.events.append(event)

@@ -54,7 +54,12 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`."""
+    """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`.
+
+    An optimizer comes here a dozen times per parameter and step: what it asks most is answered first.
+    """
+    if func in _GETTERS:
+        return _as_is(func, args, kwargs)
     name = getattr(func, "__name__", str(func)).split(".")[0]
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
@@ -74,7 +79,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in ("register_hook", "detach_", "share_memory_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
 
-    sharded = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, ShardedTensor)]
+    sharded = _sharded([*args, *kwargs.values()])
     written = kwargs.get("out", args[0] if is_in_place(name) and args else None)
     for x in sharded if name.startswith(LISTS) and name.endswith("_") else [written]:
         _check_leaf(x)
@@ -90,6 +95,19 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if reduced is not NotImplemented:
             return reduced
     return _on_full(func, name, args, kwargs, written)
+
+
+_GETTERS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
+)
+
+
+def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
+    """The sharded tensors among ``values``, in lists and dicts too."""
+    if any(isinstance(x, (list, tuple, dict)) for x in values):
+        values = pytree.tree_leaves(values)
+    return [x for x in values if isinstance(x, ShardedTensor)]
 
 
 def _as_is(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -120,9 +138,9 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
 
 def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor:
     """``gradient`` as ``tensor.grad`` can hold it: of a plain, full-size one this rank's slice."""
-    same_slot = not isinstance(gradient, ShardedTensor) or (
-        gradient._slot == tensor._slot and gradient._group is tensor._group
-    )
+    same_slot = not isinstance(gradient, ShardedTensor) or _same_slot(gradient, tensor)
+    if same_slot and isinstance(gradient, ShardedTensor) and gradient._local.dtype == tensor._local.dtype:
+        return gradient
     if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype or not same_slot:
         raise RuntimeError(
             f"assigning to .grad of {tensor._slot.name!r}: expected a gradient of shape {list(tensor.shape)} and "
@@ -144,7 +162,7 @@ def _on_slices(
 
     def local(x: Any) -> Any:
         if isinstance(x, ShardedTensor):
-            if x._slot != like._slot or x._group is not like._group:
+            if not _same_slot(x, like):
                 raise _Mismatch
             return x._local
         if isinstance(x, torch.Tensor) and x.numel() != 1:
@@ -153,9 +171,9 @@ def _on_slices(
             return _narrow(like, x)
         return x
 
-    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     try:
-        local_args, local_kwargs = pytree.tree_map(local, (args, kwargs))
+        local_args = [local(x) for x in args]
+        local_kwargs = {k: local(v) for k, v in kwargs.items() if k != "memory_format"}
     except _Mismatch:
         return NotImplemented
     result = func(*local_args, **local_kwargs)
@@ -167,6 +185,10 @@ def _on_slices(
     if result.device != like._local.device and isinstance(like, ShardedParameter):
         like._refuse(f"moving to {result.device}", "move the module before zerofx.compile or zerofx.shard")
     return like.like(result)
+
+
+def _same_slot(a: ShardedTensor, b: ShardedTensor) -> bool:
+    return a._group is b._group and (a._slot is b._slot or a._slot == b._slot)
 
 
 def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]) -> Any:
@@ -261,9 +283,12 @@ def _check_leaf(tensor: Any) -> None:
 
 
 def _wrote(tensor: ShardedTensor) -> None:
-    """Count a write, so that a backward that saved the old value raises instead of computing with the new one."""
+    """Count a write, so that a backward that saved the old value raises, and replicas are refreshed.
+
+    The slice's too: PyTorch's fused optimizers count none.
+    """
     with DisableTorchFunction():
-        torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version([tensor, tensor._local])
 
 
 class _Mismatch(Exception):

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zerofx._torch import resolve_process_group, will_accumulate
+from zerofx._torch import backend_name, resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
+from zerofx.passes.ops import all_gather_by_broadcast_
 from zerofx.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -140,8 +141,11 @@ class ShardGroup:
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
         if self.layout.world_size > 1:
-            # With out=, into the replica itself; also the one that is sound on gloo (docs/architecture.md).
-            _c10d.all_gather_into_tensor_out(shard, self.layout.world_size, self.group_name, out=self.replica)
+            args = (shard, self.layout.world_size, self.group_name)
+            if backend_name(self.process_group, self.device) == "gloo":
+                all_gather_by_broadcast_(self.replica, *args)  # why: passes/lower.py
+            else:
+                _c10d.all_gather_into_tensor_out(*args, out=self.replica)
         elif shard is not self.shard:
             self.replica.copy_(shard)
         self.mark_fresh()

@@ -59,24 +59,26 @@ def test_a_group_is_averaged_right_behind_its_last_gradient() -> None:
     applied = apply(gm, ctx, all_reduce)
     assert applied.edits == 2
     FileCheck().check("sum_1 = torch.ops.aten.sum.dim_IntList(tangents_1, [0])").check_next(
-        "reshape_default = torch.ops.aten.reshape.default(mm_1, [-1])"
-    ).check_next("reshape_default_1 = torch.ops.aten.reshape.default(sum_1, [-1])").check_next(
+        "mul_tensor = torch.ops.aten.mul.Tensor(mm_1, 0.5)"
+    ).check_next("mul_tensor_1 = torch.ops.aten.mul.Tensor(sum_1, 0.5)").check_next(
+        "reshape_default = torch.ops.aten.reshape.default(mul_tensor, [-1])"
+    ).check_next("reshape_default_1 = torch.ops.aten.reshape.default(mul_tensor_1, [-1])").check_next(
         "cat_default = torch.ops.aten.cat.default([reshape_default, reshape_default_1])"
     ).check_next(
         "all_reduce_default = torch.ops._c10d_functional.all_reduce.default(cat_default, 'sum', 'pg')"
     ).check_next("wait_tensor.default(all_reduce_default)").check_next(
-        "mul.Tensor(wait_tensor_default, 0.5)"
-    ).check_next("as_strided.default(mul_tensor, [8, 8], [8, 1], 0)").check_next(
-        "as_strided.default(mul_tensor, [8], [1], 64)"
-    ).check_next("return (None, None, mm, as_strided_default, as_strided_default_1)").run(gm.code)
+        "as_strided.default(wait_tensor_default, [8, 8], [8, 1], 0)"
+    ).check_next("as_strided.default(wait_tensor_default, [8], [1], 64)").check_next(
+        "return (None, None, mm, as_strided_default, as_strided_default_1)"
+    ).run(gm.code)
     assert_documented(applied.inserted, {"pack": {5}, "all_reduce": {5}, "wait_grad": {5}, "gradient": {5}})
     assert [[slot.name for slot in reduction.slots] for reduction in ctx.reductions] == [["aw"], ["ab"]]
 
 
 def bucket(name: str, n: int) -> list[str]:
     """What averages ``n`` gradients."""
-    packs = n + 1 if n > 1 else 1  # one alone is packed as it is
-    return [*[f"pack {name}"] * packs, f"all_reduce {name}", f"wait_grad {name}", *[f"gradient {name}"] * (1 + n)]
+    packs = 2 * n + (n > 1)  # one alone is packed as it is
+    return [*[f"pack {name}"] * packs, f"all_reduce {name}", f"wait_grad {name}", *[f"gradient {name}"] * n]
 
 
 def test_buckets_of_groups_are_averaged_between_the_layers() -> None:
@@ -341,8 +343,8 @@ def test_a_bucket_is_waited_for_in_front_of_the_next_ones_packing() -> None:
     apply(gm, ctx, all_reduce)
     assert apply(gm, ctx, prefetch).inserted == []
     produced = ["t", "mm", "t", "mm", "sum"]
-    packed = {name: [*[f"pack {name}"] * 3, f"all_reduce {name}"] for name in "abc"}
-    waited = {name: [f"wait_grad {name}", *[f"gradient {name}"] * 3] for name in "abc"}
+    packed = {name: [*[f"pack {name}"] * 5, f"all_reduce {name}"] for name in "abc"}
+    waited = {name: [f"wait_grad {name}", *[f"gradient {name}"] * 2] for name in "abc"}
     assert events(gm) == [
         *(*produced, *packed["c"]),
         *(*produced, *waited["c"], *packed["b"]),  # travels during the next layer's backward
@@ -356,8 +358,8 @@ def test_a_bucket_per_parameter_is_waited_for_behind_the_next_gradient() -> None
     gm, ctx = mlp_backward(2, layers="a", stage=0, buckets="parameter")
     apply(gm, ctx, all_reduce, prefetch)
     assert events(gm)[3:] == [
-        *("mm", "pack aw", "all_reduce aw", "sum", "wait_grad aw", "gradient aw", "gradient aw"),
-        *("pack ab", "all_reduce ab", "wait_grad ab", "gradient ab", "gradient ab"),
+        *("mm", "pack aw", "pack aw", "all_reduce aw", "sum", "wait_grad aw", "gradient aw"),
+        *("pack ab", "pack ab", "all_reduce ab", "wait_grad ab", "gradient ab"),
     ]
 
 
@@ -373,9 +375,20 @@ def test_forward_graphs_and_those_without_gradients_are_left_alone(buckets: str,
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
-@pytest.mark.parametrize("graph", [mlp_forward, mlp_backward])
-def test_nothing_is_left_to_lower(graph, executor: str) -> None:
-    gm, ctx = graph(2, stage=0, executor=executor)
+@pytest.mark.parametrize("buckets", BUCKETS)
+def test_what_was_packed_is_reduced_in_place(buckets: str, executor: str) -> None:
+    gm, ctx = mlp_backward(2, stage=0, executor=executor, buckets=buckets)
+    *passes, lower = pipeline(0)
+    apply(gm, ctx, *passes)
+    packed = 0 if buckets == "parameter" else len(events(gm, "all_reduce"))  # one alone may be anybody's
+    before = events(gm)
+    assert apply(gm, ctx, lower).edits == packed
+    assert gm.code.count("all_reduce_.default(cat_default") == packed and events(gm) == before
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_in_a_forward_graph_nothing_is_left_to_lower(executor: str) -> None:
+    gm, ctx = mlp_forward(2, stage=0, executor=executor)
     *passes, lower = pipeline(0)
     apply(gm, ctx, *passes)
     assert_left_alone(gm, ctx, lower)

@@ -42,22 +42,20 @@ def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
     ).check_same(", [2, 64])").check_next("sum.dim_IntList(view_default, [0])").check_next(
         "mul.Tensor(sum_dim_int_list, 0.5)"
     ).check_not("reduce_scatter").run(gm.code)
-    assert_documented(applied.inserted, {"buffer": {1}, "all_gather": {1}, "reduce_scatter": {5}, "gradient": {5}})
+    assert_documented(applied.inserted, {"reduce_scatter": {5}, "gradient": {5}})
 
 
-def test_on_gloo_a_gather_fills_a_buffer_of_its_own() -> None:
+def test_on_gloo_an_all_gather_becomes_broadcasts() -> None:
     gm, ctx = mlp_forward(2, layers="ab")
     apply(gm, ctx, *up_to(discard))
     before = events(gm)
     applied = apply(gm, ctx, lower)
     assert applied.edits == 2
-    FileCheck().check("torch.ops.aten.empty.memory_format([128], dtype = torch.float32").check_next(
-        "torch.ops._c10d_functional.all_gather_into_tensor_out.default(shard_a, 2, 'pg', out = empty_memory_format)"
-    ).check("wait_tensor.default(all_gather_into_tensor_out_default)").check_not("all_gather_into_tensor.default").run(
-        gm.code
-    )
-    assert [event for event in events(gm) if not event.startswith("buffer")] == before
-    assert_documented(applied.inserted, {"buffer": {1, 3}, "all_gather": {1, 3}})
+    FileCheck().check("torch.ops.zerofx.all_gather_by_broadcast.default(shard_a, 2, 'pg')").check(
+        "wait_tensor.default(all_gather_into_tensor_default)"
+    ).check_not("all_gather_into_tensor.default").run(gm.code)
+    assert events(gm) == before
+    assert applied.inserted == []
 
 
 @pytest.mark.parametrize("backend", ["nccl", "fake", "mpi"])
@@ -99,17 +97,13 @@ def test_with_one_rank_there_is_nothing_to_do(graph, executor: str) -> None:
 
 
 def control_deps(gm: GraphModule) -> dict[str, set[str]]:
-    """Node -> what must come before it besides its inputs, but for the chain of all starts.
-
-    What holds for the buffer that a gather fills is said of the gather, its only user.
-    """
+    """Node -> what must come before it besides its inputs, but for the chain of all starts."""
     ordered = {}
     for node in gm.graph.nodes:
         if "control_deps" not in str(node.target):
             continue
         deps = {str(dep) for dep in node.args[0]}
-        if "zerofx" in node.meta and node.meta["zerofx"].kind == "buffer":
-            (node,) = node.users
+        if "zerofx" in node.meta and node.meta["zerofx"].kind == "all_gather":
             deps = {dep for dep in deps if not dep.startswith("all_gather")}
         ordered[node.name] = deps
     return {name: deps for name, deps in ordered.items() if deps}
@@ -119,14 +113,14 @@ def test_inductor_gets_the_discards_as_dependences() -> None:
     gm, ctx = mlp_forward(2, executor="inductor")
     apply(gm, ctx, *up_to(discard))
     applied = apply(gm, ctx, lower)
-    assert applied.edits == gm.code.count("control_deps(") + 3  # each gather got a buffer
+    assert applied.edits == gm.code.count("control_deps(") + 3  # and the gathers
     assert "discard" not in gm.code
     assert control_deps(gm) == {
-        "wait_tensor_default": {"all_gather_into_tensor_out_default_1"},
-        "all_gather_into_tensor_out_default_2": {"addmm"},
-        "wait_tensor_default_1": {"all_gather_into_tensor_out_default_2"},
+        "wait_tensor_default": {"all_gather_into_tensor_default_1"},
+        "all_gather_into_tensor_default_2": {"addmm"},
+        "wait_tensor_default_1": {"all_gather_into_tensor_default_2"},
     }
-    assert_documented(applied.inserted, {"buffer": {1, 3, 5}, "all_gather": {1, 3, 5}, "wait": {1, 3}})
+    assert_documented(applied.inserted, {"all_gather": {3, 5}, "wait": {1, 3}})
     order = ["all_gather a", "all_gather b", "wait a", "all_gather c", "wait b", "wait c"]
     assert events(gm, "all_gather", "wait") == order
 
@@ -136,14 +130,14 @@ def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() ->
     apply(gm, ctx, *up_to(lower))
     first, *starts = edit.tagged(gm.graph, "all_gather")
     for start in starts:
-        assert first in start.kwargs["out"].args[0]
+        assert first in start.args[0]
         first = start
 
 
 def test_the_first_wait_stands_behind_all_starts_that_go_ahead_of_it() -> None:
     gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
     apply(gm, ctx, *up_to(lower))
-    assert control_deps(gm) == {"wait_tensor_default": {f"all_gather_into_tensor_out_default_{i}" for i in (1, 2, 3)}}
+    assert control_deps(gm) == {"wait_tensor_default": {f"all_gather_into_tensor_default_{i}" for i in (1, 2, 3)}}
 
 
 def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> None:
@@ -155,7 +149,7 @@ def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> Non
     gm, ctx = s.done(x)
     apply(gm, ctx, *up_to(lower))
     assert events(gm, "all_gather") == [f"all_gather {name}" for name in ("tied", "a", "b", "c")]
-    assert control_deps(gm)["all_gather_into_tensor_out_default_2"] == {"mm", "mm_1", "mm_2"}
+    assert control_deps(gm)["all_gather_into_tensor_default_2"] == {"mm", "mm_1", "mm_2"}
 
 
 def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> None:
@@ -169,7 +163,7 @@ def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> N
     order = ["all_gather a", "wait a", "weight a", "exp", "discard a", "add", "all_gather b", "wait b"]
     assert events(gm)[:8] == order
     apply(gm, ctx, lower)
-    assert control_deps(gm) == {"add": {"exp"}, "all_gather_into_tensor_out_default_1": {"exp"}}
+    assert control_deps(gm) == {"add": {"exp"}, "all_gather_into_tensor_default_1": {"exp"}}
 
 
 @pytest.mark.parametrize("reader", ["exp", "mm"])
@@ -180,7 +174,7 @@ def test_what_only_the_caller_reads_of_a_weight_needs_no_other_reader(reader: st
     value = s.call(aten.exp.default, a) if reader == "exp" else s.call(aten.mm.default, x, a)
     gm, ctx = s.done(s.call(aten.mm.default, x, b), value)  # as CLIP returns the exponential of its scale
     apply(gm, ctx, *up_to(lower))
-    assert control_deps(gm)["all_gather_into_tensor_out_default_1"] == {value.name}
+    assert control_deps(gm)["all_gather_into_tensor_default_1"] == {value.name}
 
 
 def generated_events(gm: GraphModule) -> list[str]:
@@ -192,9 +186,11 @@ def generated_events(gm: GraphModule) -> list[str]:
         _, (code,) = run_and_get_code(lambda: _torch.generate_code(gm, inputs))
     found, group_of = [], {}
     for line in code.partition("def call")[2].splitlines():
-        if start := re.match(r"\s*torch\.ops\.\w+\.all_gather_into_tensor_out\.default\(shard_(\w+),.*out=(\w+)", line):
-            group_of[start[2]] = start[1]
-            found.append(f"all_gather {start[1]}")
+        if start := re.match(r"\s*(\w+) = torch\.ops\.\w+\.all_gather_by_broadcast\.default\(shard_(\w+),", line):
+            group_of[start[1]] = start[2]
+            found.append(f"all_gather {start[2]}")
+        elif alias := re.match(r"\s*(\w+) = (\w+)$", line):
+            group_of |= {alias[1]: group_of[alias[2]]} if alias[2] in group_of else {}
         elif wait := re.match(r"\s*torch\.ops\.\w+\.wait_tensor\.default\((\w+)", line):
             found.append(f"wait {group_of[wait[1]]}")
         elif kernel := re.match(r"\s*(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(\w+)", line):
