@@ -1,0 +1,301 @@
+"""`AdamW`: the optimizer's step on flat shards, with clipping, unscaling and master weights folded in.
+
+What ``torch.optim.AdamW`` with ``clip_grad_norm_`` and a cast does in three walks over lists of tensors is one walk
+over a few flat runs here (`zerofx.spans`)::
+
+    gradients ──▶ sum of squares ──all-reduce──▶ norm ──▶ found_inf, factor = clip / scale
+    gradients, moments, weights ──▶ one update with the factor, or none where found_inf
+
+Where the weights are of low precision the update is of *master weights*, which the optimizer holds: float32 copies,
+or the 16 bits that a bfloat16 weight lacks (`zerofx.kernels.split`). Bytes of state per parameter, sharded as it is:
+
+==========================  =============  =======  ==============================================
+weights                     master         moments  where the master lives
+==========================  =============  =======  ==============================================
+float32                     --             8        the weights are the master (`MixedPrecision` too:
+                                                    there the group's shard is)
+bfloat16, float16           4              8        ``state[p]["master"]``
+bfloat16, master="split"    2              8        ``state[p]["remainder"]``
+==========================  =============  =======  ==============================================
+
+and 4 less with ``moments=torch.bfloat16``, rounded stochastically. Which code runs where:
+
+======================  ================================================================================
+device                  path
+======================  ================================================================================
+cpu                     `zerofx.kernels.cpu`: PyTorch's fused AdamW, or a loop that Inductor compiles
+cuda                    Triton: three launches per step and group, nothing waits for the host
+======================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from zerofx._torch import DisableTorchFunction
+from zerofx.group import ShardGroup
+from zerofx.kernels import cpu
+from zerofx.kernels.split import join, split
+from zerofx.parameter import ShardedTensor
+from zerofx.spans import Run, Span, find_runs, find_spans
+
+Master = Literal["float32", "split"] | None
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OPTIONS = ("max_grad_norm", "master", "moments", "seed")
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter 2019) for sharded and plain parameters; the numbers of ``torch.optim.AdamW``.
+
+    It is one: parameter groups, schedulers, hooks, closures, ``state_dict`` and ``GradScaler`` work as they do there,
+    and either loads the other's state.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``. ``lr`` and betas may be tensors.
+        max_grad_norm: clip the norm of all gradients together, over all ranks, as ``clip_grad_norm_`` would before
+            the step. With a number (``inf`` to clip nothing) a step whose norm is not finite changes nothing, on any
+            rank; the last norm is in `grad_norm`. None: gradients are taken as they are.
+        master: what float32 master weights of low-precision parameters are kept as: ``"float32"``, ``"split"`` (the
+            16 bits that a bfloat16 weight lacks: half the memory, the same numbers), or None: none are kept, updates
+            are rounded to the weights' dtype.
+        moments: dtype of both moments: ``torch.float32``, or ``torch.bfloat16``, rounded stochastically.
+        seed: of that rounding.
+
+    Attributes:
+        grad_norm: the norm of the gradients at the last step, unscaled, before clipping; None without max_grad_norm.
+
+    Raises:
+        ValueError: an option out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        master: Master = "float32",
+        moments: torch.dtype = torch.float32,
+        maximize: bool = False,
+        capturable: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping.")
+        if master not in ("float32", "split", None):
+            raise ValueError(f'master={master!r}: expected "float32", "split" or None.')
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments={moments!r}: expected torch.float32 or torch.bfloat16.")
+        self.max_grad_norm, self.master, self.moments, self.seed = max_grad_norm, master, moments, seed
+        self.grad_norm: torch.Tensor | None = None
+        self._spans: list[Span] | None = None
+        self._step_supports_amp_scaling = True
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Returns what ``closure``, which computes the loss anew, returns.
+
+        Raises:
+            RuntimeError: gradients that this optimizer cannot take (sparse, complex); nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runs = self._find_runs()
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        skip = found_inf is not None and bool(found_inf)
+        if self.max_grad_norm is not None:
+            norm = math.sqrt(self._sum_of_squares(run for _, run in runs)) * factor
+            self.grad_norm = torch.tensor(norm)
+            skip |= not math.isfinite(norm)
+            factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
+        if not skip:
+            self._update(runs, factor)
+        return loss
+
+    def _find_runs(self) -> list[tuple[Any, Run]]:
+        """What this step works through, with the parameter group and the step count of each run."""
+        if self._spans is None:
+            self._spans = self._adopt(find_spans(p for group in self.param_groups for p in group["params"]))
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        runs: list[tuple[Any, Run]] = []
+        for span in self._spans:
+            keys: list[object] = []
+            for member in span.members:
+                p, gradient = member.parameter, member.parameter.grad
+                if gradient is None:
+                    keys.append(None)
+                    continue
+                _check_gradient(p, gradient)
+                self._ensure_state(span)
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state.update({name: member.like(flat) for name, flat in span.state.items()})
+                keys.append((group_of[p], float(state["step"])))
+            runs += find_runs(span, keys)
+        return runs
+
+    def _update(self, runs: list[tuple[Any, Run]], factor: float) -> None:
+        written: list[torch.Tensor] = []
+        for key, together in itertools.groupby(sorted(runs, key=lambda run: run[0]), key=lambda run: run[0]):
+            group, steps = self.param_groups[key[0]], key[1] + 1
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            hyper = cpu.Hyper(
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                step=steps,
+            )
+            members = [run for _, run in together]
+            states = [{name: run.of(flat) for name, flat in run.span.state.items()} for run in members]
+            cpu.adamw(
+                [run.of(run.span.weights()) for run in members],
+                [run.flat_gradient() for run in members],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state.get("master", state.get("remainder")) for state in states],
+                hyper,
+                factor,
+                None if self.moments == torch.float32 else hash((self.seed, steps)),
+            )
+        for span in self._spans or ():
+            written += [member.parameter for member in span.members if member.parameter.grad is not None]
+        torch._foreach_add_([self.state[p]["step"] for p in written], 1)
+        # The kernels do not count their writes; replicas and saved weights are checked by these counters.
+        weights = [span.weights() for span in self._spans or () if span.state]
+        with DisableTorchFunction():
+            torch.autograd.graph.increment_version([*written, *weights])
+        for span in self._spans or ():
+            span.version = span.weights()._version
+
+    def _sum_of_squares(self, runs: Iterable[Run]) -> float:
+        """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per mesh."""
+        plain: float = 0.0
+        sharded: dict[str, tuple[ShardGroup, torch.Tensor]] = {}
+        for group in {span.group.group_name: span.group for span in self._spans or () if span.group}.values():
+            sharded[group.group_name] = (group, torch.zeros(1, dtype=torch.float64))
+        for run in runs:
+            squares = cpu.sum_of_squares(run.flat_gradient())
+            if run.span.group is None:
+                plain += squares
+            else:
+                sharded[run.span.group.group_name][1].add_(squares)
+        for group, total in sharded.values():
+            if group.layout.world_size > 1:
+                dist.all_reduce(total, group=group.process_group)
+        return plain + sum(total.item() for _, total in sharded.values())
+
+    def _ensure_state(self, span: Span) -> None:
+        """The span's flat buffers, made when the first of its parameters has a gradient.
+
+        Weights that were written by somebody else since the last step are what counts: their masters are made anew.
+        (A remainder is less than half a unit of a weight's last place, whatever the weight: it can stay.)
+        """
+        weights = span.weights()
+        if span.state:
+            if "master" in span.state and weights._version != span.version:
+                master = span.state["master"]
+                master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
+                span.version = weights._version
+            return
+        for name in _MOMENTS:
+            dtype = torch.float64 if weights.dtype == torch.float64 else self.moments
+            span.state[name] = torch.zeros(span.numel, dtype=dtype, device=weights.device)
+        if weights.dtype.itemsize >= 4 or self.master is None:
+            return
+        if self.master == "split" and weights.dtype == torch.bfloat16:
+            span.state["remainder"] = torch.zeros(span.numel, dtype=torch.int16, device=weights.device)
+        else:
+            span.state["master"] = weights.float()
+        span.version = weights._version
+
+    def _adopt(self, spans: list[Span]) -> list[Span]:
+        """Bring state that parameters have already into the flat buffers of ``spans``."""
+        for span in spans:
+            for member in span.members:
+                state = self.state.get(member.parameter)
+                if not state:
+                    continue
+                self._ensure_state(span)
+                self._adopt_masters(span, member, state)
+                for name, flat in span.state.items():
+                    mine = member.like(flat)
+                    if name in state and state[name] is not mine:
+                        mine.copy_(state[name])
+                    state[name] = mine
+                for name in ({"master", "remainder"} & set(state)) - set(span.state):
+                    del state[name]
+        return spans
+
+    def _adopt_masters(self, span: Span, member: Any, state: dict[str, Any]) -> None:
+        """Masters that were kept another way are made into this optimizer's."""
+        weight = member.like(span.weights())
+        if "remainder" in state and "master" in span.state:
+            local = join(_local(weight), _local(state["remainder"]).to(torch.int16))
+            state["master"] = _like(state["remainder"], local)
+        elif "master" in state and "remainder" in span.state:
+            high, low = split(_local(state["master"]).float())
+            _local(weight).copy_(high)
+            state["remainder"] = _like(state["master"], low)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in _OPTIONS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.grad_norm, self._spans, self._step_supports_amp_scaling = None, None, True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``torch.optim``; what the parameters so far have learned stays."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.is_complex():
+                raise ValueError("zerofx.AdamW takes real parameters; a complex one was found: use torch.view_as_real.")
+        self._spans = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``, but moments and masters keep the dtype that this optimizer has for them."""
+        super().load_state_dict(state_dict)
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in zip(saved, mine, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name in (*_MOMENTS, "master", "remainder"):
+                    self.state[p][name] = value  # torch has cast it to the parameter's dtype
+                elif name == "step":
+                    self.state[p][name] = torch.as_tensor(value).clone()  # torch lets both optimizers count on it
+        self._spans = None
+        self._spans = self._adopt(find_spans(p for group in self.param_groups for p in group["params"]))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return tensor.like(local) if isinstance(tensor, ShardedTensor) else local
+
+
+def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"zerofx.AdamW: a parameter of shape {list(parameter.shape)} has a sparse gradient; use sparse=False in "
+            "the embedding it belongs to, or torch.optim.SparseAdam for it."
+        )

@@ -1,0 +1,168 @@
+"""What an optimizer works through: flat runs of shards, instead of one parameter after another.
+
+The parameters of a group lie end to end in its shard, and their gradients in the output of one reduction. An
+elementwise optimizer need not know where one ends and the next begins::
+
+    shard       | attn.weight ........ | attn.bias | norm.weight | ... | of one group, on one rank
+    span        |<------------------------------------------------>|     all that one optimizer owns
+    runs        |<------------------- decayed ----->|<-not decayed->|    equal hyper-parameters and step count,
+                                                                         gradients that lie as the weights lie
+
+A *span* is a maximal sequence of neighbours in a shard that belong to one optimizer; its state (moments, master
+weights) lies in flat buffers of the span's length, and ``optimizer.state[p]`` holds views of them. A *run* is found
+anew at every step: parameters without a gradient, of another parameter group, with a gradient of their own or behind
+in their step count split a span. A parameter that is not sharded is a span of its own.
+
+Padding between neighbours is in spans and runs: weights, gradients and moments are zero there and stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from zerofx.group import ShardGroup
+from zerofx.layout import Slot
+from zerofx.parameter import ShardedTensor
+
+
+@dataclass
+class Member:
+    """One parameter in a span: ``length`` elements from ``start``, which may be none."""
+
+    parameter: torch.Tensor
+    start: int
+    length: int
+
+    def like(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of a flat buffer of the span, as ``optimizer.state`` has it."""
+        part = flat.narrow(0, self.start, self.length)
+        if isinstance(self.parameter, ShardedTensor):
+            return self.parameter.like(part)
+        return part.as_strided(self.parameter.shape, self.parameter.stride())
+
+
+@dataclass
+class Span:
+    """Neighbours in one shard (``group``), or one parameter that is not sharded (None).
+
+    Attributes:
+        origin: where in the shard the span starts.
+        numel: its length, padding between its members included.
+        state: flat buffers by the name that ``optimizer.state[p]`` has for them.
+        version: the weights' version counter when the state was brought up to date with them.
+    """
+
+    members: list[Member]
+    group: ShardGroup | None
+    origin: int
+    numel: int
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: int = 0
+
+    def weights(self) -> torch.Tensor:
+        """The span's weights, flat: a view, so that what is written there is written to the parameters."""
+        if self.group is not None:
+            return self.group.shard.narrow(0, self.origin, self.numel)
+        return in_memory_order(self.members[0].parameter.detach())
+
+
+@dataclass
+class Run:
+    """Elements of a span from ``start`` up to ``end`` that one kernel call can do, with their gradients."""
+
+    span: Span
+    members: list[Member]
+    gradient: torch.Tensor
+
+    @property
+    def start(self) -> int:
+        return self.members[0].start
+
+    @property
+    def end(self) -> int:
+        return self.members[-1].start + self.members[-1].length
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The run's part of a flat buffer of the span."""
+        return flat.narrow(0, self.start, self.end - self.start)
+
+    def flat_gradient(self) -> torch.Tensor:
+        """The gradients of all members, and what lies between them, as one flat tensor."""
+        return self.gradient.as_strided((self.end - self.start,), (1,))
+
+
+def find_spans(parameters: Iterable[torch.Tensor]) -> list[Span]:
+    """The spans of the parameters of one optimizer, in the order in which it has them, shard by shard."""
+    by_group: dict[ShardGroup, dict[Slot, torch.Tensor]] = {}
+    spans = []
+    for parameter in parameters:
+        if isinstance(parameter, ShardedTensor):
+            by_group.setdefault(parameter._group, {})[parameter._slot] = parameter
+        else:
+            spans.append(Span([Member(parameter, 0, parameter.numel())], None, 0, parameter.numel()))
+    for group, owned in by_group.items():
+        neighbours: list[tuple[Slot, torch.Tensor]] = []
+        for slot in [*group.layout.slots, None]:
+            if slot in owned:
+                neighbours.append((slot, owned[slot]))
+            elif neighbours:
+                spans.append(_span(group, neighbours))
+                neighbours = []
+    return spans
+
+
+def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]]) -> Span:
+    pieces = [(parameter, group.layout.piece(slot, group.rank)) for slot, parameter in neighbours]
+    held = [piece for _, piece in pieces if piece.length]
+    origin = held[0].in_shard if held else 0
+    end = held[-1].in_shard + held[-1].length if held else 0
+    members = [Member(p, piece.in_shard - origin if piece.length else 0, piece.length) for p, piece in pieces]
+    return Span(members, group, origin, end - origin)
+
+
+def find_runs(span: Span, keys: list[object]) -> Iterator[tuple[object, Run]]:
+    """The runs of ``span`` at this step; members of one run have equal ``keys``. A key of None takes no part.
+
+    A gradient continues a run where it lies behind the gradients before it as its weight lies behind theirs.
+    """
+    key: object = None
+    run: Run | None = None
+    for member, its_key in zip(span.members, keys, strict=True):
+        if its_key is not None and not member.length:
+            continue  # nothing of it is here, and it separates nobody
+        gradient = None if its_key is None else _local_gradient(member.parameter)
+        if run is not None and gradient is not None and key == its_key and _continues(run, member, gradient):
+            run.members.append(member)
+            continue
+        if run is not None:
+            yield key, run
+        key, run = its_key, None if gradient is None else Run(span, [member], gradient)
+    if run is not None:
+        yield key, run
+
+
+def _continues(run: Run, member: Member, gradient: torch.Tensor) -> bool:
+    first = run.gradient
+    return (
+        gradient.dtype == first.dtype
+        and gradient.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and gradient.storage_offset() - first.storage_offset() == member.start - run.start
+    )
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, ShardedTensor):
+        return gradient._local
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return in_memory_order(gradient)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor without gaps, as a 1-D view in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
