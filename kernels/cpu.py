@@ -130,9 +130,12 @@ def adamw(
     masters: Sequence[torch.Tensor | None],
     hyper: Hyper,
     factor: float = 1.0,
-    seed: int | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> None:
-    """One step on several runs that share ``hyper``. ``factor`` multiplies the gradients (clip coefficient / scale)."""
+    """One step on several runs that share ``hyper``.
+
+    ``factor`` multiplies the gradients (clip coefficient / scale); ``seeds``, one for each run, round bfloat16 moments.
+    """
     if all(_uniform(*run) for run in zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True)):
         scale = None if factor == 1.0 else torch.tensor(1.0 / factor)
         torch._fused_adamw_(
@@ -155,10 +158,8 @@ def adamw(
     sign = -1.0 if hyper.maximize else 1.0
     coefficients = torch.tensor([sign * factor, *hyper.coefficients], dtype=torch.float32)
     for i, run in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True)):
-        bits = (
-            None if seed is None else torch.tensor((seed * 0x9E3779B1 + i * 0x85EBCA6B) % (1 << 31), dtype=torch.int32)
-        )
-        _compiled()(*run, coefficients, bits)
+        seed = None if seeds is None else torch.tensor(seeds[i] % (1 << 31), dtype=torch.int32)
+        _compiled()(*run, coefficients, seed)
 
 
 def _uniform(

@@ -32,18 +32,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from zerofx._torch import DisableTorchFunction
-from zerofx.group import ShardGroup
+from zerofx.device_step import DeviceStep
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
 from zerofx.parameter import ShardedTensor
-from zerofx.spans import Run, Span, find_runs, find_spans
+from zerofx.spans import Run, Span, find_runs, find_spans, meshes_of
 
 Master = Literal["float32", "split"] | None
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,6 +99,7 @@ class AdamW(torch.optim.AdamW):
         self.max_grad_norm, self.master, self.moments, self.seed = max_grad_norm, master, moments, seed
         self.grad_norm: torch.Tensor | None = None
         self._spans: list[Span] | None = None
+        self._device_step: DeviceStep | None = None
         self._step_supports_amp_scaling = True
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
 
@@ -112,95 +114,87 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runs = self._find_runs()
+        spans = self._prepare()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        factor = 1.0 if scale is None else 1.0 / float(scale)
-        skip = found_inf is not None and bool(found_inf)
-        if self.max_grad_norm is not None:
-            norm = math.sqrt(self._sum_of_squares(run for _, run in runs)) * factor
-            self.grad_norm = torch.tensor(norm)
-            skip |= not math.isfinite(norm)
-            factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
-        if not skip:
-            self._update(runs, factor)
+        if self._device_step is None:
+            self._step_on_host(spans, scale, found_inf)
+        else:
+            self._step_on_device(spans, scale, found_inf, self._device_step)
+        self._count_writes(spans)
         return loss
 
-    def _find_runs(self) -> list[tuple[Any, Run]]:
-        """What this step works through, with the parameter group and the step count of each run."""
+    def _prepare(self) -> list[Span]:
+        """The spans, with state for every parameter that has a gradient."""
         if self._spans is None:
-            self._spans = self._adopt(find_spans(p for group in self.param_groups for p in group["params"]))
-        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        runs: list[tuple[Any, Run]] = []
+            self._flatten()
+        assert self._spans is not None
         for span in self._spans:
-            keys: list[object] = []
             for member in span.members:
                 p, gradient = member.parameter, member.parameter.grad
                 if gradient is None:
-                    keys.append(None)
                     continue
                 _check_gradient(p, gradient)
                 self._ensure_state(span)
                 state = self.state[p]
                 if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state.update({name: member.like(flat) for name, flat in span.state.items()})
-                keys.append((group_of[p], float(state["step"])))
-            runs += find_runs(span, keys)
-        return runs
+                    own = torch.tensor(0.0) if self._device_step is None else self._device_step.step_of(p)
+                    state.update({"step": own} | {name: member.like(flat) for name, flat in span.state.items()})
+        return self._spans
 
-    def _update(self, runs: list[tuple[Any, Run]], factor: float) -> None:
-        written: list[torch.Tensor] = []
-        for key, together in itertools.groupby(sorted(runs, key=lambda run: run[0]), key=lambda run: run[0]):
-            group, steps = self.param_groups[key[0]], key[1] + 1
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            hyper = cpu.Hyper(
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                maximize=group["maximize"],
-                step=steps,
-            )
-            members = [run for _, run in together]
-            states = [{name: run.of(flat) for name, flat in run.span.state.items()} for run in members]
+    def _step_on_host(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        runs: list[tuple[int, float, int, Run]] = []
+        for n, span in enumerate(spans):
+            owners = [(member.parameter, member.parameter.grad is not None) for member in span.members]
+            keys = [(group_of[p], float(self.state[p]["step"])) if takes_part else None for p, takes_part in owners]
+            runs += [(*key, n, run) for key, run in find_runs(span, keys)]  # type: ignore[misc]
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        skip = found_inf is not None and bool(found_inf)
+        if self.max_grad_norm is not None:
+            norm = math.sqrt(_sum_of_squares(spans, [run for *_, run in runs])) * factor
+            self.grad_norm = torch.tensor(norm)
+            skip |= not math.isfinite(norm)
+            factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
+        if skip:
+            return
+        runs.sort(key=lambda run: run[:3])
+        for (index, step), together in itertools.groupby(runs, key=lambda run: run[:2]):
+            hyper = _hyper(self.param_groups[index], step + 1)
+            members = list(together)
+            states = [{name: run.of(flat) for name, flat in run.span.state.items()} for *_, run in members]
+            # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
+            seeds = [hash((self.seed, step, n)) + run.start for _, _, n, run in members]
             cpu.adamw(
-                [run.of(run.span.weights()) for run in members],
-                [run.flat_gradient() for run in members],
+                [run.of(run.span.weights()) for *_, run in members],
+                [run.flat_gradient() for *_, run in members],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state.get("master", state.get("remainder")) for state in states],
                 hyper,
                 factor,
-                None if self.moments == torch.float32 else hash((self.seed, steps)),
+                None if self.moments == torch.float32 else seeds,
             )
-        for span in self._spans or ():
-            written += [member.parameter for member in span.members if member.parameter.grad is not None]
-        torch._foreach_add_([self.state[p]["step"] for p in written], 1)
-        # The kernels do not count their writes; replicas and saved weights are checked by these counters.
-        weights = [span.weights() for span in self._spans or () if span.state]
-        with DisableTorchFunction():
-            torch.autograd.graph.increment_version([*written, *weights])
-        for span in self._spans or ():
-            span.version = span.weights()._version
+        torch._foreach_add_([self.state[p]["step"] for p in _with_gradient(spans)], 1)
 
-    def _sum_of_squares(self, runs: Iterable[Run]) -> float:
-        """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per mesh."""
-        plain: float = 0.0
-        sharded: dict[str, tuple[ShardGroup, torch.Tensor]] = {}
-        for group in {span.group.group_name: span.group for span in self._spans or () if span.group}.values():
-            sharded[group.group_name] = (group, torch.zeros(1, dtype=torch.float64))
-        for run in runs:
-            squares = cpu.sum_of_squares(run.flat_gradient())
-            if run.span.group is None:
-                plain += squares
-            else:
-                sharded[run.span.group.group_name][1].add_(squares)
-        for group, total in sharded.values():
-            if group.layout.world_size > 1:
-                dist.all_reduce(total, group=group.process_group)
-        return plain + sum(total.item() for _, total in sharded.values())
+    def _step_on_device(
+        self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None, device_step: DeviceStep
+    ) -> None:
+        runs: list[Run] = []
+        for span in spans:
+            keys = [None if member.parameter.grad is None else "" for member in span.members]
+            runs += [run for _, run in find_runs(span, keys)]
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        norm = device_step(runs, _with_gradient(spans), groups, self.max_grad_norm, scale, found_inf)
+        self.grad_norm = None if self.max_grad_norm is None else norm
+
+    def _count_writes(self, spans: list[Span]) -> None:
+        """The kernels do not count their writes; replicas, and weights saved for backward, go by these counters."""
+        weights = [span.weights() for span in spans if span.state]
+        with DisableTorchFunction():
+            torch.autograd.graph.increment_version([*_with_gradient(spans), *weights])
+        for span in spans:
+            span.version = span.weights()._version
 
     def _ensure_state(self, span: Span) -> None:
         """The span's flat buffers, made when the first of its parameters has a gradient.
@@ -226,8 +220,11 @@ class AdamW(torch.optim.AdamW):
             span.state["master"] = weights.float()
         span.version = weights._version
 
-    def _adopt(self, spans: list[Span]) -> list[Span]:
-        """Bring state that parameters have already into the flat buffers of ``spans``."""
+    def _flatten(self) -> None:
+        """Find the spans anew, and bring the state that parameters have already into flat buffers."""
+        spans = self._spans = find_spans(p for group in self.param_groups for p in group["params"])
+        device = next(iter(spans)).weights().device
+        self._device_step = DeviceStep(spans, device, self.seed) if _runs_triton(device) else None
         for span in spans:
             for member in span.members:
                 state = self.state.get(member.parameter)
@@ -238,11 +235,15 @@ class AdamW(torch.optim.AdamW):
                 for name, flat in span.state.items():
                     mine = member.like(flat)
                     if name in state and state[name] is not mine:
-                        mine.copy_(state[name])
+                        _copy(mine, state[name])
                     state[name] = mine
                 for name in ({"master", "remainder"} & set(state)) - set(span.state):
                     del state[name]
-        return spans
+                if self._device_step is not None:
+                    own = self._device_step.step_of(member.parameter)
+                    state["step"] = own.copy_(state["step"])
+                elif state["step"].device.type != "cpu":
+                    state["step"] = state["step"].cpu()
 
     def _adopt_masters(self, span: Span, member: Any, state: dict[str, Any]) -> None:
         """Masters that were kept another way are made into this optimizer's."""
@@ -260,7 +261,8 @@ class AdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.grad_norm, self._spans, self._step_supports_amp_scaling = None, None, True
+        self.grad_norm, self._spans, self._device_step = None, None, None
+        self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``; what the parameters so far have learned stays."""
@@ -281,8 +283,7 @@ class AdamW(torch.optim.AdamW):
                     self.state[p][name] = value  # torch has cast it to the parameter's dtype
                 elif name == "step":
                     self.state[p][name] = torch.as_tensor(value).clone()  # torch lets both optimizers count on it
-        self._spans = None
-        self._spans = self._adopt(find_spans(p for group in self.param_groups for p in group["params"]))
+        self._flatten()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,6 +292,42 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return tensor.like(local) if isinstance(tensor, ShardedTensor) else local
+
+
+def _runs_triton(device: torch.device) -> bool:
+    """The choice of path: kernels for GPUs (and in Triton's interpreter, which tests use), `kernels.cpu` elsewhere."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _with_gradient(spans: list[Span]) -> list[torch.Tensor]:
+    return [member.parameter for span in spans for member in span.members if member.parameter.grad is not None]
+
+
+def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return cpu.Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"], step)
+
+
+def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
+    """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per mesh."""
+    totals = {name: torch.zeros(1, dtype=torch.float64) for name in (None, *meshes_of(spans))}
+    for run in runs:
+        group = run.span.group
+        totals[None if group is None else group.group_name] += cpu.sum_of_squares(run.flat_gradient())
+    for name, group in meshes_of(spans).items():
+        if group.layout.world_size > 1:
+            dist.all_reduce(totals[name], group=group.process_group)
+    return sum(total.item() for total in totals.values())
+
+
+def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """``value``, whole or sharded like ``mine`` (by another module's group, perhaps), into ``mine``."""
+    if isinstance(mine, ShardedTensor) and isinstance(value, ShardedTensor):
+        if value._group.layout == mine._group.layout and value._slot == mine._slot:
+            mine._local.copy_(value._local)
+            return
+        value = value.full_tensor()
+    mine.copy_(value)
 
 
 def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ Padding between neighbours is in spans and runs: weights, gradients and moments 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -123,7 +123,12 @@ def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]]) -> Spa
     return Span(members, group, origin, end - origin)
 
 
-def find_runs(span: Span, keys: list[object]) -> Iterator[tuple[object, Run]]:
+def meshes_of(spans: Iterable[Span]) -> dict[str, ShardGroup]:
+    """One group of each mesh that the spans' shards are spread over, by the name of the mesh's process group."""
+    return {span.group.group_name: span.group for span in spans if span.group is not None}
+
+
+def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[object, Run]]:
     """The runs of ``span`` at this step; members of one run have equal ``keys``. A key of None takes no part.
 
     A gradient continues a run where it lies behind the gradients before it as its weight lies behind theirs.

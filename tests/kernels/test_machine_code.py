@@ -1,0 +1,117 @@
+"""Every kernel compiles for A100 and H100, without a GPU: no register spills, and 16 bytes per load and store."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.kernels.test_adamw import KINDS
+from zerofx.kernels import adamw, norm
+from zerofx.kernels.segments import BLOCK
+
+POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int16: "*i16",
+}
+TABLES = {"tiles": torch.int64, "hyper": torch.float64, "control": torch.float32}
+WIDE = r"\.(?:v4\.[bf]32|v2\.[bf]64|v8\.[bf]16)\b"
+
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: kernels do not compile"),
+    pytest.mark.skipif(not Path(triton.knobs.nvidia.ptxas.path).exists(), reason="this triton brings no ptxas"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+
+@pytest.fixture(params=[80, 90], ids="sm_{}".format)
+def target(request: pytest.FixtureRequest) -> GPUTarget:
+    return GPUTarget("cuda", request.param, 32)
+
+
+def compiled(kernel: Any, target: GPUTarget, options: Mapping[str, Any], **arguments: Any) -> Any:
+    """``kernel`` as a launch with these arguments compiles it: dtypes of pointers, "i32", "fp32", or a constant."""
+    signature: dict[str, str] = {}
+    constants, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        argument = arguments.pop(name)
+        if isinstance(argument, torch.dtype):
+            signature[name] = POINTERS[argument]
+            attributes[(i,)] = [["tt.divisibility", 16]]  # as every tensor that torch allocates
+        elif isinstance(argument, str):
+            signature[name] = argument
+        else:
+            signature[name] = "constexpr"
+            constants[(i,)] = argument
+    assert not arguments
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=dict(options))
+
+
+def assert_no_spills(kernel: Any, tmp_path: Path) -> None:
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"STACK:(\d+)", usage) == ["0"], usage
+    assert set(re.findall(r"LOCAL:(\d+)", usage)) <= {"0"}, usage
+
+
+def wide(kernel: Any, operation: str) -> int:
+    """Global loads ("ld") or stores ("st") of 16 bytes in a kernel's PTX."""
+    return len(re.findall(rf"\b{operation}\.global[\w.]*?{WIDE}", kernel.asm["ptx"]))
+
+
+def bytes_per_thread(*dtypes: torch.dtype | None) -> int:
+    return sum(dtype.itemsize for dtype in dtypes if dtype) * BLOCK // (32 * adamw._OPTIONS["num_warps"])
+
+
+@pytest.mark.parametrize("param, grad, moments, master", KINDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_adamw_moves_16_bytes_at_a_time_and_spills_nothing(
+    target: GPUTarget,
+    tmp_path: Path,
+    param: torch.dtype,
+    grad: torch.dtype,
+    moments: torch.dtype,
+    master: torch.dtype | None,
+) -> None:
+    seed = torch.int64 if moments is torch.bfloat16 else None
+    state = {"param": param, "grad": grad, "exp_avg": moments, "exp_avg_sq": moments, "master": master}
+    kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **state, **TABLES, seed=seed, BLOCK=BLOCK)
+    assert_no_spills(kernel, tmp_path)
+    written = bytes_per_thread(param, moments, moments, master)
+    read = bytes_per_thread(grad, moments, moments, master if master is torch.float32 else param)
+    if master is torch.int16:
+        read += bytes_per_thread(master)
+    assert 16 * wide(kernel, "st") == written
+    assert 16 * wide(kernel, "ld") == read
+    assert "fma.rn.f32" not in kernel.asm["ptx"].replace("fma.rn.f32x2", "")
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_moves_16_bytes_at_a_time_and_spills_nothing(
+    target: GPUTarget, tmp_path: Path, grad: torch.dtype
+) -> None:
+    tables = {"tiles": torch.int64, "n_tiles": "i32", "out": torch.float64}
+    kernel = compiled(norm._partial_sums, target, norm._OPTIONS | {"num_warps": 4}, grad=grad, **tables, BLOCK=BLOCK)
+    assert_no_spills(kernel, tmp_path)
+    assert 16 * wide(kernel, "ld") == bytes_per_thread(grad)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_finalize_compiles_with_and_without_loss_scaling(target: GPUTarget, tmp_path: Path, given: bool) -> None:
+    tables = {"total": torch.float64, "hyper": torch.float64, "steps": torch.float32, "control": torch.float32}
+    scaling = dict.fromkeys(("scale", "found_inf"), torch.float32 if given else None)
+    arguments = {**tables, **scaling, "max_norm": "fp32", "rows": "i32", "ROWS": 8}
+    assert_no_spills(compiled(norm._finalize, target, norm._OPTIONS | {"num_warps": 1}, **arguments), tmp_path)
