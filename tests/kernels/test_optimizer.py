@@ -1,0 +1,189 @@
+"""zerofx.AdamW on a device: the same numbers through the kernels and their tables."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import zerofx
+from zerofx.device_step import DeviceStep
+from zerofx.kernels import norm
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    norm.PARTIAL_SUMS = 8  # a program takes milliseconds there, however little it does
+
+
+def nets(device: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    net = nn.Sequential(nn.Linear(7, 11), nn.LayerNorm(11), nn.Linear(11, 3)).to(device, dtype)
+    return net, copy.deepcopy(net).float()
+
+
+def groups(net: nn.Module, lr: Any = 0.03) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": 0.2, "lr": lr},
+        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0, "betas": (0.8, 0.95)},
+    ]
+
+
+def set_gradients(net: nn.Module, other: nn.Module, step: int, scale: float = 1.0) -> None:
+    """The last layer has none in every second step."""
+    generator = torch.Generator().manual_seed(step)
+    for i, (p, q) in enumerate(zip(net.parameters(), other.parameters(), strict=True)):
+        grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        with_gradient = i < 4 or step % 2
+        p.grad = grad * scale if with_gradient else None
+        q.grad = grad.to(q.dtype) if with_gradient else None
+
+
+def whole(p: torch.Tensor) -> torch.Tensor:
+    return p.full_tensor().detach() if isinstance(p, zerofx.ShardedTensor) else p.detach()
+
+
+def assert_same(net: nn.Module, other: nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(whole(p).float(), q.detach(), rtol=rtol, atol=atol, msg=f"{name}: {{}}".format)
+
+
+def on_device(optimizer: zerofx.AdamW) -> bool:
+    return isinstance(optimizer._device_step, DeviceStep)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_parameter_groups_clipping_and_missing_gradients_give_torchs_numbers(device: str, clip: float | None) -> None:
+    net, other = nets(device)
+    mine, theirs = zerofx.AdamW(groups(net), max_grad_norm=clip), torch.optim.AdamW(groups(other))
+    for step in range(6):
+        set_gradients(net, other, step)
+        if clip is not None:
+            expected = clip_grad_norm_(other.parameters(), clip)
+        mine.step()
+        theirs.step()
+        if clip is not None:
+            assert mine.grad_norm is not None and mine.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert on_device(mine)
+    assert_same(net, other)
+    steps = [float(mine.state[p]["step"]) for p in net.parameters()]
+    assert steps == [float(theirs.state[p]["step"]) for p in other.parameters()] == [6, 6, 6, 6, 3, 3]
+
+
+def test_a_new_learning_rate_counts_from_the_next_step_on(device: str) -> None:
+    net, other = nets(device)
+    tensor = torch.tensor(0.03, device=device)
+    mine, theirs = zerofx.AdamW(groups(net, lr=tensor)), torch.optim.AdamW(groups(other))
+    for step in range(4):
+        set_gradients(net, other, step)
+        mine.step()
+        theirs.step()
+        tensor.mul_(0.5)
+        theirs.param_groups[0]["lr"] *= 0.5
+        for optimizer in (mine, theirs):
+            optimizer.param_groups[1]["lr"] *= 0.7
+    assert_same(net, other)
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_bfloat16_weights_follow_a_float32_run(device: str, master: Any) -> None:
+    net, other = nets(device, torch.bfloat16)
+    mine, theirs = zerofx.AdamW(groups(net, 1e-4), lr=1e-4, master=master), torch.optim.AdamW(groups(other, 1e-4), 1e-4)
+    for step in range(20):
+        set_gradients(net, other, step)
+        mine.step()
+        theirs.step()
+    assert_same(net, other, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_step_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
+    net, other = nets(device)
+    optimizer = zerofx.AdamW(groups(net), max_grad_norm=math.inf)
+    set_gradients(net, other, 1)
+    optimizer.step()
+    before = copy.deepcopy((list(net.parameters()), optimizer.state_dict()["state"]))
+    set_gradients(net, other, 3)
+    net[1].bias.grad[2] = bad
+    optimizer.step()
+    torch.testing.assert_close((list(net.parameters()), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+
+
+def test_gradscaler_unscales_inside_the_step_and_skips(device: str) -> None:
+    net, other = nets(device)
+    mine, theirs = zerofx.AdamW(groups(net), max_grad_norm=0.5), torch.optim.AdamW(groups(other))
+    scaler = torch.amp.GradScaler(device, init_scale=256.0, growth_interval=100)
+    scaler.scale(torch.zeros((), device=device))  # makes its scale
+    for step in (1, 3, 5):
+        set_gradients(net, other, step, scale=256.0)
+        clip_grad_norm_(other.parameters(), 0.5)
+        theirs.step()
+        scaler.step(mine)
+        scaler.update()
+    assert_same(net, other)
+    before = copy.deepcopy(list(net.parameters()))
+    set_gradients(net, other, 7)
+    net[0].weight.grad[0, 0] = math.inf
+    scaler.step(mine)
+    scaler.update()
+    assert scaler.get_scale() == 128.0
+    torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
+
+
+def test_state_goes_to_torch_and_back(device: str) -> None:
+    net, other = nets(device)
+    mine, theirs = zerofx.AdamW(groups(net)), torch.optim.AdamW(groups(other))
+    set_gradients(net, other, 1)
+    theirs.step()
+    other_state = copy.deepcopy(theirs.state_dict())
+    net.load_state_dict(other.state_dict())
+    mine.load_state_dict(other_state)
+    for step in (2, 3):
+        set_gradients(net, other, step)
+        mine.step()
+        theirs.step()
+    assert_same(net, other)
+    _, last = nets(device)
+    last.load_state_dict(net.state_dict())
+    theirs = torch.optim.AdamW(groups(last))
+    theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
+    set_gradients(net, last, 5)
+    mine.step()
+    theirs.step()
+    assert_same(net, last)
+
+
+def test_moments_in_bfloat16_take_the_seed(device: str) -> None:
+    def trained(seed: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        net, other = nets(device)
+        optimizer = zerofx.AdamW(groups(net), moments=torch.bfloat16, seed=seed)
+        for step in range(3):
+            set_gradients(net, other, step)
+            optimizer.step()
+        return optimizer.state[net[0].weight]["exp_avg"]
+
+    assert trained(1).dtype == torch.bfloat16
+    assert torch.equal(trained(1), trained(1)) and not torch.equal(trained(1), trained(2))
+
+
+def test_sharded_parameters_are_one_launch_per_group(device: str) -> None:
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net, other = nets(device)
+        zerofx.shard(net)
+        mine, theirs = zerofx.AdamW(groups(net), max_grad_norm=0.5), torch.optim.AdamW(groups(other))
+        for step in range(4):
+            set_gradients(net, other, step)
+            clip_grad_norm_(other.parameters(), 0.5)
+            mine.step()
+            theirs.step()
+        assert on_device(mine)
+        assert_same(net, other)
+    finally:
+        dist.destroy_process_group()
