@@ -132,6 +132,7 @@ def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     if groups[0].family.precision.param_dtype is None:  # the model computes with what the optimizer updates
         weights, master = weights + master, 0
     gradients = nbytes([p.grad for p in parameters if p.grad is not None] + kept, seen)
+    master += nbytes([values["master"] for values in states if "master" in values], seen)  # zerofx.AdamW's
     return Held(weights, gradients, master, nbytes(state, seen))
 
 
@@ -182,6 +183,40 @@ def test_live_storages_are_within_one_percent_of_the_formulas(
             for name in (*(field.name for field in fields(Held)), "total"):
                 close = pytest.approx(int(getattr(expected, name)), rel=0.01)
                 assert getattr(held, name) == close, f"{name} when {moment}: {held}"
+
+
+def hold_in_bfloat16(stage: int) -> tuple[Held, Held]:
+    """Of a model that is bfloat16 itself, its masters in zerofx.AdamW: after a backward, and while accumulating."""
+    model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH).bfloat16()
+    zerofx.compile(model, stage=stage, executor="eager")
+    optimizer = zerofx.AdamW(model.parameters())
+    x = torch.randint(VOCAB, (2, LENGTH))
+    for _ in range(2):
+        model(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(x, x).backward()
+    after = resident(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    with zerofx.no_sync(model):
+        model(x, x).backward()
+    return after, resident(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_in_bfloat16_with_masters_in_the_optimizer_a_rank_holds_the_papers_table(
+    make_workers: Callable[[int], Workers], world: int, stage: int
+) -> None:
+    paper = cost.zero_table()[stage].at(N=PARAMETERS, M=world)
+    for after, accumulating in make_workers(world).run(hold_in_bfloat16, stage, timeout=120):
+        held = accumulating if stage == 1 else after  # stage 1 is for accumulating whole gradients
+        weights = held.weights + held.master  # bfloat16 weights and float32 masters
+        assert weights == pytest.approx(int(paper.weights + paper.master), rel=0.01)
+        assert held.gradients == pytest.approx(int(paper.gradients), rel=0.01)
+        assert held.moments == pytest.approx(int(paper.moments), rel=0.01)
+        assert held.total == pytest.approx(int(paper.total), rel=0.01)
 
 
 # (c) more ranks than there are processes

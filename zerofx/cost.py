@@ -25,7 +25,8 @@ stage  weights   gradients  master   moments    total               for ``m, w, 
 
 While gradients accumulate under `zerofx.no_sync` they take ``g N`` in any stage, whole and not yet averaged. So stage
 1, which is meant to be used so, has ``(w + g) N + 3 m N/M``: the paper's 4 N + 12 N/M. Stage 2 is above the paper's
-2 N + 14 N/M because ``torch.optim`` demands gradients in the master's dtype.
+2 N + 14 N/M because a gradient has the dtype of its parameter, which is the master here. A model that is bfloat16
+itself, with the masters in `zerofx.AdamW`, holds the paper's table: `zero_table`.
 
 Per optimizer step and rank, in units of ``(M - 1)/M N`` bytes, and in collectives:
 
