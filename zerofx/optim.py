@@ -44,10 +44,14 @@ from zerofx.device_step import DeviceStep
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
 from zerofx.parameter import ShardedTensor
-from zerofx.spans import Run, Span, find_runs, find_spans, meshes_of
+from zerofx.spans import Member, Run, Span, find_runs, find_spans, meshes_of
 
 Master = Literal["float32", "split"] | None
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SPARSE = (
+    "zerofx.AdamW: a parameter of shape {} has a sparse gradient; use sparse=False in the embedding it belongs to, or "
+    "torch.optim.SparseAdam for it."
+)
 _OPTIONS = ("max_grad_norm", "master", "moments", "seed")
 
 
@@ -114,41 +118,55 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        spans = self._prepare()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        spans = self._prepare()
+        active = [member for span in spans for member in span.members if member.gradient is not None]
         if self._device_step is None:
-            self._step_on_host(spans, scale, found_inf)
+            stepped = self._step_on_host(spans, active, scale, found_inf)
         else:
-            self._step_on_device(spans, scale, found_inf, self._device_step)
-        self._count_writes(spans)
+            stepped = self._step_on_device(spans, active, scale, found_inf, self._device_step)
+        if stepped:
+            self._count_writes(spans, active)
+        for member in active:
+            member.gradient = None
         return loss
 
     def _prepare(self) -> list[Span]:
-        """The spans, with state for every parameter that has a gradient."""
+        """The spans, with what every member's gradient is, and state for those that have one."""
         if self._spans is None:
             self._flatten()
         assert self._spans is not None
+        with DisableTorchFunction():
+            for span in self._spans:
+                for member in span.members:
+                    if member.parameter.grad is not None and member.parameter.grad.is_sparse:
+                        raise RuntimeError(_SPARSE.format(list(member.parameter.shape)))
+                    member.take_gradient()
         for span in self._spans:
-            for member in span.members:
-                p, gradient = member.parameter, member.parameter.grad
-                if gradient is None:
-                    continue
-                _check_gradient(p, gradient)
+            if any(member.gradient is not None for member in span.members):
                 self._ensure_state(span)
-                state = self.state[p]
-                if not state:
-                    own = torch.tensor(0.0) if self._device_step is None else self._device_step.step_of(p)
-                    state.update({"step": own} | {name: member.like(flat) for name, flat in span.state.items()})
+            for member in span.members:
+                if member.gradient is not None and not self.state[member.parameter]:
+                    self._give_state(span, member)
         return self._spans
 
-    def _step_on_host(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+    def _give_state(self, span: Span, member: Member) -> None:
+        state = {"step": self._step_of(member)} | {name: member.like(flat) for name, flat in span.state.items()}
+        self.state[member.parameter].update(state)
+
+    def _step_of(self, member: Member) -> torch.Tensor:
+        """What counts the member's updates: a view, so that all are counted at once."""
+        return self._counts[member.row] if self._device_step is None else self._device_step.step_of(member.parameter)
+
+    def _step_on_host(
+        self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> bool:
+        group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         runs: list[tuple[int, float, int, Run]] = []
         for n, span in enumerate(spans):
-            owners = [(member.parameter, member.parameter.grad is not None) for member in span.members]
-            keys = [(group_of[p], float(self.state[p]["step"])) if takes_part else None for p, takes_part in owners]
-            runs += [(*key, n, run) for key, run in find_runs(span, keys)]  # type: ignore[misc]
+            keys = [(group_of[id(member.parameter)], member.updates) for member in span.members]
+            runs += [(*key, n, run) for key, run in find_runs(span, keys)]
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf)
         if self.max_grad_norm is not None:
@@ -157,44 +175,51 @@ class AdamW(torch.optim.AdamW):
             skip |= not math.isfinite(norm)
             factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
         if skip:
-            return
+            return False
         runs.sort(key=lambda run: run[:3])
-        for (index, step), together in itertools.groupby(runs, key=lambda run: run[:2]):
-            hyper = _hyper(self.param_groups[index], step + 1)
+        for (index, updates), together in itertools.groupby(runs, key=lambda run: run[:2]):
             members = list(together)
             states = [{name: run.of(flat) for name, flat in run.span.state.items()} for *_, run in members]
             # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
-            seeds = [hash((self.seed, step, n)) + run.start for _, _, n, run in members]
+            seeds = [hash((self.seed, updates, n)) + run.start for _, _, n, run in members]
             cpu.adamw(
                 [run.of(run.span.weights()) for *_, run in members],
                 [run.flat_gradient() for *_, run in members],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state.get("master", state.get("remainder")) for state in states],
-                hyper,
+                _hyper(self.param_groups[index], updates + 1),
                 factor,
                 None if self.moments == torch.float32 else seeds,
             )
-        torch._foreach_add_([self.state[p]["step"] for p in _with_gradient(spans)], 1)
+        everywhere = len(active) == len(self._counts)
+        self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
+        for member in active:
+            member.updates += 1
+        return True
 
     def _step_on_device(
-        self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None, device_step: DeviceStep
-    ) -> None:
-        runs: list[Run] = []
-        for span in spans:
-            keys = [None if member.parameter.grad is None else "" for member in span.members]
-            runs += [run for _, run in find_runs(span, keys)]
+        self,
+        spans: list[Span],
+        active: list[Member],
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        device_step: DeviceStep,
+    ) -> bool:
+        runs = [run for span in spans for _, run in find_runs(span, [""] * len(span.members))]
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        norm = device_step(runs, _with_gradient(spans), groups, self.max_grad_norm, scale, found_inf)
+        parameters = [member.parameter for member in active]
+        norm = device_step(runs, parameters, groups, self.max_grad_norm, scale, found_inf)
         self.grad_norm = None if self.max_grad_norm is None else norm
+        return True  # for all that the host knows
 
-    def _count_writes(self, spans: list[Span]) -> None:
+    def _count_writes(self, spans: list[Span], active: list[Member]) -> None:
         """The kernels do not count their writes; replicas, and weights saved for backward, go by these counters."""
-        weights = [span.weights() for span in spans if span.state]
+        weights = [span.weights() for span in spans]
         with DisableTorchFunction():
-            torch.autograd.graph.increment_version([*_with_gradient(spans), *weights])
-        for span in spans:
-            span.version = span.weights()._version
+            torch.autograd.graph.increment_version([*(member.parameter for member in active), *weights])
+        for span, weight in zip(spans, weights, strict=True):
+            span.version = weight._version
 
     def _ensure_state(self, span: Span) -> None:
         """The span's flat buffers, made when the first of its parameters has a gradient.
@@ -225,6 +250,9 @@ class AdamW(torch.optim.AdamW):
         spans = self._spans = find_spans(p for group in self.param_groups for p in group["params"])
         device = next(iter(spans)).weights().device
         self._device_step = DeviceStep(spans, device, self.seed) if _runs_triton(device) else None
+        for row, member in enumerate(member for span in spans for member in span.members):
+            member.row = row
+        self._counts = torch.zeros(sum(len(span.members) for span in spans))
         for span in spans:
             for member in span.members:
                 state = self.state.get(member.parameter)
@@ -239,13 +267,11 @@ class AdamW(torch.optim.AdamW):
                     state[name] = mine
                 for name in ({"master", "remainder"} & set(state)) - set(span.state):
                     del state[name]
-                if self._device_step is not None:
-                    own = self._device_step.step_of(member.parameter)
-                    state["step"] = own.copy_(state["step"])
-                elif state["step"].device.type != "cpu":
-                    state["step"] = state["step"].cpu()
+                state["step"] = self._step_of(member).copy_(torch.as_tensor(state["step"]))
+                if self._device_step is None:
+                    member.updates = float(state["step"])
 
-    def _adopt_masters(self, span: Span, member: Any, state: dict[str, Any]) -> None:
+    def _adopt_masters(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         """Masters that were kept another way are made into this optimizer's."""
         weight = member.like(span.weights())
         if "remainder" in state and "master" in span.state:
@@ -281,8 +307,6 @@ class AdamW(torch.optim.AdamW):
             for name, value in state_dict["state"].get(index, {}).items():
                 if name in (*_MOMENTS, "master", "remainder"):
                     self.state[p][name] = value  # torch has cast it to the parameter's dtype
-                elif name == "step":
-                    self.state[p][name] = torch.as_tensor(value).clone()  # torch lets both optimizers count on it
         self._flatten()
 
 
@@ -297,10 +321,6 @@ def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def _runs_triton(device: torch.device) -> bool:
     """The choice of path: kernels for GPUs (and in Triton's interpreter, which tests use), `kernels.cpu` elsewhere."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _with_gradient(spans: list[Span]) -> list[torch.Tensor]:
-    return [member.parameter for span in spans for member in span.members if member.parameter.grad is not None]
 
 
 def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
@@ -328,11 +348,3 @@ def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
             return
         value = value.full_tensor()
     mine.copy_(value)
-
-
-def _check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if gradient.is_sparse:
-        raise RuntimeError(
-            f"zerofx.AdamW: a parameter of shape {list(parameter.shape)} has a sparse gradient; use sparse=False in "
-            "the embedding it belongs to, or torch.optim.SparseAdam for it."
-        )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,11 +31,31 @@ from zerofx.parameter import ShardedTensor
 
 @dataclass
 class Member:
-    """One parameter in a span: ``length`` elements from ``start``, which may be none."""
+    """One parameter in a span: ``length`` elements from ``start``, which may be none.
+
+    Attributes:
+        gradient: this rank's part of its gradient at this step, 1-D; None where it has none, and between steps.
+        updates: how many it has had, where the host counts them.
+        row: its place among all members of the optimizer's spans.
+    """
 
     parameter: torch.Tensor
     start: int
     length: int
+    gradient: torch.Tensor | None = None
+    updates: float = 0.0
+    row: int = 0
+
+    def take_gradient(self) -> None:
+        """Look what ``parameter.grad`` is at this step."""
+        gradient = self.parameter.grad
+        if isinstance(gradient, ShardedTensor):
+            gradient = gradient._local
+        elif gradient is not None:
+            if gradient.stride() != self.parameter.stride():
+                gradient = torch.empty_like(self.parameter).copy_(gradient)
+            gradient = in_memory_order(gradient)
+        self.gradient = gradient
 
     def like(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's part of a flat buffer of the span, as ``optimizer.state`` has it."""
@@ -128,17 +149,17 @@ def meshes_of(spans: Iterable[Span]) -> dict[str, ShardGroup]:
     return {span.group.group_name: span.group for span in spans if span.group is not None}
 
 
-def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[object, Run]]:
-    """The runs of ``span`` at this step; members of one run have equal ``keys``. A key of None takes no part.
+def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:
+    """The runs of ``span`` at this step, and the ``keys`` that the members of each agree in.
 
     A gradient continues a run where it lies behind the gradients before it as its weight lies behind theirs.
     """
     key: object = None
     run: Run | None = None
     for member, its_key in zip(span.members, keys, strict=True):
-        if its_key is not None and not member.length:
+        gradient = member.gradient
+        if gradient is not None and not member.length:
             continue  # nothing of it is here, and it separates nobody
-        gradient = None if its_key is None else _local_gradient(member.parameter)
         if run is not None and gradient is not None and key == its_key and _continues(run, member, gradient):
             run.members.append(member)
             continue
@@ -153,19 +174,9 @@ def _continues(run: Run, member: Member, gradient: torch.Tensor) -> bool:
     first = run.gradient
     return (
         gradient.dtype == first.dtype
+        and gradient.data_ptr() - first.data_ptr() == (member.start - run.start) * first.element_size()
         and gradient.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and gradient.storage_offset() - first.storage_offset() == member.start - run.start
     )
-
-
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, ShardedTensor):
-        return gradient._local
-    if gradient.stride() != parameter.stride():
-        gradient = torch.empty_like(parameter).copy_(gradient)
-    return in_memory_order(gradient)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
