@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest lint format bench clean
+.PHONY: help demo test test-matrix pytest lint format bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +41,10 @@ format: $(VENV)/dev.stamp  ## apply ruff's fixes and formatting
 
 bench: $(VENV)/dev.stamp  ## time a training step
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
+	$(BIN)/python -m pytest -m gpu tests/kernels $(ARGS)
+	$(BIN)/python benchmarks/optimizer.py --device cuda --world 1 --layers 36 --dim 768 --vocab 16384 --rounds 30
 
 clean:  ## remove build products and caches; environments stay
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -277,6 +279,19 @@ def test_sparse_and_complex_are_refused() -> None:
         optimizer.step()
     with pytest.raises(ValueError, match="complex"):
         zerofx.AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+def test_on_the_cpu_nothing_needs_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, zerofx
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+zerofx.AdamW([p], lr=0.1, weight_decay=0.0, max_grad_norm=1.0).step()
+assert (p < 0.91).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # -- low precision

@@ -34,17 +34,19 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from zerofx._torch import DisableTorchFunction
-from zerofx.device_step import DeviceStep
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
 from zerofx.parameter import ShardedTensor
 from zerofx.spans import Member, Run, Span, find_runs, find_spans, meshes_of
+
+if TYPE_CHECKING:
+    from zerofx.device_step import DeviceStep
 
 Master = Literal["float32", "split"] | None
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -249,7 +251,11 @@ class AdamW(torch.optim.AdamW):
         """Find the spans anew, and bring the state that parameters have already into flat buffers."""
         spans = self._spans = find_spans(p for group in self.param_groups for p in group["params"])
         device = next(iter(spans)).weights().device
-        self._device_step = DeviceStep(spans, device, self.seed) if _runs_triton(device) else None
+        self._device_step = None
+        if _runs_triton(device):
+            from zerofx.device_step import DeviceStep  # here, because it needs triton
+
+            self._device_step = DeviceStep(spans, device, self.seed)
         for row, member in enumerate(member for span in spans for member in span.members):
             member.row = row
         self._counts = torch.zeros(sum(len(span.members) for span in spans))

@@ -187,3 +187,33 @@ def test_sharded_parameters_are_one_launch_per_group(device: str) -> None:
         assert_same(net, other)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "split"])
+def test_a_whole_step_is_captured_in_a_graph_and_copies_nothing_to_the_host(kind: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    net, _ = nets("cuda", torch.float32 if kind == "fp32" else torch.bfloat16)
+    master: Any = "split" if kind == "split" else "float32"
+    mine, theirs = (zerofx.AdamW(groups(x), max_grad_norm=0.5, master=master) for x in (net, copy.deepcopy(net)))
+    copies = [p for group in theirs.param_groups for p in group["params"]]
+    originals = [p for group in mine.param_groups for p in group["params"]]
+    for p, q in zip(originals, copies, strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    mine.step()  # warms up: state and tables are made, kernels compiled
+    theirs.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine.step()
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    assert not [event.name for event in profile.events() if "DtoH" in event.name]
+    for _ in range(3):
+        theirs.step()
+    for p, q in zip(originals, copies, strict=True):
+        assert torch.equal(p, q)
+        assert float(mine.state[p]["step"]) == float(theirs.state[q]["step"]) == 4
