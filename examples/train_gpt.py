@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     say(f"ranks     {ranks} on {device.type}, backend {dist.get_backend()}, stage {args.stage}")
 
     model = zerofx.compile(model, stage=args.stage, executor=args.executor)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = zerofx.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(  # a linear warm-up, then a cosine down to zero
         optimizer, lambda step: min(10 * (step + 1) / args.steps, (1 + math.cos(math.pi * step / args.steps)) / 2)
     )
@@ -146,7 +146,6 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             inputs, targets = windows(text, starts, args.context)
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
             if step == 1:
                 say(f"compiled  in {time.perf_counter() - began:.0f} s")

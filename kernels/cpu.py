@@ -54,13 +54,14 @@ def sum_of_squares(grad: torch.Tensor) -> float:
     In chunks: over 25 million elements a sum in float32 alone is wrong in the third digit.
     """
     chunks = grad.split(CHUNK)
-    if grad.dtype in _FUSED:
-        total = torch.stack([torch.dot(x, x) for x in chunks]).double().sum().item()
-    else:
-        total = sum(torch.linalg.vector_norm(x, dtype=torch.float32).item() ** 2 for x in chunks)
+    total = torch.stack([_square(x if x.dtype in _FUSED else x.float()) for x in chunks]).double().sum().item()
     if math.isfinite(total):
         return total
     return sum(x.double().square().sum().item() for x in chunks)  # large and finite, or not
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return torch.dot(x, x)
 
 
 def update(

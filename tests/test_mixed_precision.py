@@ -106,10 +106,12 @@ def test_weights_travel_in_param_dtype_and_gradients_in_reduce_dtype(workers2, s
         assert share * low[gradients] == full[gradients]
 
 
-def overflow(stage: int) -> dict[str, Any]:
+def overflow(stage: int, folded: bool) -> dict[str, Any]:
     """Steps 0 and 2 are clean; in step 1 one rank's gradients are not finite."""
     net, _ = build(stage, mixed_precision=zerofx.MixedPrecision(FP16))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if folded:
+        optimizer = zerofx.AdamW(net.parameters(), lr=0.1, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     before = [[p.clone() for p in net.parameters()]]
     scales = []
@@ -118,8 +120,9 @@ def overflow(stage: int) -> dict[str, Any]:
         if step == 1 and dist.get_rank() == 0:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if not folded:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -129,9 +132,10 @@ def overflow(stage: int) -> dict[str, Any]:
     return {"moved": moved, "scales": scales, "finite": all(p.isfinite().all().item() for p in net.parameters())}
 
 
+@pytest.mark.parametrize("folded", [False, True])  # unscaling and clipping into zerofx.AdamW's step
 @stages
-def test_gradscaler_skips_a_step_on_all_ranks_when_one_overflows(workers3, stage: int) -> None:
-    for found in workers3.run(overflow, stage, timeout=120):
+def test_gradscaler_skips_a_step_on_all_ranks_when_one_overflows(workers3, stage: int, folded: bool) -> None:
+    for found in workers3.run(overflow, stage, folded, timeout=120):
         assert found == {"moved": [True, False, True], "scales": [1024.0, 512.0, 512.0], "finite": True}
 
 
