@@ -23,9 +23,10 @@ In stages 1 and 2 under `zerofx.MixedPrecision` replicas have 16 bits already, a
 behind each; it cancels against the cast back.
 
 Sound because a cast works element by element, so it may be done before or after the pieces are put together; because
-widening a float and narrowing it again gives the same float; and because the excerpts of all ranks have every wide
-weight, whole. Every rank sends the same ranges: they are computed from the layout alone. A weight whose cast the model
-returns counts as wide: the cast would become a view of the gathered buffer. From a replica such a cast stays.
+widening a float and narrowing it again gives the same float; and because the ranges hold every wide weight, whole, in
+all ranks' shards together. Ranges and bytes follow from the graph and the layout, so every rank decides alike and
+sends as much. A cast that the model returns stays, for it would become a view of the gathered buffer or of the
+replica; its weight counts as wide. A group with casts to several dtypes is left alone.
 
 Runs between ``gather`` and ``group``. Requires ``ctx.shards``.
 """

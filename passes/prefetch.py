@@ -26,9 +26,9 @@ segment of its last use. Each start is hoisted, in order, to the earliest segmen
 bytes within ``ctx.prefetch_bytes``, never ahead of the start before it. Without a number the budget is the least one
 that lets every gather start one group ahead.
 
-Sound because a start reads nothing but a shard, which is there from the beginning (a cast or a part of it moves along
-with the start), and a wait is moved only later,
-never past a reader. Deterministic: it looks at the graph's order and at bytes, which are the same on every rank.
+Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
+`narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
+order and at bytes, which are the same on every rank.
 
 Requires ``group``. Provides ``ctx.gathered_bytes``.
 """

@@ -146,9 +146,9 @@ def excerpt(layout: GroupLayout, slots: Iterable[Slot]) -> tuple[list[range], Gr
         shard of rank 0   |## norm1 ##|......................|          |## norm1 ##|.......|
         shard of rank 1   |................|## norm2 ##|.....|  ─────▶  |...........|#norm2#|
 
-    Each slot arrives whole and in order: where it runs from one shard into the next, the first has it up to its end,
-    and the next from its beginning, so it takes up the end of one excerpt and the beginning of the next. The slots of
-    the new layout are ``slots``, which must be in the order of the flat buffer.
+    The excerpts side by side are a flat buffer again, by the same law. A slot that runs from one shard into the next
+    is still in one piece there: it reaches the end of the one and begins the other, so it also reaches the end of the
+    one's excerpt and begins the other's. The new layout has ``slots`` in the order given, that of the flat buffer.
     """
     slots, align = list(slots), alignment(layout.dtype)
     pieces = [layout.piece(slot, rank) for slot in slots for rank in range(layout.world_size)]
