@@ -45,7 +45,7 @@ class Tag:
     replica                 of its full copy (stages 1 and 2), and
     refresh                 the wait for that copy to be up to date
     kept                    the placeholder of a gradient that was kept back
-    narrow                  a cast of a shard before it is gathered
+    narrow                  a cast or a part of a shard that is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
     all_gather, wait        the group's gather, and the wait for it

@@ -14,12 +14,13 @@ Weights become views of one gathered buffer; gradients are packed into one flat 
 In stages 1 and 2 there is nothing to gather: the flat buffer is an input, the rank's replica. The caller started to
 refresh it before the graph; it is waited for (``wait_tensor(replica)``) where the gather would stand.
 
-The gather stands where the first of its group's unshard nodes stood; the reduction where the last of its gradients
-is produced. From here on collectives are PyTorch's own functional ones, which every reader and profiler knows.
-With one rank no collective is issued: the shard is the flat buffer.
+There is one gather for all unshard nodes that read one buffer (the shard, or what `narrow` made of it: its cast, and a
+part that stays wide), and it stands where the first of them stood; the reduction stands where the last of its group's
+gradients is produced. From here on collectives are PyTorch's own functional ones, which every reader and profiler
+knows. With one rank no collective is issued: the shard is the flat buffer.
 
-Sound because the all-gather of all shards is the flat buffer by construction (layout.py), and the reduction of a
-sum of disjoint flat buffers is the sum of their reductions.
+Sound because the all-gather of all shards is the flat buffer by construction (layout.py), and that of all excerpts is
+the excerpt's; and because the reduction of a sum of disjoint flat buffers is the sum of their reductions.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def group(gm: GraphModule, ctx: Context) -> int:
     layouts = {layout.name: layout for layout in ctx.shards}
     layouts |= {reduction.layout.name: reduction.layout for reduction in ctx.reductions}
     unshards, reduces = edit.tagged(graph, "unshard"), edit.tagged(graph, "reduce_grad")
-    for name, nodes in _by_group(unshards).items():
-        _fuse_gather(graph, ctx, layouts[name], nodes)
+    by_buffer: dict[Any, list[Node]] = {}
+    for node in unshards:
+        by_buffer.setdefault(node.args[0], []).append(node)
+    for nodes in by_buffer.values():
+        _fuse_gather(graph, ctx, layouts[nodes[0].meta["zerofx"].group], nodes)
     if reduces:
         _fuse_reductions(graph, ctx, layouts, _by_group(reduces), order)
     return edit.finish(gm, len(unshards) + len(reduces))

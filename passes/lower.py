@@ -76,6 +76,7 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     dead: list[Node] = []
     started: list[Node] = []  # since the last wait
     previous: list[Node] = []
+    waited, ahead = "", started  # the group that was waited for last, and what was under way by then
     for node in edit.tagged(gm.graph, "all_gather", "wait", "discard"):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
@@ -91,8 +92,9 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
             after[node] += previous
             dead, started, previous = [], [*started, node], [node]
         else:
-            after[node] += [start for start in started if start is not node.args[0]]
-            started = []
+            if node.meta["zerofx"].group != waited:
+                waited, ahead, started = node.meta["zerofx"].group, started, []
+            after[node] += [start for start in ahead if start is not node.args[0]]
     return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
 
 

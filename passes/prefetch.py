@@ -18,13 +18,17 @@
 Forward and backward alike: the next gather stands before the current group's wait, and thereby before the current
 group's reduction. At most one packed gradient is in flight: its wait stands before the next one is packed.
 
+Where `narrow` made two gathers of a group, they start together and are waited for one after the other; below they
+count as one.
+
 **The budget.** The waits cut the graph into segments; a gathered buffer is live from the segment of its start to the
 segment of its last use. Each start is hoisted, in order, to the earliest segment that keeps every segment's live
 bytes within ``ctx.prefetch_bytes``, never ahead of the start before it. Without a number the budget is the least one
 that lets every gather start one group ahead.
 
-Sound because a start reads nothing but a shard, which is there from the beginning, and a wait is moved only later,
-never past a reader. Deterministic: it looks at the graph's order and at bytes, which are the same on every rank.
+Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
+`narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
+order and at bytes, which are the same on every rank.
 
 Requires ``group``. Provides ``ctx.gathered_bytes``.
 """
@@ -43,11 +47,11 @@ from zerofx.passes.context import Context
 
 @dataclass
 class _Gather:
-    start: Node
-    wait: Node
+    waits: list[Node]
+    """Of one group. The first opens the segment of its first use."""
     nbytes: int
     last: int
-    """The segment of its last use; ``wait`` opens the segment of its first."""
+    """The segment of its last use."""
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
@@ -62,14 +66,16 @@ def prefetch(gm: GraphModule, ctx: Context) -> int:
 
 def _gathers(graph: Graph) -> list[_Gather]:
     order = edit.positions(graph)
-    waits = edit.tagged(graph, "wait")
-    opens = [order[wait] for wait in waits]
+    by_group: dict[str, list[Node]] = {}
+    for wait in edit.tagged(graph, "wait"):
+        by_group.setdefault(wait.meta["zerofx"].group, []).append(wait)
+    opens = [order[waits[0]] for waits in by_group.values()]
     gathers = []
-    for wait in waits:
-        last = edit.last_use(wait, order)
-        segment = len(waits) - 1 if last is None else bisect_right(opens, order[last]) - 1
-        value = wait.meta["val"]
-        gathers.append(_Gather(wait.args[0], wait, value.numel() * value.dtype.itemsize, segment))  # type: ignore
+    for waits in by_group.values():
+        ends = [order.get(edit.last_use(wait, order), len(order)) for wait in waits]  # type: ignore[arg-type]
+        values = [wait.meta["val"] for wait in waits]
+        nbytes = sum(value.numel() * value.dtype.itemsize for value in values)
+        gathers.append(_Gather(waits, nbytes, last=bisect_right(opens, max(ends)) - 1))
     return gathers
 
 
@@ -80,7 +86,7 @@ def _schedule(gathers: list[_Gather], budget: int | None) -> tuple[list[int], in
     starts = list(range(len(gathers)))
     live = _live(gathers, starts)
     if max(live) > budget:
-        group = gathers[live.index(max(live))].wait.meta["zerofx"].group
+        group = gathers[live.index(max(live))].waits[0].meta["zerofx"].group
         raise ValueError(
             f"prefetch_bytes={budget:,} is too small: group {group!r} alone needs {max(live):,} gathered "
             "bytes at once, before anything is prefetched. Raise it to at least that, or make smaller groups (groups=)."
@@ -107,17 +113,22 @@ def _live(gathers: list[_Gather], starts: list[int]) -> list[int]:
 def _hoist(graph: Graph, gathers: list[_Gather], starts: list[int]) -> None:
     top = edit.last_placeholder(graph)
     assert top is not None
-    for node in _with_cast(gathers[0].start):
+    for node in _starts(gathers[0]):
         top.append(node)
         top = node
     for i, gather in enumerate(gathers[1:], start=1):
-        for node in _with_cast(gather.start):
-            gathers[starts[i]].wait.prepend(node)
+        for node in _starts(gather):
+            gathers[starts[i]].waits[0].prepend(node)
 
 
-def _with_cast(start: Node) -> list[Node]:
-    (shard,) = start.all_input_nodes
-    return [shard, start] if shard.meta["zerofx"].kind == "narrow" else [start]
+def _starts(gather: _Gather) -> list[Node]:
+    return [node for wait in gather.waits for start in wait.all_input_nodes for node in _from_shard(start)]
+
+
+def _from_shard(node: Node) -> list[Node]:
+    """``node``, behind what `narrow` put between it and the shard."""
+    sources = [source for source in node.all_input_nodes if source.meta["zerofx"].kind == "narrow"]
+    return [*(before for source in sources for before in _from_shard(source)), node]
 
 
 def _sink_waits(graph: Graph) -> None:

@@ -19,6 +19,7 @@ from zerofx.layout import (
     Slot,
     alignment,
     contiguous_stride,
+    excerpt,
     make_layout,
 )
 
@@ -104,6 +105,25 @@ def test_the_shards_side_by_side_are_the_flat_buffer(shapes, dtype, world_size) 
         assert view.numel() == 0 or view.data_ptr() == flat.data_ptr() + slot.offset * dtype.itemsize
         assert slot.stride == contiguous_stride(slot.shape) == torch.empty(slot.shape).stride()
         assert torch.equal(flat.as_strided(slot.shape, slot.stride, slot.offset), value)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(shapes, st.booleans()), max_size=6), dtypes, world_sizes)
+def test_the_excerpts_side_by_side_are_the_flat_buffer_of_the_parameters_taken(taken, dtype, world_size) -> None:
+    layout = layout_of([shape for shape, _ in taken], dtype, world_size)
+    slots = [slot for slot, (_, wanted) in zip(layout.slots, taken, strict=True) if wanted]
+    ranges, part = excerpt(layout, slots)  # GroupLayout.__post_init__ checks that `part` obeys the law
+    assert [(slot.name, slot.shape) for slot in part.slots] == [(slot.name, slot.shape) for slot in slots]
+    assert part.shard_numel == sum(map(len, ranges)) <= layout.shard_numel
+    for before, after in itertools.pairwise(ranges):
+        assert before.stop < after.start
+    align = alignment(dtype)
+    assert all(r and r.start % align == r.stop % align == 0 for r in ranges)
+    flat = torch.arange(layout.numel)
+    shards = flat.view(world_size, -1)
+    gathered = torch.cat([shard[r.start : r.stop] for shard in shards for r in ranges])
+    for slot, at in zip(slots, part.slots, strict=True):
+        assert torch.equal(part.view(gathered, at), layout.view(flat, slot))
 
 
 @settings(deadline=None)

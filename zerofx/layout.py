@@ -19,6 +19,8 @@ The law, checked by ``GroupLayout.__post_init__``:
 * where it costs little (``ROW_PADDING``), offsets and shard boundaries also fall on whole rows of the parameters, so
   that a rank's part of a matrix is one rectangle.
 
+Some parameters of a group can be gathered without the others: see `excerpt`.
+
 Nothing here knows a process group: a layout can be made for any world size, on a machine with none.
 """
 
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -134,6 +136,40 @@ def make_layout(
     if by_rows.padding <= ROW_PADDING * by_rows.numel:
         return by_rows
     return _place(name, named, [align] * len(named), align, dtype, world_size, requires_grad)
+
+
+def excerpt(layout: GroupLayout, slots: Iterable[Slot]) -> tuple[list[range], GroupLayout]:
+    """The ranges of a shard to send so that ``slots`` arrive, and the layout of what arrives.
+
+    A range is sent by every rank if any rank has a part of one of ``slots`` there, so that all send the same::
+
+        shard of rank 0   |## norm1 ##|......................|          |## norm1 ##|.......|
+        shard of rank 1   |................|## norm2 ##|.....|  ─────▶  |...........|#norm2#|
+
+    The excerpts side by side are a flat buffer again, by the same law. A slot that runs from one shard into the next
+    is still in one piece there: it reaches the end of the one and begins the other, so it also reaches the end of the
+    one's excerpt and begins the other's. The new layout has ``slots`` in the order given, that of the flat buffer.
+    """
+    slots, align = list(slots), alignment(layout.dtype)
+    pieces = [layout.piece(slot, rank) for slot in slots for rank in range(layout.world_size)]
+    ranges = [range(0)]
+    for piece in sorted((p for p in pieces if p.length), key=lambda p: p.in_shard):
+        stop = _round_up(piece.in_shard + piece.length, align)
+        if piece.in_shard <= ranges[-1].stop:
+            ranges[-1] = range(ranges[-1].start, max(stop, ranges[-1].stop))
+        else:
+            ranges.append(range(piece.in_shard, stop))
+    ranges = [r for r in ranges if r] or [range(align)]
+    part = sum(map(len, ranges))
+
+    placed: list[Slot] = []
+    for slot in slots:
+        rank, at = divmod(slot.offset, layout.shard_numel)
+        offset = rank * part + sum(len(r) for r in ranges if r.stop <= at)
+        offset += next((at - r.start for r in ranges if at in r), 0)
+        end = placed[-1].end if placed else 0
+        placed.append(replace(slot, offset=offset if slot.numel else _round_up(end, align)))
+    return ranges, replace(layout, slots=tuple(placed), numel=layout.world_size * part)
 
 
 def alignment(dtype: torch.dtype) -> int:
