@@ -5,6 +5,7 @@ from zerofx.grouping import Grouping
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
+from zerofx.plan import plan
 from zerofx.precision import MixedPrecision
 from zerofx.shard import shard
 
@@ -19,6 +20,7 @@ __all__ = [
     "drop_kept",
     "graphs",
     "no_sync",
+    "plan",
     "shard",
 ]
 del _ops

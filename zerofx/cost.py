@@ -143,6 +143,13 @@ def memory(stage: int, sizes: Sizes = FULL, *, accumulating: bool = False, momen
     return Memory(weights, gradients, master, moments * sizes.master * owned)
 
 
+def memory_16_bit(stage: int, *, accumulating: bool = False) -> Memory:
+    """What a rank holds of a model that is 16-bit itself, where `zerofx.AdamW` holds float32 masters and moments."""
+    owned = N if _checked(stage) == 0 else N / M
+    weights = 2 * (N / M if stage == 3 else N)
+    return Memory(weights, 2 * (N if accumulating else owned), 4 * owned, 8 * owned)
+
+
 def traffic(stage: int, sizes: Sizes = FULL, *, no_sync: bool = False) -> Traffic:
     """What a rank sends; ``no_sync``: all but the last of the ``k`` micro-batches run under `zerofx.no_sync`.
 
