@@ -31,7 +31,8 @@ _c10d = torch.ops._c10d_functional
 def unshard(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
     full = shard
     if world_size > 1:
-        full = _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, world_size, process_group))
+        full = _gathered(shard, world_size)  # with out=: the way that is sound on gloo
+        full = _c10d.wait_tensor(_c10d.all_gather_into_tensor_out(shard, world_size, process_group, out=full))
     return full.narrow(0, offset, math.prod(shape)).view(shape).clone()
 
 
