@@ -22,8 +22,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,11 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
 
-from benchmarks.step import over_ranks, processor  # noqa: E402
+from benchmarks.step import join, now, over_ranks, processor  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
-BYTES = {"copy": 8, "fp32": 28, "fp32 clip": 32, "bf16": 28, "bf16 clip": 30, "split": 26, "split clip": 28}
+BYTES = {"copy": 8, "fp32": 28, "fp32 clip": 32, "bf16 clip": 30, "split clip": 28}
 """Per parameter of a shard, read and written: weight, gradient, moments and master; clipping reads gradients again."""
-
-Step = Callable[[], None]
 
 
 class Contender:
@@ -236,15 +232,7 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
     """One rank: builds the contenders, lets them take turns, and rank 0 writes what came of it."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    device, backend = torch.device(args.device), "gloo"
-    if args.device == "cuda":
-        device, backend = torch.device("cuda", rank), "nccl"
-        torch.cuda.set_device(device)
-    store, limit = dist.FileStore(rendezvous, args.world), datetime.timedelta(minutes=5)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=args.world, timeout=limit)
+    device = join(rank, args, rendezvous)
     contenders: dict[str, Contender] = {}
     times: dict[str, list[float]] = {}
     for name in args.contenders:
@@ -263,10 +251,10 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
             name = names[(i + round_) % len(names)]
             contenders[name].fill()
             dist.barrier()
-            start = _now(device)
+            start = now(device)
             contenders[name].step()
             if round_ >= 0:
-                times[name].append(_now(device) - start)
+                times[name].append(now(device) - start)
     result = {
         name: over_ranks(torch.tensor(values, device=device), dist.ReduceOp.MAX) for name, values in times.items()
     }
@@ -277,12 +265,6 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def main() -> int:

@@ -137,7 +137,7 @@ class Contender:
         x, y = torch.randint(self.args.vocab, shape, generator=generator).to(self.device)
         if timed:
             dist.barrier()
-        start = self._now()
+        start = now(self.device)
         loss = self.model(x, y)
         if self.engine:
             self.model.backward(loss)
@@ -147,13 +147,15 @@ class Contender:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if timed:
-            self.times.append(self._now() - start)
+            self.times.append(now(self.device) - start)
         self.losses.append(loss.detach())
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """Seconds, once all that ``device`` was given to do is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def over_ranks(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -161,8 +163,8 @@ def over_ranks(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> list[float]
     return values.tolist()
 
 
-def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
-    """One rank: builds the contenders, lets them take turns, and rank 0 writes what came of it."""
+def join(rank: int, args: argparse.Namespace, rendezvous: str) -> torch.device:
+    """Become ``rank``, on a core of its own; returns its device."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
@@ -172,6 +174,12 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
         torch.cuda.set_device(device)
     store, limit = dist.FileStore(rendezvous, args.world), datetime.timedelta(minutes=5)
     dist.init_process_group(backend, store=store, rank=rank, world_size=args.world, timeout=limit)
+    return device
+
+
+def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
+    """One rank: builds the contenders, lets them take turns, and rank 0 writes what came of it."""
+    device = join(rank, args, rendezvous)
     say = print if rank == 0 else lambda text: None
     contenders: list[Contender] = []
     failed: dict[str, str] = {}

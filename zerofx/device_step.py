@@ -1,7 +1,7 @@
 """The optimizer's step on a GPU: the host launches kernels, and waits for nothing.
 
 Everything that a step depends on and the host need not know lies in tables on the device (`zerofx.kernels.segments`),
-a row per parameter::
+a row per member of the spans::
 
     partial_sums ─▶ sums ─all-reduce─▶ finalize ─▶ control (factor, found_inf, norm), steps, bias corrections
                                                         │
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from zerofx.kernels import adamw as _adamw
 from zerofx.kernels import norm as _norm
 from zerofx.kernels.segments import CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
-from zerofx.spans import Run, Span, meshes_of
+from zerofx.spans import Member, Run, Span, meshes_of
 
 _SET_BY_HOST = [HYPER_COLUMNS.index(name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")]
 
@@ -32,13 +32,12 @@ class DeviceStep:
     """The tables of one optimizer, and its step.
 
     Attributes:
-        steps: float32 [R], the updates that each parameter has had. ``optimizer.state[p]["step"]`` is a view of it.
+        steps: float32 [R], the updates that each member has had. ``optimizer.state[p]["step"]`` is a view of it.
     """
 
     def __init__(self, spans: Sequence[Span], device: torch.device, seed: int) -> None:
-        parameters = [member.parameter for span in spans for member in span.members]
-        self._row = {id(p): i for i, p in enumerate(parameters)}
-        rows = len(self._row)
+        self._members = [member for span in spans for member in span.members]
+        rows = len(self._members)
         self.steps = torch.zeros(rows, dtype=torch.float32, device=device)
         self._hyper = torch.zeros(rows, len(HYPER_COLUMNS), dtype=torch.float64, device=device)
         self._control = torch.zeros(len(CONTROL_COLUMNS), dtype=torch.float32, device=device)
@@ -49,14 +48,10 @@ class DeviceStep:
         self._tiles: dict[tuple[int, ...], torch.Tensor] = {}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def step_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The updates that ``parameter`` has had, as a 0-dim view of `steps`."""
-        return self.steps[self._row[id(parameter)]]
-
     def __call__(
         self,
         runs: Sequence[Run],
-        active: Sequence[torch.Tensor],
+        active: Sequence[Member],
         groups: dict[int, dict[str, Any]],
         max_grad_norm: float | None,
         scale: torch.Tensor | None,
@@ -65,7 +60,7 @@ class DeviceStep:
         """Update ``runs``; returns the norm of the gradients, on the device.
 
         Args:
-            active: the parameters that take part, those included of which nothing is here.
+            active: the members that take part, those included of which nothing is here.
             groups: the parameter group of each parameter, by the parameter's id.
             scale, found_inf: what ``GradScaler`` has to say, one element each on the device, or None.
         """
@@ -74,8 +69,8 @@ class DeviceStep:
         if max_grad_norm is not None:
             total = self._sum_of_squares(runs)
         limit = math.inf if max_grad_norm is None else max_grad_norm
-        rows = tuple(sorted(self._row[id(p)] for p in active))
-        if len(rows) == len(self._row):
+        rows = tuple(member.row for member in active)
+        if len(rows) == len(self._members):
             _norm.finalize(total, limit, scale, found_inf, self._hyper, self.steps, self._control)
         else:  # only of those that take part the steps are counted
             index = self._cached(self._indices, rows, lambda: torch.tensor(rows))
@@ -101,17 +96,17 @@ class DeviceStep:
 
     def _write_hyper(self, groups: dict[int, dict[str, Any]]) -> None:
         """What the parameter groups say, where they say something new; tensors on the device stay there."""
-        values: list[tuple[float, ...]] = [()] * len(self._row)
+        values: list[tuple[float, ...]] = []
         tensors: list[tuple[int, int, torch.Tensor]] = []
-        for parameter, row in self._row.items():
-            group = groups[parameter]
+        for row, member in enumerate(self._members):
+            group = groups[id(member.parameter)]
             sign = -1.0 if group["maximize"] else 1.0
             value = [group["lr"], *group["betas"], group["eps"], group["weight_decay"], sign]
             for i, x in enumerate(value):
                 if isinstance(x, torch.Tensor):
                     tensors.append((row, _SET_BY_HOST[i], x))
                     value[i] = 0.0
-            values[row] = tuple(value)
+            values.append(tuple(value))
         if values != self._written:
             self._hyper[:, _SET_BY_HOST] = torch.tensor(values, dtype=torch.float64).to(self._hyper.device)
             self._written = values
@@ -131,8 +126,8 @@ class DeviceStep:
         return torch.stack(list(totals.values())).sum(dim=0)
 
     def _tiles_of(self, run: Run) -> torch.Tensor:
-        key = (id(run.span), *(id(member.parameter) for member in run.members))
-        segments = [(m.start - run.start, m.length, self._row[id(m.parameter)]) for m in run.members]
+        key = tuple(member.row for member in run.members)
+        segments = [(member.start - run.start, member.length, member.row) for member in run.members]
         return self._cached(self._tiles, key, lambda: make_tiles(segments))
 
     def _cached(self, cache: dict[tuple[int, ...], torch.Tensor], key: tuple[int, ...], make: Any) -> torch.Tensor:

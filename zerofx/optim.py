@@ -24,7 +24,7 @@ and 4 less with ``moments=torch.bfloat16``, rounded stochastically. Which code r
 device                  path
 ======================  ================================================================================
 cpu                     `zerofx.kernels.cpu`: PyTorch's fused AdamW, or a loop that Inductor compiles
-cuda                    Triton: three launches per step and group, nothing waits for the host
+cuda                    Triton: two launches per run and one per step, nothing waits for the host
 ======================  ================================================================================
 """
 
@@ -114,7 +114,7 @@ class AdamW(torch.optim.AdamW):
         """One update. Returns what ``closure``, which computes the loss anew, returns.
 
         Raises:
-            RuntimeError: gradients that this optimizer cannot take (sparse, complex); nothing has changed then.
+            RuntimeError: a sparse gradient; nothing has changed then.
         """
         loss = None
         if closure is not None:
@@ -139,12 +139,13 @@ class AdamW(torch.optim.AdamW):
         if self._spans is None:
             self._flatten()
         assert self._spans is not None
+        members = [member for span in self._spans for member in span.members]
         with DisableTorchFunction():
-            for span in self._spans:
-                for member in span.members:
-                    if member.parameter.grad is not None and member.parameter.grad.is_sparse:
-                        raise RuntimeError(_SPARSE.format(list(member.parameter.shape)))
-                    member.take_gradient()
+            for member in members:
+                if member.parameter.grad is not None and member.parameter.grad.is_sparse:
+                    raise RuntimeError(_SPARSE.format(list(member.parameter.shape)))
+            for member in members:
+                member.take_gradient()
         for span in self._spans:
             if any(member.gradient is not None for member in span.members):
                 self._ensure_state(span)
@@ -154,12 +155,8 @@ class AdamW(torch.optim.AdamW):
         return self._spans
 
     def _give_state(self, span: Span, member: Member) -> None:
-        state = {"step": self._step_of(member)} | {name: member.like(flat) for name, flat in span.state.items()}
+        state = {"step": self._counts[member.row]} | {name: member.like(flat) for name, flat in span.state.items()}
         self.state[member.parameter].update(state)
-
-    def _step_of(self, member: Member) -> torch.Tensor:
-        """What counts the member's updates: a view, so that all are counted at once."""
-        return self._counts[member.row] if self._device_step is None else self._device_step.step_of(member.parameter)
 
     def _step_on_host(
         self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -210,17 +207,20 @@ class AdamW(torch.optim.AdamW):
     ) -> bool:
         runs = [run for span in spans for _, run in find_runs(span, [""] * len(span.members))]
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        parameters = [member.parameter for member in active]
-        norm = device_step(runs, parameters, groups, self.max_grad_norm, scale, found_inf)
+        norm = device_step(runs, active, groups, self.max_grad_norm, scale, found_inf)
         self.grad_norm = None if self.max_grad_norm is None else norm
         return True  # for all that the host knows
 
     def _count_writes(self, spans: list[Span], active: list[Member]) -> None:
-        """The kernels do not count their writes; replicas, and weights saved for backward, go by these counters."""
-        weights = [span.weights() for span in spans]
+        """The kernels do not count their writes; replicas, and weights saved for backward, go by these counters.
+
+        By whether there are gradients, not by whether this rank has a part of them: every rank must refresh alike.
+        """
+        written = [span for span in spans if any(member.gradient is not None for member in span.members)]
+        weights = [span.weights() for span in written]
         with DisableTorchFunction():
             torch.autograd.graph.increment_version([*(member.parameter for member in active), *weights])
-        for span, weight in zip(spans, weights, strict=True):
+        for span, weight in zip(written, weights, strict=True):
             span.version = weight._version
 
     def _ensure_state(self, span: Span) -> None:
@@ -252,13 +252,12 @@ class AdamW(torch.optim.AdamW):
         spans = self._spans = find_spans(p for group in self.param_groups for p in group["params"])
         device = next(iter(spans)).weights().device
         self._device_step = None
+        self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
         if _runs_triton(device):
             from zerofx.device_step import DeviceStep  # here, because it needs triton
 
             self._device_step = DeviceStep(spans, device, self.seed)
-        for row, member in enumerate(member for span in spans for member in span.members):
-            member.row = row
-        self._counts = torch.zeros(sum(len(span.members) for span in spans))
+            self._counts = self._device_step.steps
         for span in spans:
             for member in span.members:
                 state = self.state.get(member.parameter)
@@ -273,7 +272,7 @@ class AdamW(torch.optim.AdamW):
                     state[name] = mine
                 for name in ({"master", "remainder"} & set(state)) - set(span.state):
                     del state[name]
-                state["step"] = self._step_of(member).copy_(torch.as_tensor(state["step"]))
+                state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
                 if self._device_step is None:
                     member.updates = float(state["step"])
 

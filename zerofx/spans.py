@@ -132,6 +132,8 @@ def find_spans(parameters: Iterable[torch.Tensor]) -> list[Span]:
             elif neighbours:
                 spans.append(_span(group, neighbours))
                 neighbours = []
+    for row, member in enumerate(member for span in spans for member in span.members):
+        member.row = row
     return spans
 
 

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import zerofx
 from zerofx.device_step import DeviceStep
 from zerofx.kernels import norm
+from zerofx.kernels.split import join
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     norm.PARTIAL_SUMS = 8  # a program takes milliseconds there, however little it does
@@ -90,13 +91,17 @@ def test_a_new_learning_rate_counts_from_the_next_step_on(device: str) -> None:
 
 
 @pytest.mark.parametrize("master", ["float32", "split"])
-def test_bfloat16_weights_follow_a_float32_run(device: str, master: Any) -> None:
+def test_masters_of_bfloat16_weights_are_those_of_a_float32_run(device: str, master: Any) -> None:
     net, other = nets(device, torch.bfloat16)
     mine, theirs = zerofx.AdamW(groups(net, 1e-4), lr=1e-4, master=master), torch.optim.AdamW(groups(other, 1e-4), 1e-4)
     for step in range(20):
         set_gradients(net, other, step)
         mine.step()
         theirs.step()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        state = mine.state[p]
+        kept = state["master"] if master == "float32" else join(p.detach(), state["remainder"])
+        torch.testing.assert_close(kept, q.detach(), rtol=1e-5, atol=1e-6)
     assert_same(net, other, rtol=2**-8, atol=1e-6)
 
 
