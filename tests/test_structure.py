@@ -15,6 +15,7 @@ import zerofx
 from tests import counting
 from tests.models import GPT
 from zerofx.passes import edit
+from zerofx.passes.ops import ALL_GATHER_TAG
 from zerofx.shard import groups_of
 
 LAYERS, DIM, VOCAB, LENGTH, BATCH = 4, 64, 131, 32, 3
@@ -63,7 +64,7 @@ def gathers(code: str) -> tuple[dict[str, int], dict[str, int], list[str]]:
     for i, line in enumerate(lines):
         if (alias := re.match(r"\s*(\w+) = (\w+)$", line)) and alias[2] in starts:
             starts[alias[1]] = starts.pop(alias[2])
-        if match := re.search(r"(\w+) = torch\.ops\.zerofx\.all_gather_by_broadcast\.default\(", line):
+        if match := re.search(r"(\w+) = torch\.ops\.zerofx\.all_gather_pairwise\.default\(", line):
             starts[match[1]] = i
         if match := re.search(r"wait_tensor\.default\((\w+)\)", line):
             waits[match[1]] = i
@@ -102,8 +103,8 @@ def test_inductor_reads_weights_as_views_of_the_gathered_buffer(code) -> None:
 
 
 def test_inductor_packs_gradients_and_exchanges_each_group_once(code) -> None:
-    assert code[0].count("all_to_all_single.default(") == 0
-    assert len(re.findall(r"= torch\.ops\._c10d_functional\.all_to_all_single\.default\(", code[1])) == LAYERS + 2
+    assert code[0].count("all_to_all_pairwise.default(") == 0
+    assert len(re.findall(r"= torch\.ops\.zerofx\.all_to_all_pairwise\.default\(", code[1])) == LAYERS + 2
 
 
 def one_step(executor: str, steps: int = 1, **options: Any) -> dict[str, Any]:
@@ -148,7 +149,8 @@ def test_one_gather_per_group_and_phase_one_reduction_and_the_bytes_of_the_zero_
     if world == 1:
         assert step["calls"] == {}
         return
-    assert step["calls"] == {"broadcast": world * (len(names) + len(needed)), "all_to_all": len(names)}
+    messages = {"all_gather": (world - 1) * (len(names) + len(needed)), "all_to_all": (world - 1) * len(names)}
+    assert step["calls"] == {f"{name}_{way}": n for name, n in messages.items() for way in ("recv", "send")}
     moved = 2 * sum(step["nbytes"].values()) + sum(step["nbytes"][name] for name in needed)
     assert step["wire"] == moved * (world - 1) // world
     # 3 (M-1)/M N, less what backward need not gather, to within the padding
@@ -174,7 +176,7 @@ def live_gathered_bytes(executor: str, prefetch_bytes: int | None) -> tuple[int,
     def watch(operator: str, args: tuple[Any, ...]) -> None:
         nonlocal most
         note(operator, args)
-        if operator == "broadcast_" and args[2] == 0:  # the first of the broadcasts that are one all-gather
+        if operator == "recv_" and args[-1] == ALL_GATHER_TAG:  # on two ranks there is one in an all-gather
             for tensor in counting._tensors(args[0]):
                 if not isinstance(tensor, torch._subclasses.FakeTensor):
                     storage = tensor.untyped_storage()

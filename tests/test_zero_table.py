@@ -294,11 +294,13 @@ def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: list[GroupLayout], k:
     gathers, reductions = (0, 1, 1, 2 * k)[stage], 1 if no_sync else k
     events: Events = Counter()
     for layout in layouts:
-        # Plain data parallelism packs gradients without padding: nothing has to divide by the number of ranks.
-        reduced = layout.numel if stage else layout.numel - layout.padding
-        # On gloo each rank broadcasts its part.
-        events["broadcast", layout.shard_numel * int(sizes.weight)] += gathers * layout.world_size
-        events["all_to_all" if stage else "all_reduce", reduced * int(sizes.gradient)] += reductions
+        # On gloo each rank sends to each other one what that one is to have.
+        for way in ("send", "recv") if stage else ():
+            others, part = layout.world_size - 1, layout.shard_numel
+            events[f"all_gather_{way}", part * int(sizes.weight)] += gathers * others
+            events[f"all_to_all_{way}", part * int(sizes.gradient)] += reductions * others
+        if not stage:  # packed without padding: nothing has to divide by the number of ranks
+            events["all_reduce", (layout.numel - layout.padding) * int(sizes.gradient)] += reductions
     return +events
 
 
@@ -314,8 +316,9 @@ def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
         for (k, no_sync), (events, sent) in counted.items():
             assert events == by_the_layouts(stage, sizes, layouts, k, no_sync), (k, no_sync)
             formulas = cost.traffic(stage, sizes, no_sync=no_sync).at(N=PARAMETERS, M=world, n=len(layouts), k=k)
-            parts = sum(n for (name, _), n in events.items() if name == "broadcast")  # M of an all-gather
-            assert events.total() - parts + parts // world == formulas.collectives
+            messages = sum(n for (name, _), n in events.items() if name != "all_reduce")
+            exchanges = messages // (2 * (world - 1)) if stage else 0
+            assert events.total() - messages + exchanges == formulas.collectives
             assert sent == pytest.approx(float(formulas.total), rel=0.01)
             assert sent > formulas.total - events.total()  # padding adds; the counter rounds each collective down
 

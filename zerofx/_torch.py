@@ -35,7 +35,8 @@ def inductor_config() -> contextlib.AbstractContextManager[Any]:
     """Inductor's settings while zerofx compiles: keep what the passes decided (2.11, 2.13, 2.15).
 
     ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users;
-    ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over.
+    ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over,
+    and does not know that `zerofx.passes.ops.all_to_all_pairwise` still sends what it was given after it has returned.
     """
     import torch._inductor.config
 
@@ -232,6 +233,11 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
         RuntimeError: there is none (any more).
     """
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """``_c10d_functional.wait_tensor`` of ``tensor``, or of a view of it, waits for ``work`` too (2.11, 2.13, 2.15)."""
+    torch._C._distributed_c10d._register_work(tensor, work)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from zerofx._torch import backend_name, resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
-from zerofx.passes.ops import all_gather_by_broadcast_
+from zerofx.passes.ops import all_gather_pairwise_
 from zerofx.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -141,10 +141,10 @@ class ShardGroup:
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
         if self.layout.world_size > 1:
-            args = (shard, self.layout.world_size, self.group_name)
             if backend_name(self.process_group, self.device) == "gloo":
-                all_gather_by_broadcast_(self.replica, *args)  # why: passes/lower.py
+                all_gather_pairwise_(self.replica, shard, self.group_name)  # why: passes/lower.py
             else:
+                args = (shard, self.layout.world_size, self.group_name)
                 _c10d.all_gather_into_tensor_out(*args, out=self.replica)
         elif shard is not self.shard:
             self.replica.copy_(shard)

@@ -210,13 +210,13 @@ class Numbers:
 class _Checked(Interpreter):
     """A plain interpreter that also compares each tensor with what ``meta["val"]`` promises.
 
-    All-gathers that `lower` has not spelled yet go by broadcasts: several in flight, gloo's own corrupt the heap
+    All-gathers that `lower` has not spelled yet go pairwise: several in flight, gloo's own corrupt the heap
     (docs/architecture.md).
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            target = torch.ops.zerofx.all_gather_by_broadcast.default
+            target = torch.ops.zerofx.all_gather_pairwise.default
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:

@@ -36,8 +36,8 @@ def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
     applied = apply(gm, ctx, lower)
     assert applied.edits == 2  # with the gather
     FileCheck().check("cat_default = ").check_next(
-        "torch.ops._c10d_functional.all_to_all_single.default(cat_default, [64, 64], [64, 64], 'pg')"
-    ).check("wait_tensor.default(all_to_all_single_default)").check_next(
+        "torch.ops.zerofx.all_to_all_pairwise.default(cat_default, 2, 'pg')"
+    ).check("wait_tensor.default(all_to_all_pairwise_default)").check_next(
         "view.default(wait_tensor_default_"
     ).check_same(", [2, 64])").check_next("sum.dim_IntList(view_default, [0])").check_next(
         "mul.Tensor(sum_dim_int_list, 0.5)"
@@ -45,13 +45,13 @@ def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
     assert_documented(applied.inserted, {"reduce_scatter": {5}, "gradient": {5}})
 
 
-def test_on_gloo_an_all_gather_becomes_broadcasts() -> None:
+def test_on_gloo_an_all_gather_becomes_a_pairwise_exchange() -> None:
     gm, ctx = mlp_forward(2, layers="ab")
     apply(gm, ctx, *up_to(discard))
     before = events(gm)
     applied = apply(gm, ctx, lower)
     assert applied.edits == 2
-    FileCheck().check("torch.ops.zerofx.all_gather_by_broadcast.default(shard_a, 2, 'pg')").check(
+    FileCheck().check("torch.ops.zerofx.all_gather_pairwise.default(shard_a, 2, 'pg')").check(
         "wait_tensor.default(all_gather_into_tensor_default)"
     ).check_not("all_gather_into_tensor.default").run(gm.code)
     assert events(gm) == before
@@ -186,7 +186,7 @@ def generated_events(gm: GraphModule) -> list[str]:
         _, (code,) = run_and_get_code(lambda: _torch.generate_code(gm, inputs))
     found, group_of = [], {}
     for line in code.partition("def call")[2].splitlines():
-        if start := re.match(r"\s*(\w+) = torch\.ops\.\w+\.all_gather_by_broadcast\.default\(shard_(\w+),", line):
+        if start := re.match(r"\s*(\w+) = torch\.ops\.\w+\.all_gather_pairwise\.default\(shard_(\w+),", line):
             group_of[start[1]] = start[2]
             found.append(f"all_gather {start[2]}")
         elif alias := re.match(r"\s*(\w+) = (\w+)$", line):
@@ -234,8 +234,8 @@ def test_on_gloo_low_precision_gradients_are_summed_in_the_parameters_dtype(stag
     gm, ctx = mlp_backward(2, layers="a", stage=stage, reduce_dtype=torch.bfloat16)
     apply(gm, ctx, *up_to(discard))
     apply(gm, ctx, lower)
-    FileCheck().check("all_to_all_single.default(cat_default, [64, 64], [64, 64], 'pg')").check(
-        "wait_tensor.default(all_to_all_single_default)"
+    FileCheck().check("all_to_all_pairwise.default(cat_default, 2, 'pg')").check(
+        "wait_tensor.default(all_to_all_pairwise_default)"
     ).check_next("view.default(wait_tensor_default").check_next(
         "sum.dim_IntList(view_default, [0], dtype = torch.float32)"
     ).check_next("mul.Tensor(sum_dim_int_list, 0.5)").run(gm.code)
