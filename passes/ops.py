@@ -22,7 +22,8 @@ for a pair of ranks, and a request to receive that stands behind megabytes of on
 that only one direction of the link is in use at a time (docs/architecture.md has figures). Sends and receives carry a
 tag of the collective's own and match in order, so all ranks must start these collectives in the same order, as any.
 
-And one statement, ``zerofx.discard(buffer)``: frees the storage of a gathered buffer here and now.
+And two statements: ``zerofx.discard(buffer)`` frees the storage of a gathered buffer here and now, and
+``zerofx.release(buffer)`` says that a buffer of the caller's is not read any more.
 """
 
 from __future__ import annotations
@@ -125,3 +126,7 @@ _library.impl("all_to_all_pairwise", _exchanged, "Meta")
 def discard(buffer: torch.Tensor) -> None:
     """Free ``buffer``'s memory. Views of it may still exist; none may be used."""
     buffer.untyped_storage().resize_(0)
+
+
+def release(buffer: torch.Tensor) -> None:
+    """The last use of ``buffer`` is behind; who else holds it may still read it (``backward(retain_graph=True)``)."""

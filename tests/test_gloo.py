@@ -49,7 +49,7 @@ def test_pairwise_collectives_give_what_pytorchs_own_give(make_workers, world: i
 def hammer(steps: int) -> float:
     """Runs a lowered forward of six layers, all gathers in flight at once; every result is checked."""
     group = dist.group.WORLD
-    s = Sketch(prefetch_bytes=1 << 20, process_group=group.group_name, world_size=group.size())
+    s = Sketch(memory_budget=1 << 20, process_group=group.group_name, world_size=group.size())
     x = s.input("x", 1, 8)
     for name in "abcdef":
         x = s.call(aten.mm.default, x, s.parameters(name, **{name: (8, 8)})[0])

@@ -159,11 +159,11 @@ def test_one_gather_per_group_and_phase_one_reduction_and_the_bytes_of_the_zero_
     assert ideal <= step["wire"] < 1.01 * ideal
 
 
-def live_gathered_bytes(executor: str, prefetch_bytes: int | None) -> tuple[int, int, list[int], int]:
+def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, int, list[int], int]:
     """Most bytes of all-gather outputs alive at any start of one, what the passes said, and the state at rest."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    model, x = build(executor, prefetch_bytes=prefetch_bytes)
+    model, x = build(executor, memory_budget=memory_budget)
     outputs: list[tuple[StorageWeakRef, int, int]] = []
     most, note = 0, counting._note
 

@@ -49,6 +49,7 @@ class Family:
         buckets: what one all-reduce of stage 0 takes.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
+        gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
     """
 
     def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
@@ -57,6 +58,7 @@ class Family:
         self.buckets: Buckets = buckets
         self.sync = True
         self.norms: dict[Any, Any] = {}
+        self.gathered: dict[frozenset[str], int] = {}
         self._groups: list[weakref.ref[ShardGroup]] = []
 
     def add(self, group: ShardGroup) -> None:
@@ -120,6 +122,11 @@ class ShardGroup:
     def buffer(self) -> torch.Tensor:
         """What compiled graphs read weights from: the replica where there is one, else the shard."""
         return self.shard if self.replica is None else self.replica
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole flat buffer in what the model computes in."""
+        return self.layout.numel * (self.family.precision.param_dtype or self.layout.dtype).itemsize
 
     def mark_fresh(self) -> None:
         """The replica holds what the shards hold."""

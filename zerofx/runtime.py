@@ -73,7 +73,8 @@ class BackwardCode:
         compiled: the boxed function.
         inputs: which arguments it takes.
         groups: whose buffers it reads.
-        kept: the parameters whose kept gradients are its last inputs, with fake tensors of what it expects.
+        kept: the parameters whose kept gradients come after these, with fake tensors of what it expects.
+        gathered: which arguments are whole groups that forward left gathered; its last inputs.
         reductions: what its extra outputs are.
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
     """
@@ -82,14 +83,18 @@ class BackwardCode:
     inputs: Sequence[int]
     groups: Sequence[weakref.ref[ShardGroup]]
     kept: Sequence[tuple[weakref.ref[ShardGroup], Slot, torch.Tensor]]
+    gathered: Sequence[int]
     reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
     keeps: bool
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
+        gathered = [args[i] for i in self.gathered]
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:
             kept = group().take_kept(slot)  # type: ignore[union-attr]
             inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
+        inputs += gathered
+        gathered.clear()
         outputs = list(self.compiled(inputs))
         for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
             live = ref()

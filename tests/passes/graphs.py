@@ -230,12 +230,14 @@ class _Checked(Interpreter):
 
 def run(gm: GraphModule, ctx: Context, numbers: Numbers, rank: int = 0) -> list[Any]:
     """What the graph returns, by a plain interpreter, whatever passes it has been through."""
-    layouts, args = iter(ctx.shards), []
+    layouts, gathered, args = iter(ctx.shards), iter(ctx.gathered), []
     for node in gm.graph.find_nodes(op="placeholder"):
         if "zerofx" in node.meta and node.meta["zerofx"].kind == "shard":
             layout = next(layouts)
             part = layout.shard_numel
             args.append(numbers.flats[layout][rank * part : (rank + 1) * part].clone())
+        elif "zerofx" in node.meta and node.meta["zerofx"].kind == "gathered":
+            args.append(numbers.inputs[next(gathered)])  # what forward left there
         elif node.name in ctx.parameters:
             ref = ctx.parameters[node.name]
             args.append(ref.layout.view(numbers.flats[ref.layout], ref.slot))

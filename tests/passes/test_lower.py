@@ -126,7 +126,7 @@ def test_inductor_gets_the_discards_as_dependences() -> None:
 
 
 def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() -> None:
-    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
+    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", memory_budget=1 << 20)
     apply(gm, ctx, *up_to(lower))
     first, *starts = edit.tagged(gm.graph, "all_gather")
     for start in starts:
@@ -135,13 +135,13 @@ def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() ->
 
 
 def test_the_first_wait_stands_behind_all_starts_that_go_ahead_of_it() -> None:
-    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
+    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", memory_budget=1 << 20)
     apply(gm, ctx, *up_to(lower))
     assert control_deps(gm) == {"wait_tensor_default": {f"all_gather_into_tensor_default_{i}" for i in (1, 2, 3)}}
 
 
 def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> None:
-    s = Sketch(executor="inductor", prefetch_bytes=2 * 256)
+    s = Sketch(executor="inductor", memory_budget=2 * 256)
     x = s.input("x", 8, 8)
     tied, a, b, c = (s.parameters(name, **{name: (8, 8)})[0] for name in ("tied", "a", "b", "c"))
     for w in (tied, a, tied, b, c):
@@ -153,7 +153,7 @@ def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> Non
 
 
 def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> None:
-    s = Sketch(executor="inductor", prefetch_bytes=256)
+    s = Sketch(executor="inductor", memory_budget=256)
     x = s.input("x", 8, 8)
     a, b = (s.parameters(name, **{name: (8, 8)})[0] for name in "ab")
     value = s.call(aten.exp.default, a)
@@ -168,7 +168,7 @@ def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> N
 
 @pytest.mark.parametrize("reader", ["exp", "mm"])
 def test_what_only_the_caller_reads_of_a_weight_needs_no_other_reader(reader: str) -> None:
-    s = Sketch(executor="inductor", prefetch_bytes=256)
+    s = Sketch(executor="inductor", memory_budget=256)
     x = s.input("x", 8, 8)
     a, b = (s.parameters(name, **{name: (8, 8)})[0] for name in "ab")
     value = s.call(aten.exp.default, a) if reader == "exp" else s.call(aten.mm.default, x, a)
@@ -198,11 +198,11 @@ def generated_events(gm: GraphModule) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("prefetch_bytes", [256, None, 3 * 256, 1 << 20])
+@pytest.mark.parametrize("memory_budget", [256, None, 3 * 256, 1 << 20])
 @pytest.mark.parametrize("reader", ["mm", "topk"])  # both without C++ to compile; topk returns a tuple
-def test_the_code_that_inductor_generates_keeps_the_order(fake_world, reader: str, prefetch_bytes: int | None) -> None:
+def test_the_code_that_inductor_generates_keeps_the_order(fake_world, reader: str, memory_budget: int | None) -> None:
     fake_world(2)
-    s = Sketch(executor="inductor", prefetch_bytes=prefetch_bytes, process_group=dist.group.WORLD.group_name)
+    s = Sketch(executor="inductor", memory_budget=memory_budget, process_group=dist.group.WORLD.group_name)
     x, outputs = s.input("x", 8, 8), []
     for name in "abcd":
         (w,) = s.parameters(name, **{name: (8, 8)})

@@ -75,9 +75,9 @@ def compare_on_ranks(model: str, min_cut: bool, contexts: list[dict[str, Any]]) 
 
 
 CONTEXTS: list[dict[str, Any]] = [
-    {"executor": "eager", "prefetch_bytes": None, "backend": "gloo"},
-    {"executor": "eager", "prefetch_bytes": 1 << 20, "backend": "another"},  # keeps gloo's own reduce-scatter
-    {"executor": "inductor", "prefetch_bytes": None, "backend": "gloo"},
+    {"executor": "eager", "memory_budget": None, "backend": "gloo"},
+    {"executor": "eager", "memory_budget": 1 << 20, "backend": "another"},  # keeps gloo's own reduce-scatter
+    {"executor": "inductor", "memory_budget": None, "backend": "gloo"},
 ]
 
 
