@@ -259,8 +259,8 @@ Events = Counter[tuple[str, int]]
 
 def count(
     stage: int, precision: zerofx.MixedPrecision | None, buckets: str = "group"
-) -> tuple[list[GroupLayout], dict[tuple[int, bool], tuple[Events, int]]]:
-    """The groups; and by (micro-batches, no_sync) what one optimizer step starts and sends."""
+) -> tuple[dict[GroupLayout, bool], dict[tuple[int, bool], tuple[Events, int]]]:
+    """The groups, and which stay gathered; by (micro-batches, no_sync) what an optimizer step starts and sends."""
     model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH)
     options: dict[str, Any] = dict(stage=stage, mixed_precision=precision, buckets=buckets)
     zerofx.compile(model, executor="eager", groups=blocks_and_the_rest, **options)
@@ -286,14 +286,18 @@ def count(
                 step(micro_batches, no_sync)
             events = Counter((event.name, event.payload) for event in log.events)
             counted[micro_batches, no_sync] = events, log.total_bytes
-    return [group.layout for group in groups_of(model)], counted
+    (record,) = zerofx.graphs(model)
+    assert record.forward is not None
+    kept = record.forward.context.kept_gathered
+    return {group.layout: group.layout.name in kept for group in groups_of(model)}, counted
 
 
-def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: list[GroupLayout], k: int, no_sync: bool) -> Events:
+def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: dict[GroupLayout, bool], k: int, no_sync: bool) -> Events:
     """What must be started, to the byte."""
-    gathers, reductions = (0, 1, 1, 2 * k)[stage], 1 if no_sync else k
+    reductions = 1 if no_sync else k
     events: Events = Counter()
-    for layout in layouts:
+    for layout, kept in layouts.items():
+        gathers = (0, 1, 1, k if kept else 2 * k)[stage]
         # On gloo each rank sends to each other one what that one is to have.
         for way in ("send", "recv") if stage else ():
             others, part = layout.world_size - 1, layout.shard_numel
@@ -315,7 +319,10 @@ def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
         assert list(counted) == [(1, False), (1, True), (4, False), (4, True)]
         for (k, no_sync), (events, sent) in counted.items():
             assert events == by_the_layouts(stage, sizes, layouts, k, no_sync), (k, no_sync)
-            formulas = cost.traffic(stage, sizes, no_sync=no_sync).at(N=PARAMETERS, M=world, n=len(layouts), k=k)
+            spared = [sum(slot.numel for slot in layout.slots) for layout, stays in layouts.items() if stays]
+            assert len(spared) == (stage == 3)  # the head, in what one group ahead takes anyway
+            traffic = cost.traffic(stage, sizes, no_sync=no_sync, kept=(sum(spared), len(spared)))
+            formulas = traffic.at(N=PARAMETERS, M=world, n=len(layouts), k=k)
             messages = sum(n for (name, _), n in events.items() if name != "all_reduce")
             exchanges = messages // (2 * (world - 1)) if stage else 0
             assert events.total() - messages + exchanges == formulas.collectives
