@@ -191,8 +191,7 @@ def fsdp2_runs(make_workers) -> Callable[[int, torch.dtype], dict[str, list[floa
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "reduce_dtype"), [(2, FP32), (3, BF16)])  # three parts: a sum that rounds twice
 def test_in_bfloat16_no_stage_is_further_from_float32_than_fsdp2(
     make_workers, exact, fsdp2_runs, world: int, reduce_dtype: torch.dtype, stage: int
 ) -> None:
@@ -202,7 +201,7 @@ def test_in_bfloat16_no_stage_is_further_from_float32_than_fsdp2(
     check_as_close(results, fsdp2_runs(world, reduce_dtype), exact(world))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 2, 3])  # stage 1 runs the graphs of stage 2: see above
 def test_inductor_in_bfloat16_stays_as_close(make_workers, exact, fsdp2_runs, stage: int) -> None:
     precision = zerofx.MixedPrecision(BF16, FP32)
     options = {"mixed_precision": precision, "timeout": 200}
