@@ -75,10 +75,6 @@ class Workers:
         name = fn if isinstance(fn, str) else fn.__qualname__
         return self._processes.call(self.world_size, call, name, timeout)
 
-    def stop(self) -> None:
-        """Ends the processes, those of other sizes too."""
-        self._processes.stop()
-
 
 class Processes:
     """What ranks live in: as many as the largest group so far has, in one group at a time."""
