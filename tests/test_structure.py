@@ -43,8 +43,8 @@ def generated_code() -> list[str]:
     def step() -> None:
         model(x, x).backward()
 
-    torch._inductor.config.fx_graph_cache = False  # a cached graph would show no code
-    return run_and_get_code(step)[1]
+    with torch._inductor.config.patch(fx_graph_cache=False):  # a cached graph would show no code
+        return run_and_get_code(step)[1]
 
 
 def calls(code: str) -> list[str]:

@@ -19,7 +19,7 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
-from tests.workers import Workers
+from tests.workers import Processes, Workers
 from zerofx import cost
 from zerofx.group import ShardGroup
 from zerofx.layout import GroupLayout
@@ -345,7 +345,8 @@ def test_buckets_of_plain_data_parallelism_change_how_many_collectives_and_not_t
 
 def main() -> None:
     """Print bytes per parameter as a table: measured on rank 0, in parentheses the formula's."""
-    pools = {world: Workers(world) for world in (2, 3, 4)}
+    processes = Processes()
+    pools = {world: Workers(world, processes) for world in (2, 3, 4)}
     columns = {"": "stepped", "`no_sync`, ": "accumulating under no_sync"}
     heads = ["stage", "precision", *(f"{column}M={world}" for column in columns for world in pools)]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
@@ -359,8 +360,7 @@ def main() -> None:
                 cells.append(f"{measured[world][moment].total / PARAMETERS:.2f} ({float(formulas.total):.2f})")
             print(f"| {' | '.join(cells)} |", flush=True)
     finally:
-        for pool in pools.values():
-            pool.stop()
+        processes.stop()
 
 
 if __name__ == "__main__":
