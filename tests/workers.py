@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.guards
 import torch.distributed as dist
 
 START_SECONDS = 120.0
@@ -250,8 +249,6 @@ def _serve(rank: int, port: int, dump: str, connection: Connection) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    # Dynamo flushes the processor's caches after each compilation, to time the guards: a quarter of a small model's.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
     connection.send_bytes(pickle.dumps((None, "")))  # ready
     while True:
         try:
@@ -300,8 +297,9 @@ def _resolve(fn: Callable[..., Any] | str) -> Callable[..., Any]:
 
 def _reset() -> None:
     """Every run starts alike: nothing compiled, nothing to collect, the same seeds on all ranks."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
     gc.collect()
     gc.freeze()  # what survives, hundreds of thousands of objects of imported modules, is not gone through again
     random.seed(0)
