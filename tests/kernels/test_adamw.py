@@ -32,7 +32,7 @@ KINDS = [
     (param, grad, moments, master)
     for param, masters in MASTERS.items()
     for grad in dict.fromkeys([torch.float32, param])
-    for moments in (torch.float32, torch.bfloat16)
+    for moments in (torch.float32, torch.bfloat16, torch.int8)
     for master in masters
 ]
 

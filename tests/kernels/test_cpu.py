@@ -35,8 +35,7 @@ class Flat:
 
     def step(self, row: Row, step: int, grad: torch.Tensor, factor: float = 1.0, seed: int = 0) -> None:
         run = (self.param, grad.clone(), self.exp_avg, self.exp_avg_sq, self.master)
-        seeds = [seed + 7 * step] if self.exp_avg.dtype == torch.bfloat16 else None
-        cpu.adamw(*([x] for x in run), hyper(row, step), factor, seeds)  # type: ignore[misc, arg-type]
+        cpu.adamw(*([x] for x in run), hyper(row, step), factor, [seed + 7 * step])  # type: ignore[misc, arg-type]
 
     @property
     def weights(self) -> torch.Tensor:
@@ -105,7 +104,7 @@ def test_a_split_master_is_bitwise_a_float32_one() -> None:
 
 def test_rounding_is_unbiased_and_its_bits_are_uniform() -> None:
     n = 1 << 16
-    bits = cpu._random_bits(torch.tensor(11, dtype=torch.int32), n, torch.device("cpu"))
+    bits = cpu._random_bits(11 + torch.arange(n, dtype=torch.int32))
     for half in (bits & 0xFFFF, (bits >> 16) & 0xFFFF):
         mean, expected = half.double().mean().item(), (1 << 16) / 2 - 0.5
         assert abs(mean - expected) < 5 * (1 << 16) / math.sqrt(12 * n)
