@@ -262,9 +262,10 @@ def _update(
             m = tl.where(mask, m, 0.0)
             root = tl.where(mask, root, 0.0)
         code = _encode(tl.abs(m), bits & 0xFFFF, exp_avg_scales, at, left, _FIRST, BLOCK)
-        tl.store(exp_avg + at + lanes, tl.where(m < 0, -code, code).to(tl.int8), mask=mask)
+        tl.store(exp_avg + at + lanes, tl.where(m < 0, -code, code).to(tl.int32).to(tl.int8), mask=mask)
         code = _encode(root, bits >> 16, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
-        tl.store(exp_avg_sq + at + lanes, tl.where(root > 0, tl.maximum(code, 1), code).to(tl.uint8), mask=mask)
+        code = tl.where(root > 0, tl.maximum(code, 1), code)
+        tl.store(exp_avg_sq + at + lanes, code.to(tl.int32).to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -293,7 +294,7 @@ def _encode(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The int32 codes of ``x``, which is not negative, rounded by 16 random bits each; stores the scales as well.
+    """The codes, in float32, of ``x``, which is not negative, rounded by 16 random bits; stores the scales as well.
 
     As `blockwise.scales_of` and `blockwise.encode_*` do it. The maximum is one of integers: of floats it loses NaN.
     """
@@ -305,12 +306,12 @@ def _encode(
     tl.store(scales + at // _BLOCKWISE + blocks, scale, mask=mask)
 
     SQUARE: tl.constexpr = LARGEST * LARGEST
-    factor = tl.where(scale > 0, tl.div_rn(tl.full_like(scale, 1.0), scale) * (SQUARE * _MARGIN), 0.0)
+    factor = tl.where(scale > 0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale) * (SQUARE * _MARGIN), 0.0)
     square = x * _spread(factor, BLOCK)
     square = tl.where(square < SQUARE, square, SQUARE * 1.0)
     code = tl.floor(tl.sqrt_rn(square))
     u = bits.to(tl.int32).to(tl.float32) * (1 / 65536)
-    return code.to(tl.int32) + tl.where(u * (2 * code + 1) < square - code * code, 1, 0)
+    return code + tl.where(u * (2 * code + 1) < square - code * code, 1.0, 0.0)
 
 
 @triton.jit
