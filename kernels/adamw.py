@@ -252,15 +252,15 @@ def _update(
     if seed is None:
         tl.store(exp_avg + at + lanes, m, mask=mask)
         tl.store(exp_avg_sq + at + lanes, v, mask=mask)
-        return
-    bits = _random_bits(tl.load(seed), position + at, BLOCK)
-    if exp_avg_scales is None:
+    elif exp_avg_scales is None:
+        bits = _random_bits(tl.load(seed), position + at, BLOCK)
         tl.store(exp_avg + at + lanes, _to_bfloat16(m, bits & 0xFFFF), mask=mask)
         tl.store(exp_avg_sq + at + lanes, _to_bfloat16(v, bits >> 16), mask=mask)
     else:
         if mask is not None:  # what is loaded where the mask is off may be anything
             m = tl.where(mask, m, 0.0)
             root = tl.where(mask, root, 0.0)
+        bits = _random_bits(tl.load(seed), position + at, BLOCK)
         code = _encode(tl.abs(m), bits & 0xFFFF, exp_avg_scales, at, left, _FIRST, BLOCK)
         tl.store(exp_avg + at + lanes, tl.where(m < 0, -code, code).to(tl.int32).to(tl.int8), mask=mask)
         code = _encode(root, bits >> 16, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
