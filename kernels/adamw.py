@@ -248,7 +248,6 @@ def _update(
     root = tl.sqrt_rn(v)
     p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
 
-    _store_master(param + at + lanes, master, at + lanes, p, mask)
     if seed is None:
         tl.store(exp_avg + at + lanes, m, mask=mask)
         tl.store(exp_avg_sq + at + lanes, v, mask=mask)
@@ -266,6 +265,9 @@ def _update(
         code = _encode(root, bits >> 16, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
         code = tl.where(root > 0, tl.maximum(code, 1), code)
         tl.store(exp_avg_sq + at + lanes, code.to(tl.int32).to(tl.uint8), mask=mask)
+    _store_master(
+        param + at + lanes, master, at + lanes, p, mask
+    )  # last: earlier, ptxas spills 8 bytes of codes' kernels
 
 
 @triton.jit
