@@ -308,7 +308,9 @@ def _encode(
     tl.store(scales + at // _BLOCKWISE + blocks, scale, mask=mask)
 
     SQUARE: tl.constexpr = LARGEST * LARGEST
-    factor = tl.where(scale > 0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale) * (SQUARE * _MARGIN), 0.0)
+    some = scale > 0
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(some, scale, 1.0))
+    factor = tl.where(some, inverse * (SQUARE * _MARGIN), 0.0)
     square = x * _spread(factor, BLOCK)
     square = tl.where(square < SQUARE, square, SQUARE * 1.0)
     code = tl.floor(tl.sqrt_rn(square))
