@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -175,7 +176,7 @@ def _compiled() -> Callable[..., None]:
 @functools.cache
 def _compiled_8bit() -> Callable[..., None]:
     # What the loop for scales computes, the other computes again: cheaper than to write it to memory between them.
-    options = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
+    options: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
     return torch.compile(update_8bit, dynamic=True, options=options)
 
 

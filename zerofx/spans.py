@@ -155,7 +155,7 @@ def find_spans(parameters: Iterable[torch.Tensor], blocks: bool = False) -> list
     With ``blocks``, parameters that have some and parameters that have none are in spans of their own.
     """
     by_group: dict[ShardGroup, dict[Slot, torch.Tensor]] = {}
-    spans = []
+    spans: list[Span] = []
     for parameter in parameters:
         if isinstance(parameter, ShardedTensor):
             by_group.setdefault(parameter._group, {})[parameter._slot] = parameter
