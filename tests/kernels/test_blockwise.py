@@ -167,6 +167,41 @@ def test_randomness_follows_the_position_so_that_a_cut_between_blocks_changes_no
     assert not torch.equal(other.exp_avg, whole.exp_avg)
 
 
+def assert_rounded_independently(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Codes of equal numbers: two neighbours occur, and which one says nothing of the other moment or other elements."""
+    ordinary = torch.arange(len(first)) % BLOCK > 0
+    ups = []
+    for codes in (first, second):
+        some = codes.cpu()[ordinary].int()
+        assert some.unique().numel() == 2
+        ups.append((some - some.min()).double())
+    pairs = [tuple(ups), *((up[:-lag], up[lag:]) for up in ups for lag in (1, 2, 4, BLOCK - 1))]
+    for a, b in pairs:
+        assert torch.corrcoef(torch.stack([a, b]))[0, 1].abs() < 5 / math.sqrt(len(a))
+
+
+def equal_gradients() -> torch.Tensor:
+    """One larger than the others in each block."""
+    grad = torch.full((1 << 17,), 0.37)
+    grad[::BLOCK] = 1.0
+    return grad
+
+
+def test_the_kernel_rounds_neighbours_and_both_moments_independently(device: str) -> None:
+    shard = Shard(device, torch.zeros(1 << 17), moments=torch.int8, seed=7)
+    shard.step(equal_gradients())
+    assert_rounded_independently(shard.exp_avg, shard.exp_avg_sq)
+
+
+def test_the_cpu_rounds_neighbours_and_both_moments_independently() -> None:
+    n = 1 << 17
+    codes, roots = torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)
+    scales = (torch.zeros(n // BLOCK), torch.zeros(n // BLOCK))
+    hyper = cpu.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, False, 1)
+    cpu.adamw([torch.zeros(n)], [equal_gradients()], [codes], [roots], [None], hyper, 1.0, [7], [scales])
+    assert_rounded_independently(codes, roots)
+
+
 ERROR = 0.06
 """Of what AdamW moves weights by in 100 steps, root mean square: what 8-bit moments may change. 0.048 was measured."""
 
