@@ -168,7 +168,7 @@ def test_randomness_follows_the_position_so_that_a_cut_between_blocks_changes_no
 
 
 def assert_rounded_independently(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Codes of equal numbers: two neighbours occur, and which one says nothing of the other moment or other elements."""
+    """Of equal numbers' codes two neighbours occur, and which it is says nothing of the other moment or element."""
     ordinary = torch.arange(len(first)) % BLOCK > 0
     ups = []
     for codes in (first, second):
