@@ -155,7 +155,7 @@ class Context:
     kept: list[ParameterRef] = field(default_factory=list)
     """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
     gathered: list[str] = field(default_factory=list)
-    """Set by backward's `keep`: names of the inputs that bring gathered buffers; those are passed behind all others."""
+    """Set by backward's `keep`: the groups whose gathered buffers are the graph's very last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order."""
     gathered_bytes: int = 0

@@ -27,7 +27,7 @@ of forward are the first that backward is through with. As many of them are kept
 Without a number the budget is what prefetching one group ahead takes anyway, so what is kept then costs no memory.
 
 Sound because the buffer holds what a new gather would bring: parameters do not change between forward and backward
-(and gradients would be those of the values that forward used, if one did). Deterministic: bytes and order alone.
+(that is checked when backward starts, as for any saved tensor). Deterministic: bytes and order alone.
 
 Requires ``group``, and ``ctx.kept_gathered`` shared by both graphs. Provides ``ctx.gathered``. Leaves groups alone that
 backward does not need, and those that `narrow` gathers in two parts.
@@ -102,7 +102,7 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
             continue
         buffer = edit.placeholder(graph, f"gathered_{group}", value, Tag("gathered", group))
         wait.replace_all_uses_with(buffer)
-        ctx.gathered.append(kept.saved)
+        ctx.gathered.append(group)
         _erase(graph, wait)
         brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard")}
         ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]

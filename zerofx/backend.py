@@ -140,7 +140,9 @@ class _CompiledGraph:
         family = next(iter(self.groups.values())).family
         family.gathered[self.names] = sum(kept.nbytes for kept in self.kept_gathered.values())
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
-        return forward_runner(compiled, kept, [self.groups[layout] for layout in ctx.shards], saved)
+        by_name = {layout.name: group for layout, group in self.groups.items()}
+        gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
+        return forward_runner(compiled, kept, [self.groups[layout] for layout in ctx.shards], saved, gathered)
 
     def _compile_backward(
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
@@ -172,13 +174,14 @@ class _CompiledGraph:
         def ref(layout: GroupLayout) -> weakref.ref[ShardGroup]:
             return weakref.ref(self.groups[layout])
 
+        by_name = {layout.name: ref(layout) for layout in self.groups}
         likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
         return BackwardCode(
             compiled,
             inputs,
             groups=[ref(layout) for layout in ctx.shards],
             kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],
-            gathered=[names.index(name) for name in ctx.gathered],
+            gathered=[(names.index(self.kept_gathered[name].saved), by_name[name]) for name in ctx.gathered],
             reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
             keeps=sync == "keep",
         )

@@ -102,6 +102,7 @@ class ShardGroup:
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
         self._kept: dict[Slot, torch.Tensor] = {}
         self._refreshed = -1
+        self._gathered_at: dict[int, int] = {}  # address of a buffer -> the shard's version then
         if family.stage in (1, 2):
             dtype = family.precision.param_dtype or layout.dtype
             self.replica = torch.zeros(layout.numel, dtype=dtype, device=device)
@@ -156,6 +157,19 @@ class ShardGroup:
         elif shard is not self.shard:
             self.replica.copy_(shard)
         self.mark_fresh()
+
+    def leave_gathered(self, buffer: torch.Tensor) -> None:
+        """``buffer``, gathered in this forward, waits for its backward."""
+        self._gathered_at[buffer.data_ptr()] = self.shard._version
+
+    def check_gathered(self, buffer: torch.Tensor) -> None:
+        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered."""
+        if self._gathered_at.get(buffer.data_ptr(), self.shard._version) != self.shard._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of the group {self.layout.name!r}, between forward and backward. Run backward before the "
+                "optimizer's step, and update weights by hand only between steps."
+            )
 
     def add(self, slot: Slot, parameter: ShardedParameter) -> None:
         """Make ``parameter`` the one that ``slot`` describes."""

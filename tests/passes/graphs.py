@@ -237,7 +237,7 @@ def run(gm: GraphModule, ctx: Context, numbers: Numbers, rank: int = 0) -> list[
             part = layout.shard_numel
             args.append(numbers.flats[layout][rank * part : (rank + 1) * part].clone())
         elif "zerofx" in node.meta and node.meta["zerofx"].kind == "gathered":
-            args.append(numbers.inputs[next(gathered)])  # what forward left there
+            args.append(numbers.inputs[ctx.kept_gathered[next(gathered)].saved])  # what forward left there
         elif node.name in ctx.parameters:
             ref = ctx.parameters[node.name]
             args.append(ref.layout.view(numbers.flats[ref.layout], ref.slot))

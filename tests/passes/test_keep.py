@@ -114,7 +114,7 @@ def test_backward_reads_what_came_and_gathers_the_rest() -> None:
     apply(gm, ctx, *BEFORE)
     assert apply(gm, ctx, keep).edits == 1
     assert [n.name for n in gm.graph.find_nodes(op="placeholder")] == ["tangents_1", "shard_b", "shard_a", "gathered_c"]
-    assert ctx.gathered == ["cw"] and [layout.name for layout in ctx.shards] == ["b", "a"]
+    assert ctx.gathered == ["c"] and [layout.name for layout in ctx.shards] == ["b", "a"]
     apply(gm, ctx, prefetch, discard)
     plan = [e for e in events(gm) if e.split()[0] in ("all_gather", "wait", "discard", "mm")]
     assert plan == [
