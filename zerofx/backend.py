@@ -192,7 +192,9 @@ class _CompiledGraph:
         inputs = [examples[i] for i in kept] + new
         fixed = [k for k, i in enumerate(kept) if i in set(static)]
         fixed += range(len(kept), len(kept) + len(ctx.shards))
-        return execute(gm, inputs, fixed), kept, trace
+        compiled = execute(gm, inputs, fixed)
+        trace.code = _torch.source_code(compiled)
+        return compiled, kept, trace
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
         group = next(iter(self.groups.values()))
