@@ -143,14 +143,20 @@ class _Code:
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""
-        if self.context.executor == "eager":
-            return list(_Run(self.gm, recorder).run(*inputs))
-        if self.text is None:
+        if self.context.executor != "eager" and self.text is None:
             raise RuntimeError(
-                f"Inductor kept no Python code of a {self.context.phase} graph (a C++ wrapper?): its memory "
-                'is not known. Compile with executor="eager", or without torch._inductor.config.cpp_wrapper.'
+                f"Inductor kept no Python code of a {self.context.phase} graph (a C++ wrapper?): its memory is not "
+                'known. Compile with executor="eager", or without torch._inductor.config.cpp_wrapper.'
             )
-        return list(inductor_code.load(self.text, recorder)(inputs))
+        try:
+            if self.text is None:
+                return list(_Run(self.gm, recorder).run(*inputs))
+            return list(inductor_code.load(self.text, recorder)(inputs))
+        except Exception as error:
+            raise RuntimeError(
+                f"a {self.context.phase} graph cannot be followed without numbers, near {recorder.last()}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 class _Step:
@@ -253,6 +259,10 @@ class Recorder(_torch.TorchDispatchMode):
             yield
         finally:
             self._seen = True
+
+    def last(self) -> str:
+        """What was noted last, for error messages."""
+        return self.name or (self.operations[-1].name if self.operations else "its beginning")
 
     # ------------------------------------------------------------------ operators
 
