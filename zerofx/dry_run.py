@@ -389,13 +389,15 @@ _PICKS = frozenset("embedding index index_select gather".split())
 def flops_of(func: Any, args: Any, kwargs: Any, out: list[torch.Tensor]) -> int:
     """Floating-point operations by `torch.utils.flop_counter`'s formulas; 0 for an operator without one."""
     packet = getattr(func, "_overloadpacket", func)
-    positional = list(args)
+    formula = flop_registry.get(packet) or _FORMULAS.get(packet)
+    if formula is None:
+        return 0
+    positional = list(args)  # formulas take their arguments by place
     for argument in packet.default._schema.arguments[len(args) :]:
         if argument.kwarg_only or argument.name not in kwargs:
             break
         positional.append(kwargs[argument.name])
-    formula = flop_registry.get(packet) or _FORMULAS.get(packet)
-    return int(formula(*positional, out_val=out[0] if len(out) == 1 else tuple(out))) if formula else 0
+    return int(formula(*positional, out_val=out[0] if len(out) == 1 else tuple(out)))
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
