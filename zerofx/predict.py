@@ -244,19 +244,18 @@ class _Clock:
 def _live(phase: Phase, live: LiveBytes) -> Iterable[LiveBytes]:
     """Live bytes by class while each operation runs, and behind the last; ``live`` is carried on from phase to phase.
 
-    What is made for an operation is there when it runs; what is freed after it may overlap with what is made for the
-    next. Of all that happens before an operation the moment with most bytes counts.
+    Of all that is freed and made between two operations, the moment with most bytes counts for the second.
     """
     changes = iter(phase.changes)
     change = next(changes, None)
     for i in range(len(phase.operations) + 1):
-        most = dict(live)
+        most: LiveBytes | None = None
         while change is not None and change.before <= i:
             live[change.buffer.kind] += change.buffer.nbytes if change.made else -change.buffer.nbytes
-            if sum(live.values()) > sum(most.values()):
+            if most is None or sum(live.values()) > sum(most.values()):
                 most = dict(live)
             change = next(changes, None)
-        yield most
+        yield most or dict(live)
 
 
 def _held(module: nn.Module) -> int:
