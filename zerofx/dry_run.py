@@ -282,15 +282,15 @@ class Recorder(_torch.TorchDispatchMode):
         if name in _WIRE:
             self._start(func, args[0], out)
         elif name not in _FREE and (made or _writes(func)):
-            self.kernel(name, func, args, kwargs, tensors)
+            self.kernel(name, func, args, kwargs, out)
         return out
 
-    def kernel(self, name: str, func: Any, args: Any, kwargs: Any, out: list[torch.Tensor]) -> None:
-        """Note a kernel that computes ``func`` (or, where it is None, something without a formula)."""
+    def kernel(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note a kernel that computes ``out`` by ``func`` (or, where it is None, something without a formula)."""
         read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        written, writes = sum(map(_nbytes, out)), {id(x) for x in out}
-        bound = max((_nbytes(x) for x in out), default=0)
-        nbytes = written
+        written = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        writes, bound = {id(x) for x in written}, max(map(_nbytes, written), default=0)
+        nbytes = sum(map(_nbytes, written))
         for x in {id(x): x for x in read if id(x) not in writes}.values():
             # A kernel that picks from a table, or takes a bias out of a gathered buffer, does not read all of it.
             picks = name in _PICKS or (func is None and self._kind(x) == "weights")
@@ -386,7 +386,7 @@ _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".s
 _PICKS = frozenset("embedding index index_select gather".split())
 
 
-def flops_of(func: Any, args: Any, kwargs: Any, out: list[torch.Tensor]) -> int:
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating-point operations by `torch.utils.flop_counter`'s formulas; 0 for an operator without one."""
     packet = getattr(func, "_overloadpacket", func)
     formula = flop_registry.get(packet) or _FORMULAS.get(packet)
@@ -397,7 +397,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: list[torch.Tensor]) -> int:
         if argument.kwarg_only or argument.name not in kwargs:
             break
         positional.append(kwargs[argument.name])
-    return int(formula(*positional, out_val=out[0] if len(out) == 1 else tuple(out)))
+    return int(formula(*positional, out_val=out))
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -85,7 +85,7 @@ class _ExternKernels:
                 if packet is None:
                     raise RuntimeError(f"extern_kernels.{name} returns a tensor of a shape that is not known.")
                 return packet(*args, **kwargs)  # the recorder sees it
-            self.recorder.kernel(name, packet, args, kwargs, [out])
+            self.recorder.kernel(name, packet, args, kwargs, out)
             return out
 
         return run
