@@ -439,3 +439,25 @@ def test_one_rank_has_no_link(make_workers: Callable[[int], Workers]) -> None:
 def test_calibration_without_a_process_group_is_refused() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         zerofx.calibrate()
+
+
+def main() -> None:
+    """Print peaks and bytes received of rank 0 as a table, predicted beside measured."""
+    pools: dict[int, Workers] = {}
+    print("| model | executor | stage | ranks | peak, measured | predicted | off by | received, counted | predicted |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    try:
+        for name, executor, stage, world in ZOO:
+            pool = pools.setdefault(world, Workers(world))
+            found = pool.run(step_and_prediction, name, executor, stage=stage, timeout=250)[0]
+            peak, said = found["peak"], found["predicted peak"]
+            cells = [name, executor, stage, world, f"{peak:,}", f"{said:,}", f"{said / peak - 1:+.2%}"]
+            cells += [f"{found['wire']:,}", f"{found['predicted wire']:,}"]
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    finally:
+        for pool in pools.values():
+            pool.stop()
+
+
+if __name__ == "__main__":
+    main()
