@@ -211,15 +211,16 @@ def test_a_reduction_travels_while_the_next_group_computes() -> None:
 def test_live_bytes_of_a_graph_by_hand() -> None:
     forward, backward = on_the_clock(dry_run([mlp()])).phases
     x, w = 128, 512  # an activation; a gathered group (64 + 8 floats, padded)
-    # start a, b; wait, addmm, relu (a is gone); start c, wait, addmm, relu (b is gone); wait, addmm, relu; the end
-    weights = [w, 2 * w, 2 * w, 2 * w, w, 2 * w, 2 * w, 2 * w, w, w, w, 0, 0]
+    # start a, b; wait, addmm, relu (a is gone); start c, wait, addmm, relu; wait, addmm, relu; the end. The second and
+    # third relu count from the moment that the product's input is freed, and its weights not yet.
+    weights = [w, 2 * w, 2 * w, 2 * w, w, 2 * w, 2 * w, 2 * w, 2 * w, w, w, w, 0]
     assert [live["weights"] for live in forward.live] == weights
     assert forward.peak == {"weights": 2 * w, "activations": 0, "gradients": 0, "temporary": 2 * x}
     # What is sent stays until the exchange is waited for, and what is received has as many bytes; a shard has half.
     at = {o.name: live["gradients"] for o, live in zip(backward.operations, backward.live)}
     assert at["mm_2"] == at["wait_tensor_default_1"] == 2 * w
     assert at["sum_dim_int_list"] == w
-    assert backward.live[-1] == {"weights": 0, "activations": 0, "gradients": 3 * w // 2, "temporary": x}
+    assert backward.live[-1] == {"weights": 0, "activations": 0, "gradients": 3 * w // 2, "temporary": 2 * x}
 
 
 def test_what_forward_saves_is_activations_until_backward_has_read_it(fake_world) -> None:
@@ -244,6 +245,7 @@ from torch._inductor.async_compile import AsyncCompile
 import torch
 async_compile = AsyncCompile()
 empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+assert_size_stride = torch._C._dynamo.guards.assert_size_stride
 cpp_fused_relu_0 = async_compile.cpp_pybinding(['float*'], r'''
 extern "C" void kernel(float* in_out_ptr0, const float* in_ptr0, float* out_ptr0) {}
 ''')
