@@ -7,7 +7,9 @@ All contenders live in the same ranks and take turns, in an order that rotates: 
 untimed step (the caches belong to whoever ran before) and then `--steps` timed ones, so whatever else the
 machine does hits all alike. A step is forward, backward, optimizer step and zero_grad; its time is that of
 the slowest rank. All start from the same weights and see the same data, so their losses must agree, step by
-step: one that does less than the others is found out. Collectives are counted at the process group.
+step: one that does less than the others is found out. Collectives are counted at the process group, and the
+bytes that a step allocates at its peak by the allocator. Beside what is measured of zerofx stands what
+`zerofx.predict` says of forward and backward, by rates that are measured before anything else is.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from tests.counting import CollectiveLog, count_collectives  # noqa: E402
+from tests.memory import allocated_peak  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
 Wrap = Callable[[GPT], Any]
@@ -150,6 +153,15 @@ class Contender:
         self.times: list[float] = []
         self.losses: list[torch.Tensor] = []
         self.log = CollectiveLog()
+        self.peak_bytes = 0
+        self.predicted: dict[str, Any] | None = None
+
+    def count(self, rates: Any) -> None:
+        """One step, its collectives and its memory counted; what zerofx predicts for it."""
+        with count_collectives() as self.log:
+            self.peak_bytes = allocated_peak(self.step, self.device.type)
+        if self.name.startswith("zerofx"):
+            self.predicted = importlib.import_module("zerofx").predict(self.model, rates).summary()
 
     def steps(self, n: int) -> None:
         """``n`` timed steps in a row; the ranks start together, and what one step leaves to the next is in its time."""
@@ -218,14 +230,14 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
     say = print if rank == 0 else lambda text: None
     contenders: list[Contender] = []
     failed: dict[str, str] = {}
+    rates = importlib.import_module("zerofx").calibrate(device=device)
     for name in args.contenders:
         start = time.perf_counter()
         try:
             contender = Contender(name, args, device)
             for _ in range(args.warmup):
                 contender.step()
-            with count_collectives() as contender.log:
-                contender.step()
+            contender.count(rates)
         except ImportError as error:
             say(f"{name:14} skipped: {error}")
             continue
@@ -253,6 +265,8 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
             **{"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "n": len(times)},
             "calls_per_step": contender.log.calls,
             "wire_bytes_per_step": contender.log.total_bytes,
+            "peak_bytes": contender.peak_bytes,
+            "predicted": contender.predicted,
             "parameters": contender.parameters,
             "losses": losses,
         }
@@ -276,13 +290,25 @@ def spread_of_losses(contenders: dict[str, Any]) -> float:
     return ((table.amax(0) - table.amin(0)) / table.amin(0).abs()).max().item()
 
 
+PREDICTED = f"{'predicted s':>11} {'exposed':>8} {'peak MB':>8}"
+
+
+def predicted(contender: dict[str, Any]) -> str:
+    """What zerofx said of its own step, under `PREDICTED`; nothing for others."""
+    said = contender["predicted"]
+    return f"{said['time_s']:11.4f} {said['exposed_s']:8.4f} {said['peak_bytes'] / 1e6:8.1f}" if said else ""
+
+
 def table(contenders: dict[str, Any]) -> str:
     base = "zerofx" if "zerofx" in contenders else next(iter(contenders))
-    lines = [f"{'contender':14} {'median s':>9} {'min':>8} {'max':>8} {'n':>4} {'/' + base:>9} {'MB/step':>8}"]
+    head = (
+        f"{'contender':14} {'median s':>9} {'min':>8} {'max':>8} {'n':>4} {'/' + base:>9} {'MB/step':>8} {'peak MB':>8}"
+    )
+    lines = [f"{head}   {PREDICTED}"]
     for name, c in sorted(contenders.items(), key=lambda item: item[1]["median_s"]):
         line = f"{name:14} {c['median_s']:9.4f} {c['min_s']:8.4f} {c['max_s']:8.4f} {c['n']:4}"
         ratio, megabytes = c["median_s"] / contenders[base]["median_s"], c["wire_bytes_per_step"] / 1e6
-        lines.append(f"{line} {ratio:9.3f} {megabytes:8.1f}")
+        lines.append(f"{line} {ratio:9.3f} {megabytes:8.1f} {c['peak_bytes'] / 1e6:8.1f}   {predicted(c)}".rstrip())
     return "\n".join(lines)
 
 

@@ -1,12 +1,14 @@
 """ZeRO as a compiler: sharded data parallelism as passes over torch.fx graphs."""
 
 from zerofx.api import compile, drop_kept, graphs, no_sync
+from zerofx.calibrate import calibrate
 from zerofx.grouping import Grouping
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
 from zerofx.plan import plan
 from zerofx.precision import MixedPrecision
+from zerofx.predict import Prediction, Rates, predict
 from zerofx.shard import shard
 
 __version__ = "0.1.0"
@@ -14,13 +16,17 @@ __all__ = [
     "AdamW",
     "Grouping",
     "MixedPrecision",
+    "Prediction",
+    "Rates",
     "ShardedParameter",
     "ShardedTensor",
+    "calibrate",
     "compile",
     "drop_kept",
     "graphs",
     "no_sync",
     "plan",
+    "predict",
     "shard",
 ]
 del _ops

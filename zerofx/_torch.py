@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload as OpOverload
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree  # noqa: F401
+from torch.utils import _pytree as pytree
 
 # torch._C (2.11, 2.13, 2.15): run a function as if no argument were a tensor subclass. Dynamo traces through it.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -183,6 +183,27 @@ def fake_mode_of(values: Sequence[Any]) -> Iterator[Any]:
     assert mode is not None, "these graphs were traced with fake tensors"
     with mode:
         yield mode
+
+
+# torch.utils._python_dispatch (2.11, 2.13, 2.15): a context in which a method of its own sees every operator.
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+
+def fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Tensors that are made inside have no memory (2.11, 2.13, 2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_symbols(value: Any) -> Any:
+    """``value`` (or a tuple) with numbers for symbols, as they were when it was captured (2.11, 2.13, 2.15)."""
+    return pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda x: x.node.hint, value)
+
+
+def source_code(compiled: Any) -> str | None:
+    """The Python code that Inductor wrote for what `generate_code` returned, from its cache too (2.11, 2.13, 2.15)."""
+    return getattr(compiled, "source_code", None)
 
 
 def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:

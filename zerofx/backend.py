@@ -204,7 +204,9 @@ class _CompiledGraph:
         fixed += range(len(kept), len(kept) + len(ctx.shards))
         if ctx.phase == "forward":
             _torch.forget_output_strides(gm, [value.position for value in self.kept_gathered.values()])
-        return execute(gm, inputs, fixed), kept, trace
+        compiled = execute(gm, inputs, fixed)
+        trace.code = _torch.source_code(compiled)
+        return compiled, kept, trace
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
         group = next(iter(self.groups.values()))

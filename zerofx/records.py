@@ -27,6 +27,7 @@ class Trace:
         before: the graph that AOTAutograd handed over.
         edits: pass name -> number of edits it made.
         context: what the passes knew and found out.
+        code: what Inductor made of the final graph, as Python; None where another executor runs it.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -34,6 +35,7 @@ class Trace:
         self._initial = _copy_context(ctx)
         self.context = ctx
         self.edits: dict[str, int] = {}
+        self.code: str | None = None
 
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""

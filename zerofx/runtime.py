@@ -98,9 +98,7 @@ class BackwardCode:
     keeps: bool
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
-        gathered = [args[i] for i, _ in self.gathered]
-        for buffer, (_, group) in zip(gathered, self.gathered, strict=True):
-            group().check_gathered(buffer)  # type: ignore[union-attr]
+        gathered = self._take_gathered(args)
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:
             kept = group().take_kept(slot)  # type: ignore[union-attr]
@@ -116,6 +114,12 @@ class BackwardCode:
             else:
                 live.accumulate(slots, gradient)
         return outputs[:n_outputs]
+
+    def _take_gathered(self, args: list[Any]) -> list[Any]:
+        """A function of its own, so that no local variable holds a buffer while the graph runs."""
+        for i, group in self.gathered:
+            group().check_gathered(args[i])  # type: ignore[union-attr]
+        return [args[i] for i, _ in self.gathered]
 
 
 def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[ShardGroup]]) -> list[Any]:
