@@ -1,6 +1,7 @@
 """ZeRO as a compiler: sharded data parallelism as passes over torch.fx graphs."""
 
 from zerofx.api import compile, drop_kept, graphs, no_sync
+from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.grouping import Grouping
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
@@ -12,15 +13,21 @@ from zerofx.shard import shard
 __version__ = "0.1.0"
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "Grouping",
     "MixedPrecision",
     "ShardedParameter",
     "ShardedTensor",
     "compile",
     "drop_kept",
+    "export_safetensors",
+    "full_state_dict",
     "graphs",
+    "latest",
+    "load",
     "no_sync",
     "plan",
+    "save",
     "shard",
 ]
 del _ops

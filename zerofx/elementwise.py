@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zerofx._torch import DisableTorchFunction, gradient_edge, pytree
 from zerofx.norms import all_reduce, norm, norms
 from zerofx.ondemand import is_in_place, readonly, unshard
-from zerofx.parameter import ShardedParameter, ShardedTensor, detach
+from zerofx.parameter import ShardedParameter, ShardedTensor, count_write, detach
 
 _NAMED = """
     abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
@@ -178,7 +178,7 @@ def _on_slices(
         return NotImplemented
     result = func(*local_args, **local_kwargs)
     if written is not None:
-        _wrote(like)
+        count_write(like)
         return like
     if result is like._local:
         return like
@@ -203,7 +203,7 @@ def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sh
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
     if name.endswith("_"):
         for x in sharded:
-            _wrote(x)
+            count_write(x)
         return result
     likes = args[0] if isinstance(args[0], (list, tuple)) else args[1]
     return type(result)(
@@ -280,15 +280,6 @@ def _check_leaf(tensor: Any) -> None:
             f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
             "torch.no_grad()."
         )
-
-
-def _wrote(tensor: ShardedTensor) -> None:
-    """Count a write, so that a backward that saved the old value raises, and replicas are refreshed.
-
-    The slice's too: PyTorch's fused optimizers count none.
-    """
-    with DisableTorchFunction():
-        torch.autograd.graph.increment_version([tensor, tensor._local])
 
 
 class _Mismatch(Exception):

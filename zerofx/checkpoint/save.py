@@ -1,0 +1,288 @@
+"""`save`: the state of a run into a folder, whole or not at all.
+
+What happens, and on which thread when it is done in the background::
+
+    the caller      states: what is to be saved, copied if it is not written at once ──▶ returns
+    (or a thread)   plan: who writes what (torch.distributed.checkpoint's planner, on rank 0)
+                    write: each rank its file, forced to the disk
+                    commit: rank 0 writes the index and the mark, renames, removes what is too old
+
+Each arrow is a `Ranks.together`: where one rank fails, all raise, the new folder is removed and the previous checkpoint
+stands as it stood.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from zerofx._torch import DCP_VERSION, StorageInfo
+from zerofx.checkpoint import extra as extras
+from zerofx.checkpoint import folder as folders
+from zerofx.checkpoint.dcp import INDEX
+from zerofx.checkpoint.folder import Mark
+from zerofx.checkpoint.ranks import CheckpointError, Ranks
+from zerofx.checkpoint.state import model_state, names_of, non_finite, optimizer_state
+from zerofx.parameter import ShardedTensor
+
+
+@overload
+def save(
+    path: str | Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = ...,
+    *,
+    step: int | None = ...,
+    keep: int | None = ...,
+    background: Literal[False] = ...,
+    **extra: Any,
+) -> Path: ...
+
+
+@overload
+def save(
+    path: str | Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = ...,
+    *,
+    step: int | None = ...,
+    keep: int | None = ...,
+    background: Literal[True],
+    **extra: Any,
+) -> Saving: ...
+
+
+def save(
+    path: str | Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    background: bool = False,
+    **extra: Any,
+) -> Path | Saving:
+    """Save ``module``, ``optimizer`` and whatever else makes up a run. Every rank must call it.
+
+    The folder can be loaded by any number of ranks in any stage (`zerofx.load`), and by
+    ``torch.distributed.checkpoint.load`` as ``{"model": ..., "optim": ...}``, into FSDP2 for one.
+
+    Args:
+        path: the checkpoint's folder; with ``step`` the folder of all checkpoints, this one being ``step-<step>`` in it.
+            A checkpoint that is there already is replaced once the new one is whole.
+        module: sharded in any stage, or plain.
+        optimizer: of ``module``'s parameters; None: weights alone.
+        step: of training; `zerofx.load` returns it.
+        keep: how many checkpoints to leave in ``path``, this one included; None: all. Needs ``step``.
+        background: return once the state is copied, and write in a thread of its own. One at a time: the next save
+            waits for it.
+        **extra: objects with ``state_dict()`` (schedulers, scalers, data loaders) or plain values.
+
+    Returns:
+        The checkpoint's folder; with ``background`` a `Saving`.
+
+    Raises:
+        CheckpointError: on every rank, where one of them could not: no space, weights that are not finite (rather than
+            to lose a good checkpoint to ``keep``), a folder in the way that is no checkpoint. What was there before is
+            as it was, and the message says what is whole.
+        ValueError: ``keep`` without ``step``.
+    """
+    if keep is not None and (step is None or keep < 1):
+        raise ValueError(f"keep={keep!r} with step={step!r}: expected a number above 0, and a step.")
+    ranks = Ranks.of(module)
+    wait_for_pending(ranks)
+    target = folders.place(Path(path), step)
+    state: dict[str, Any] = {}
+
+    def collect() -> None:
+        state["model"] = model_state(module)
+        if optimizer is not None:
+            state["optim"] = optimizer_state(module, optimizer)
+        _check_finite(module, state)
+
+    ranks.together(f"Saving to {target}", collect)
+    run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
+    if not background:
+        return run()
+    run.state = _copied(state)
+    _pending[ranks.key] = saving = Saving(run)
+    return saving
+
+
+class Saving:
+    """A save in the background.
+
+    One that fails says so in the next `save` or `load`, in `result`, and in a warning.
+    """
+
+    def __init__(self, run: Callable[[], Path]) -> None:
+        self._run = run
+        self._path: Path | None = None
+        self._error: Exception | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._work, name="zerofx.save")  # no daemon: Python waits for it to end
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait for it. Returns the checkpoint's folder.
+
+        Raises:
+            CheckpointError: on every rank, where one of them failed.
+        """
+        self._thread.join()
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def wait(self) -> None:
+        """Wait for it; raises what `result` would, unless that has been raised already."""
+        self._thread.join()
+        if not self._told:
+            self.result()
+
+    def _work(self) -> None:
+        try:
+            self._path = self._run()
+        except Exception as e:
+            self._error = e
+            warnings.warn(f"A save in the background failed: {e}", RuntimeWarning, stacklevel=1)
+
+
+_pending: dict[str, Saving] = {}
+
+
+def wait_for_pending(ranks: Ranks) -> None:
+    """Wait for the save that these ranks have in the background, and raise what it has to say."""
+    saving = _pending.pop(ranks.key, None)
+    if saving is not None:
+        saving.wait()
+
+
+class _Run:
+    """One save, from the states to the folder."""
+
+    def __init__(
+        self, folder: Path, ranks: Ranks, state: dict[str, Any], extra: bytes, step: int | None, keep: int | None
+    ) -> None:
+        self.folder, self.ranks, self.state, self.extra, self.step, self.keep = folder, ranks, state, extra, step, keep
+
+    def __call__(self) -> Path:
+        what = f"Saving to {self.folder}"
+        [tmp, *_] = self.ranks.together(what, lambda: folders.begin(self.folder), only=0)
+        try:
+            self._write(what, tmp)
+        except BaseException as e:
+            if self.ranks.rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
+            if isinstance(e, CheckpointError):
+                left = folders.whole(self.folder) or folders.whole(self.folder.parent)
+                raise CheckpointError(f"{e}. {f'The last whole checkpoint is {left}.' if left else ''}") from e
+            raise
+        return self.folder
+
+    def _write(self, what: str, tmp: Path) -> None:
+        ranks, planner = self.ranks, DefaultSavePlanner()
+        local_plan: Any = None
+        plans: list[SavePlan] = []
+        index: Any = None
+        mine: Any = None
+
+        def plan() -> None:
+            nonlocal local_plan
+            planner.set_up_planner(self.state, is_coordinator=ranks.rank == 0)
+            local_plan = planner.create_local_plan()
+
+        def plan_for_all() -> None:
+            nonlocal plans, index
+            plans, index = planner.create_global_plan(plans)
+
+        def write() -> None:
+            nonlocal mine
+            mine = self._write_mine(tmp, planner.finish_plan(local_plan), planner)
+
+        def commit() -> None:
+            index.storage_data = {result.index: result.storage_data for results, _ in written for result in results}
+            index.storage_meta, index.version = StorageMeta(self.folder.name), DCP_VERSION
+            with folders.writing(tmp / INDEX) as file:
+                pickle.dump(index, file)
+            files = dict([file.facts, *(fact for _, facts in written for fact in facts)])
+            mark = Mark(_version(), torch.__version__, self.step, ranks.size, files)
+            folders.commit(tmp, self.folder, mark, self.keep)
+
+        ranks.together(what, plan)
+        plans = ranks.gather(local_plan)
+        ranks.together(what, plan_for_all, only=0)
+        local_plan = ranks.scatter(plans)
+        ranks.together(what, write)
+        written = ranks.gather(mine)
+        ranks.together(what, commit, only=0)
+
+    def _write_mine(
+        self, tmp: Path, plan: SavePlan, planner: DefaultSavePlanner
+    ) -> tuple[list[WriteResult], list[Any]]:
+        """This rank's files: the tensors of its plan, one ``torch.save`` after the other, and its extra."""
+        results = []
+        with folders.writing(tmp / f"__{self.ranks.rank}_0.distcp") as file:
+            for item in plan.items:
+                at = file.size
+                data: Any = planner.resolve_data(item)
+                if item.type == WriteItemType.BYTE_IO:
+                    file.write(data.getbuffer())
+                else:
+                    torch.save(_compact(data), file)  # type: ignore[arg-type]
+                info = StorageInfo(file.name, at, file.size - at)
+                results.append(WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info))
+        with folders.writing(tmp / extras.file_of(self.ranks.rank)) as extra:
+            extra.write(self.extra)
+        return results, [file.facts, extra.facts]
+
+
+def _check_finite(module: nn.Module, state: dict[str, Any]) -> None:
+    values: dict[str, Any] = {}
+    moments = state.get("optim", {"state": {}})["state"]
+    for parameter, (name, *_) in names_of(module).items():
+        values[name] = parameter
+        values |= {f"{what} of {name}": value for what, value in moments.get(name, {}).items()}
+    if (broken := non_finite(values)) is not None:
+        raise CheckpointError(f"{broken} is not finite: a checkpoint of it would be of no use, and is not written")
+
+
+def _copied(state: Any) -> Any:
+    """``state`` in memory of its own, on the CPU."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    if isinstance(state, ShardedTensor):
+        return state.like(state._local.to("cpu", copy=True))
+    return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the CPU in a storage that holds nothing else: ``torch.save`` writes whole storages."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _version() -> str:
+    import zerofx
+
+    return zerofx.__version__
