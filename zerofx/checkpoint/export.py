@@ -6,8 +6,8 @@ Weights come to rank 0 one at a time, each rank sending its slice::
     rank 1    ####┼── send ──▶
     rank 2    ####┘
 
-so nobody ever holds more than its shard and one weight. The safetensors format wants a header that says where everything
-will be, then the bytes in that order: shapes are known, so the file is written front to back.
+so nobody ever holds more than its shard and one weight. A safetensors file begins with a header that says where
+everything will be, then come the bytes in that order: shapes are known, so it is written front to back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, Any]:
-    """``module.state_dict()`` as if it had never been sharded: plain tensors on the CPU, tied ones still one. A collective.
+    """``module.state_dict()`` as if it had never been sharded: plain tensors on the CPU. A collective.
 
     Args:
         module: sharded in any stage.
@@ -73,7 +73,7 @@ def export_safetensors(
         max_file_bytes: start a new file when one would be larger.
 
     Raises:
-        CheckpointError: on every rank, where rank 0 could not write; or there is a dtype that safetensors has no name for.
+        CheckpointError: on every rank: rank 0 could not write, or safetensors has no name for a dtype.
     """
     ranks, folder = Ranks.of(module), Path(path)
     what = f"Exporting to {folder}"

@@ -10,8 +10,8 @@ something with state_dict()     once if all ranks' states are equal,  into the o
 a plain value                   the same                              returned
 ==============================  ====================================  ============================================
 
-All of it is written with ``torch.save`` and read with ``weights_only=True``: tensors, numbers, strings and containers of
-them. What could not be read back like that is refused when it is saved.
+All of it is written with ``torch.save`` and read with ``weights_only=True``: tensors, numbers, strings and containers
+of them. What could not be read back like that is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def prepare(
     for name, target in extra.items():
         if name in own and written_by != ranks.size:
             raise CheckpointError(
-                f"{name} was saved by each of {written_by} ranks for itself and there are {ranks.size} now: which state "
-                "should a rank get? Load without it, and set it by hand."
+                f"{name} was saved by each of {written_by} ranks for itself and there are {ranks.size} now: which "
+                "state should a rank get? Load without it, and set it by hand."
             )
         if name not in states:
             raise CheckpointError(f"{folder} holds no {name!r}; it holds {sorted(states) or 'nothing of that kind'}.")
@@ -103,8 +103,8 @@ def prepare(
             set_random_state(generators)
         elif rng:
             warnings.warn(
-                f"{folder} was saved by {written_by} ranks and is loaded by {ranks.size}: the random generators are left "
-                "as they are. Seed them, and pass rng=False.",
+                f"{folder} was saved by {written_by} ranks and is loaded by {ranks.size}: the random generators are "
+                "left as they are. Seed them, and pass rng=False.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -13,8 +13,8 @@
     ├── step-00000200/
     └── .step-00000300.tmp/     being written, or of a save that died: nobody reads it
 
-A save writes to the hidden folder, forces every file to the disk, then writes ``zerofx.json``, then renames. To replace a
-folder takes two renames, and between them the new one stands ready under its hidden name, whole:
+A save writes to the hidden folder, forces every file to the disk, then writes ``zerofx.json``, then renames. To
+replace a folder takes two renames, and between them the new one stands ready under its hidden name, whole:
 
 ==================================  ===================================  ==========================
 a save that replaces ``c`` does     found if it dies after that          what `whole` finds

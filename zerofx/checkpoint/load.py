@@ -40,8 +40,8 @@ def load(
     """Load what `zerofx.save`, or another program, saved. Every rank must call it.
 
     Args:
-        path: a checkpoint; or a folder of them, of which the latest whole one is taken. It may be of any number of ranks
-            and any stage, written by ``torch.distributed.checkpoint`` (FSDP2), a file of ``torch.save``, a
+        path: a checkpoint; or a folder of them, of which the latest whole one is taken. It may be of any number of
+            ranks and any stage, written by ``torch.distributed.checkpoint`` (FSDP2), a file of ``torch.save``, a
             safetensors file or a Hugging Face folder, or a folder of DeepSpeed's ZeRO.
         module: sharded in any stage, or plain.
         optimizer: of ``module``'s parameters, of the kind that was saved; None: weights alone.

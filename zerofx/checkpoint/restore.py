@@ -14,8 +14,8 @@ remainder
 bfloat16 weight alone      the weight                        the weight; the master is its value
 =========================  ================================  ==========================================
 
-Optimizer state is matched by parameter. Whether ``torch.optim.AdamW`` or `zerofx.AdamW` wrote it makes no difference; that
-an Adam's is loaded into an SGD is an error.
+Optimizer state is matched by parameter. Whether ``torch.optim.AdamW`` or `zerofx.AdamW` wrote it makes no difference;
+that an Adam's is loaded into an SGD is an error.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def _bind_weight(binding: Binding, source: Source, name: str, key: str, value: t
 def _check(source: Source, name: str, entry: Entry, value: torch.Tensor, *, whole: bool = False) -> None:
     if entry.shape != tuple(value.shape):
         raise CheckpointError(
-            f"{source.where} is not of this module: {name} has shape {list(entry.shape)} there, {list(value.shape)} here."
+            f"{source.where} is not of this module: {name} has shape {list(entry.shape)} there, "
+            f"{list(value.shape)} here."
         )
     same_kind = entry.dtype.is_floating_point == value.dtype.is_floating_point
     if not whole and entry.dtype != value.dtype and not (same_kind and value.dtype.is_floating_point):
@@ -226,8 +227,8 @@ def _options(
         for option, value in options.items():
             if option not in IMPLEMENTATION and not _equal(value, saved[0].get(option)):
                 raise CheckpointError(
-                    f"{source.where}: {names[0]} and {name} are in one parameter group of this optimizer and were in two "
-                    f"when it was saved, with {option}={saved[0].get(option)!r} and {value!r}. Group them as then."
+                    f"{source.where}: {names[0]} and {name} are in one parameter group of this optimizer and were in "
+                    f"two when it was saved, with {option}={saved[0].get(option)!r} and {value!r}. Group them as then."
                 )
     ours = current.keys() - set(IMPLEMENTATION) - set(SCHEDULED)
     theirs = saved[0].keys() - set(IMPLEMENTATION) - set(SCHEDULED)

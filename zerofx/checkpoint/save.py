@@ -80,7 +80,7 @@ def save(
     ``torch.distributed.checkpoint.load`` as ``{"model": ..., "optim": ...}``, into FSDP2 for one.
 
     Args:
-        path: the checkpoint's folder; with ``step`` the folder of all checkpoints, this one being ``step-<step>`` in it.
+        path: the checkpoint's folder; with ``step`` the folder of all checkpoints, this one is ``step-<step>`` in it.
             A checkpoint that is there already is replaced once the new one is whole.
         module: sharded in any stage, or plain.
         optimizer: of ``module``'s parameters; None: weights alone.

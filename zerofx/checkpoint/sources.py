@@ -12,8 +12,8 @@ Face folder                                                                     
 `zerofx.checkpoint.deepspeed`               yes                Adam's moments            the same
 ==========================================  =================  ========================  ===================
 
-A source says what there is (`Entry`: shape and dtype by name) before anything is read, so that all checks come first. It
-then fills tensors in place, sharded ones with this rank's slice alone; files are mapped, not loaded. None of it runs
+A source says what there is (`Entry`: shape and dtype by name) before anything is read, so that all checks come first.
+It then fills tensors in place, sharded ones with this rank's slice alone; files are mapped, not loaded. None of it runs
 code that a file names.
 """
 

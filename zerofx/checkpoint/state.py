@@ -1,6 +1,6 @@
 """What a module and its optimizer are made of, by name.
 
-Everything is known by the name that the module's own ``state_dict()`` has for it, as in FSDP2 and DistributedDataParallel::
+Everything is known by the name that the module's own ``state_dict()`` has for it, as in FSDP2::
 
     model.<name>                      a parameter or buffer
     optim.state.<name>.<what>         exp_avg, momentum_buffer, step, ...
