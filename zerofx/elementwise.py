@@ -41,7 +41,7 @@ LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 METADATA = frozenset(
     """
     _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__
-    data_ptr dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
+    dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
     is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage
     is_tensor ndimension nelement numel register_post_accumulate_grad_hook requires_grad_ result_type
     retain_grad size storage_offset stride untyped_storage
@@ -65,6 +65,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
     if name in METADATA:
         return _as_is(func, args, kwargs)
+    if name == "data_ptr":
+        return 0  # there is no memory of this shape: whoever copies memory must copy the slice
+    if name == "new_empty" and isinstance(args[0], ShardedTensor):
+        return _new_empty(*args, **kwargs)
     if name in ("__repr__", "__str__"):
         return ShardedTensor.__repr__(args[0])
     if name == "detach" and isinstance(args[0], ShardedTensor):
@@ -119,6 +123,14 @@ def _backward(*args: Any, inputs: Any = (), **kwargs: Any) -> None:
     """``backward(inputs=parameters)``: by their edges in the autograd graph, which is all the engine needs of them."""
     edges = [gradient_edge(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
     torch.autograd.backward(*args, **kwargs, inputs=edges)  # type: ignore[misc]
+
+
+def _new_empty(like: ShardedTensor, *size: Any, **kwargs: Any) -> torch.Tensor:
+    """Memory for a tensor like this one: sharded, where it is to have its shape. What async savers copy to."""
+    shape = torch.Size(size[0] if size and isinstance(size[0], (list, tuple)) else kwargs.pop("size", size))
+    if shape == like.shape:
+        return like.like(like._local.new_empty(like._local.shape, **kwargs))
+    return like._local.new_empty(shape, **kwargs)
 
 
 def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:

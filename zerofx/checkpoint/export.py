@@ -184,7 +184,9 @@ def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | Non
     process_group = resolve_process_group(group.group_name)
     if group.rank != 0:
         if tensor._local.numel():
-            dist.send(tensor._local.contiguous(), group=process_group, group_dst=0)
+            dist.send(
+                tensor._local.view(torch.uint8), group=process_group, group_dst=0
+            )  # gloo does not know every dtype
         return None
     flat = tensor._local.new_empty(slot.numel)
     for rank in range(layout.world_size):
@@ -193,5 +195,5 @@ def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | Non
         if rank == 0:
             part.copy_(tensor._local)
         elif piece.length:
-            dist.recv(part, group=process_group, group_src=rank)
+            dist.recv(part.view(torch.uint8), group=process_group, group_src=rank)
     return flat.view(slot.shape).cpu()
