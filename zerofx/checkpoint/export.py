@@ -184,9 +184,8 @@ def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | Non
     process_group = resolve_process_group(group.group_name)
     if group.rank != 0:
         if tensor._local.numel():
-            dist.send(
-                tensor._local.view(torch.uint8), group=process_group, group_dst=0
-            )  # gloo does not know every dtype
+            # As bytes: gloo does not know every dtype.
+            dist.send(tensor._local.view(torch.uint8), group=process_group, group_dst=0)
         return None
     flat = tensor._local.new_empty(slot.numel)
     for rank in range(layout.world_size):
