@@ -2,9 +2,9 @@
 
     python -m tests.checkpoint.faults --kills 100           # `make faults`
 
-One *life* is a run from start to kill: as many processes as there are ranks, which load the latest checkpoint, train, and
-save at every step, in the background at every second one. A kill (SIGKILL) hits one rank or all of them, while they
-start, load, train or save. After each:
+One *life* is a run from start to kill: as many processes as there are ranks, which load the latest checkpoint, train,
+and save at every step, in the background at every second one. A kill (SIGKILL) hits one rank or all of them, while
+they start, load, train or save. After each:
 
 * a checkpoint is there, whole, and not older than the last one whose save had returned;
 * the next life loads it, which checks every CRC;
@@ -177,9 +177,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="zerofx-faults-") as folder:
             start = time.monotonic()
             steps = check(Path(folder), kills=kills, seed=args.seed, stage=stage, sizes=sizes, say=print)
-            print(
-                f"stage {stage}, ranks {sizes}: {kills} kills, {steps} steps, {time.monotonic() - start:.0f} s: all well"
-            )
+            took = time.monotonic() - start
+            print(f"stage {stage}, ranks {sizes}: {kills} kills, {steps} steps, {took:.0f} s: all well")
     return 0
 
 

@@ -257,7 +257,7 @@ def check_others(folder: str) -> None:
     refused(lambda: zerofx.load(f"{folder}/alone", model, sgd), model, sgd, "no optimizer's state")
     some = torch.optim.AdamW(list(model.parameters())[1:])
     step(model, some)
-    refused(lambda: zerofx.load(f"{folder}/a", model, some), model, some, "other parameters", "embedding_weight")
+    refused(lambda: zerofx.load(f"{folder}/a", model, some), model, some, "other parameters", "state of 'scale'")
     refused(lambda: zerofx.load(f"{folder}/a", model, epoch=nn.Linear(1, 1)), model, some, "no 'epoch'")
     refused(lambda: zerofx.load(f"{folder}/none", model), model, some, "does not exist")
     if dist.get_rank() == 0:

@@ -9,18 +9,18 @@ ranks         an error of one rank is an error of all
 folder        a checkpoint is whole or not there
 state         module and optimizer by name
 extra         random generators, schedulers, plain values
-save          from states to a folder
+saving        from states to a folder
 sources       what can be loaded: four formats in one view
 restore       what goes where
-load          from a folder to states
+loading       from a folder to states
 export        unsharded weights
 deepspeed     ZeRO's checkpoints
 ============  ======================================================================================
 """
 
 from zerofx.checkpoint.export import export_safetensors, full_state_dict
-from zerofx.checkpoint.load import latest, load
+from zerofx.checkpoint.loading import latest, load
 from zerofx.checkpoint.ranks import CheckpointError
-from zerofx.checkpoint.save import Saving, save
+from zerofx.checkpoint.saving import Saving, save
 
 __all__ = ["CheckpointError", "Saving", "export_safetensors", "full_state_dict", "latest", "load", "save"]

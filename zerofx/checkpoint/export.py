@@ -25,7 +25,7 @@ from torch import nn
 from zerofx._torch import resolve_process_group
 from zerofx.checkpoint.folder import sync, writing
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
-from zerofx.checkpoint.save import wait_for_pending
+from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
 from zerofx.checkpoint.state import model_state, names_of, unwrapped
 from zerofx.parameter import ShardedTensor

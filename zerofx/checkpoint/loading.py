@@ -24,7 +24,7 @@ from zerofx.checkpoint import extra as extras
 from zerofx.checkpoint import folder as folders
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.restore import Binding, bind
-from zerofx.checkpoint.save import wait_for_pending
+from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import DcpSource, FileSource, SafetensorsSource, Source
 from zerofx.checkpoint.state import model_state, owned
 
