@@ -100,7 +100,7 @@ class ShardedTensor(torch.Tensor):
         self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickling (torch.save)", "save full_tensor() of it, which every rank must call")
+        self._refuse("pickling (torch.save)", "use zerofx.save, or zerofx.full_state_dict, which every rank must call")
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # PyTorch does not dispatch it
         self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
