@@ -17,6 +17,7 @@ Processes are forked from one that has imported everything: a start takes a frac
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -26,11 +27,12 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 TOLERANCE = 1e-5  # over all of a run; of one step it is 1e-6
-PATIENCE = 60.0  # seconds without a step, or until ranks notice that one is gone: a hang
+PATIENCE = 30.0  # seconds without a step, or until ranks notice that one is gone: a hang
 
 
 def live(rank: int, size: int, folder: str, rendezvous: str, stage: int, stop: int | None, saves: bool) -> None:
@@ -41,6 +43,7 @@ def live(rank: int, size: int, folder: str, rendezvous: str, stage: int, stop: i
     import zerofx
     from tests.checkpoint.nets import EACH_GROUP, Net, batch
 
+    faulthandler.register(signal.SIGUSR1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -111,22 +114,31 @@ class Run:
         """Let them live for a random time, then kill; returns in words what was done."""
         known = len(self.facts())
         delay = choice.uniform(0, 0.4)
-        if choice.random() < 0.8:  # count from when they train
-            deadline = time.monotonic() + PATIENCE
-            while len(self.facts()) <= known:
-                assert time.monotonic() < deadline, "no life in it: a hang"
-                assert all(rank.is_alive() for rank in ranks), [rank.exitcode for rank in ranks]
-                time.sleep(0.01)
+        trains = choice.random() < 0.8
+        if trains:  # for two steps: each of them has been saved, so all groups of ranks exist
+            self.wait("train", ranks, lambda: sum("step" in fact for fact in self.facts()[known:]) >= 2)
         time.sleep(delay)
         assert all(rank.is_alive() for rank in ranks), [rank.exitcode for rank in ranks]
         everyone = len(ranks) == 1 or choice.random() < 0.5
         victims = ranks if everyone else [choice.choice(ranks)]
         for rank in victims:
             os.kill(rank.pid, signal.SIGKILL)
-        for rank in ranks:  # the others hear of it from gloo
-            rank.join(PATIENCE)
-            assert rank.exitcode is not None, "a rank hangs after another was killed"
+        if trains:  # the others hear of it from gloo; while they start, nobody would tell them
+            self.wait("notice that one is gone", [], lambda: not any(rank.is_alive() for rank in ranks), hung=ranks)
         return f"{'all' if everyone else 'one'} of {len(ranks)} killed after {delay:.2f} s"
+
+    def wait(self, what: str, alive: list[Any], is_done: Callable[[], bool], hung: Sequence[Any] = ()) -> None:
+        """Wait until ``is_done``; ``alive`` must be so all the while."""
+        deadline = time.monotonic() + PATIENCE
+        while not is_done():
+            assert all(rank.is_alive() for rank in alive), [rank.exitcode for rank in alive]
+            if time.monotonic() > deadline:
+                for rank in [*alive, *hung]:
+                    if rank.is_alive():
+                        os.kill(rank.pid, signal.SIGUSR1)  # its stacks go to stderr
+                time.sleep(1)
+                raise AssertionError(f"ranks do not {what} within {PATIENCE:g} s: a hang")
+            time.sleep(0.005)
 
 
 def check(

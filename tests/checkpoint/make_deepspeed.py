@@ -69,6 +69,9 @@ def main(rank: int, stage: int, low: bool, out: Path) -> None:
         engine.backward(engine(x).float().square().mean() + engine(x).float()[0, 0])
         engine.step()
     engine.save_checkpoint(str(out))
+    if stage < 3:
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     expected: dict[str, Any] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:

@@ -22,6 +22,7 @@ def main(folder: Path, steps: int, kill_at: int, fail_at: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = zerofx.compile(Net(), stage=3, executor="eager")
     optimizer = zerofx.AdamW(model.parameters(), lr=0.01)
+    folder.mkdir(parents=True, exist_ok=True)
     start = zerofx.load(folder, model, optimizer)["step"] if zerofx.latest(folder) else 0
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     for step in range(start, steps):

@@ -258,7 +258,8 @@ def check_others(folder: str) -> None:
     some = torch.optim.AdamW(list(model.parameters())[1:])
     step(model, some)
     refused(lambda: zerofx.load(f"{folder}/a", model, some), model, some, "other parameters", "state of 'scale'")
-    refused(lambda: zerofx.load(f"{folder}/a", model, epoch=nn.Linear(1, 1)), model, some, "no 'epoch'")
+    linear = nn.Linear(1, 1)
+    refused(lambda: zerofx.load(f"{folder}/a", model, epoch=linear), model, some, "no 'epoch'")
     refused(lambda: zerofx.load(f"{folder}/none", model), model, some, "does not exist")
     if dist.get_rank() == 0:
         (Path(folder) / "empty").mkdir()
