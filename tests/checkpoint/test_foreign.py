@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import zerofx
-from tests.checkpoint.nets import EACH_GROUP, differing, digests, disturb, full_state, train
+from tests.checkpoint.nets import EACH_GROUP, batch, differing, digests, disturb, full_state, train
 from tests.models import build
 from tests.workers import Workers
 
@@ -150,6 +150,21 @@ def check_torchs_functions(folder: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_functions_save_and_load_a_sharded_module(workers2: Workers, tmp_path: Path) -> None:
     workers2.run(check_torchs_functions, str(tmp_path))
+
+
+def check_in_place(folder: str) -> None:
+    model, optimizer = ours(stage=2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    expected = [model(*batch(step)).item() for step in range(2)]
+    disturb(model, optimizer)
+    assert model(*batch(0)).item() != expected[0]
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    assert [model(*batch(step)).item() for step in range(2)] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_follow_what_torch_loads_in_place_on_all_ranks(workers3: Workers, tmp_path: Path) -> None:
+    workers3.run(check_in_place, str(tmp_path / "c"), timeout=60)
 
 
 def check_plain_files(folder: str) -> None:

@@ -174,7 +174,7 @@ def place(path: Path, step: int | None) -> Path:
 def begin(folder: Path) -> Path:
     """An empty folder to write the checkpoint ``folder`` to, after what earlier saves left was cleared away."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if (folder.exists() or folder.is_symlink()) and not _is_checkpoint(folder) and any(folder.iterdir()):
+    if folder.is_symlink() or (folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir())):
         raise CheckpointError(
             f"{folder} exists and is no checkpoint: it is not replaced. Choose another path, or remove it."
         )
