@@ -101,7 +101,8 @@ def test_the_last_k_are_left_and_what_dead_saves_left_is_removed(tmp_path: Path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000010"]
     assert zerofx.latest(tmp_path) == tmp_path / "step-00000010" and value_of(tmp_path) == 10.0
     assert value_of(tmp_path / "step-00000003") == 3.0
-    zerofx.save(tmp_path, model(4.0), step=4, keep=1)  # of a run that went back
+    with pytest.warns(UserWarning, match="step-00000010 is of a later step"):
+        zerofx.save(tmp_path, model(4.0), step=4, keep=1)  # of a run that went back
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-00000004", "step-00000010"]
 
 

@@ -196,6 +196,14 @@ class _Run:
                 left = folders.whole(self.folder) or folders.whole(self.folder.parent)
                 raise CheckpointError(f"{e}. {f'The last whole checkpoint is {left}.' if left else ''}") from e
             raise
+        later = folders.whole(self.folder.parent) if self.step is not None and self.ranks.rank == 0 else None
+        if later is not None and later != self.folder:
+            warnings.warn(
+                f"{later} is of a later step than {self.folder.name}, which was saved now: it is what zerofx.load takes. "
+                "Remove it if this run replaces it.",
+                UserWarning,
+                stacklevel=2,
+            )
         return self.folder
 
     def _write(self, what: str, tmp: Path) -> None:
