@@ -188,21 +188,29 @@ def begin(folder: Path) -> Path:
     return tmp
 
 
-def commit(tmp: Path, folder: Path, mark: Mark, keep: int | None) -> None:
-    """Make what was written to ``tmp`` the checkpoint ``folder``; of those beside it leave the last ``keep``."""
+def commit(folder: Path, mark: Mark) -> None:
+    """Make what was written since `begin` the checkpoint ``folder``."""
+    tmp, old = _tmp(folder), _old(folder)
     mark.write(tmp)
-    old = _old(folder)
     if folder.exists():
         folder.rename(old)
-    tmp.rename(folder)
+    try:
+        tmp.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     sync(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
-    if keep is not None and mark.step is not None:
-        _retire(folder, keep)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _retire(newest: Path, keep: int) -> None:
+def abandon(folder: Path) -> None:
+    """Remove what was written since `begin`, unless it is all there is."""
+    if folder.exists() or not (_tmp(folder) / MARK).exists():
+        shutil.rmtree(_tmp(folder), ignore_errors=True)
+
+
+def retire(newest: Path, keep: int) -> None:
     """Remove what is older than the last ``keep`` checkpoints up to ``newest``, and what dead saves left.
 
     Steps after ``newest``, of a run that had gone further before it was resumed from an earlier step, are left alone.

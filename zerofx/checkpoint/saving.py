@@ -14,7 +14,6 @@ stands as it stood.
 from __future__ import annotations
 
 import pickle
-import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -191,7 +190,7 @@ class _Run:
             self._write(what, tmp)
         except BaseException as e:
             if self.ranks.rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)
+                folders.abandon(self.folder)
             if isinstance(e, CheckpointError):
                 left = folders.whole(self.folder) or folders.whole(self.folder.parent)
                 raise CheckpointError(f"{e}. {f'The last whole checkpoint is {left}.' if left else ''}") from e
@@ -199,8 +198,8 @@ class _Run:
         later = folders.whole(self.folder.parent) if self.step is not None and self.ranks.rank == 0 else None
         if later is not None and later != self.folder:
             warnings.warn(
-                f"{later} is of a later step than {self.folder.name}, which was saved now: it is what zerofx.load takes. "
-                "Remove it if this run replaces it.",
+                f"{later} is of a later step than {self.folder.name}, which was saved now: it is what zerofx.load "
+                "takes. Remove it if this run replaces it.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -233,7 +232,7 @@ class _Run:
                 pickle.dump(index, file)
             files = dict([file.facts, *(fact for _, facts in written for fact in facts)])
             mark = Mark(_version(), torch.__version__, self.step, ranks.size, files)
-            folders.commit(tmp, self.folder, mark, self.keep)
+            folders.commit(self.folder, mark)
 
         ranks.together(what, plan)
         plans = ranks.gather(local_plan)
@@ -242,6 +241,9 @@ class _Run:
         ranks.together(what, write)
         written = ranks.gather(mine)
         ranks.together(what, commit, only=0)
+        if self.keep is not None:
+            keep = self.keep
+            ranks.together(f"{what} went well; removing older ones", lambda: folders.retire(self.folder, keep), only=0)
 
     def _write_mine(
         self, tmp: Path, plan: SavePlan, planner: DefaultSavePlanner
