@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,33 @@ def test_full_weights_are_the_plain_modules_in_memory_and_in_safetensors(
     half = safetensors.torch.load_file(tmp_path / f"{stage}-bf16" / "model.safetensors")
     assert all(torch.equal(half[name], value.bfloat16()) for name, value in reference.items())
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def check_streaming(folder: str) -> None:
+    from zerofx.checkpoint import export
+
+    model, _ = ours()
+    bring, refs, peak = export._bring, [], 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal peak
+        found = bring(*args, **kwargs)
+        if found is not None:
+            refs.append(weakref.ref(found))
+        peak = max(peak, sum(ref() is not None for ref in refs))
+        return found
+
+    export._bring = counted
+    try:
+        zerofx.export_safetensors(model, folder)
+    finally:
+        export._bring = bring
+    buffers = len(list(model.buffers()))
+    assert (len(refs), peak) == ((len(model.state_dict()), 1) if dist.get_rank() == 0 else (buffers, 1))
+
+
+def test_an_export_holds_one_weight_at_a_time_and_that_on_rank_0_alone(workers2: Workers, tmp_path: Path) -> None:
+    workers2.run(check_streaming, str(tmp_path / "weights"))
 
 
 def export_hugging_face(folder: str, name: str) -> None:

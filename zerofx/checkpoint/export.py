@@ -156,6 +156,7 @@ def _write_file(path: Path, entries: list[tuple[str, torch.Tensor, torch.dtype]]
             for whole, dtype in incoming:
                 assert whole is not None, "rank 0 has them all"
                 file.write(whole.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+                del whole  # before the next one comes
 
     error: Exception | None = None
     if ranks.rank == 0:
