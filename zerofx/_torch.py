@@ -237,6 +237,11 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def default_store() -> dist.Store:
+    """The store by which all ranks found each other (2.11, 2.13, 2.15)."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
     return group._get_backend(device).name()

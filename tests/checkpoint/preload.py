@@ -3,7 +3,6 @@
 import torch
 import torch.distributed.checkpoint
 
-import tests.checkpoint.faults
 import tests.checkpoint.nets
 import zerofx
 

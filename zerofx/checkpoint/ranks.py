@@ -8,19 +8,24 @@
 
 Work that may fail holds no collective of its own, so that no rank waits for one that has given up.
 
-The ranks talk through a gloo group of their own: a save in the background must not come between the collectives of
-training, and objects on their way need no GPU.
+A save in the background must not come between the collectives of training. It talks through the store by which the
+ranks once found each other (`Aside`). A process group of its own would do too, but not in a run that `torchrun` has
+restarted: the store keeps the addresses of the dead, and a second gloo group tries to connect to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import resolve_process_group
+from zerofx._torch import default_store, resolve_process_group
 from zerofx.shard import groups_of
 
 T = TypeVar("T")
@@ -39,19 +44,19 @@ class Ranks:
     """
 
     def __init__(self, group_name: str | None) -> None:
-        self._name = group_name
+        self._name = group_name  # see `zerofx.group.ShardGroup.group_name`
         self.rank = 0 if group_name is None else self._group.rank()
         self.size = 1 if group_name is None else self._group.size()
 
     @staticmethod
     def of(module: nn.Module) -> Ranks:
-        """The ranks that ``module`` is sharded over; for a plain one, all there are. A collective the first time."""
+        """The ranks that ``module`` is sharded over; for a plain one, all there are."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None)
         groups = groups_of(module)
         shared = groups[0].process_group if groups else dist.group.WORLD
         assert shared is not None
-        return Ranks(None if shared.size() == 1 else _companion(shared))
+        return Ranks(None if shared.size() == 1 else shared.group_name)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -62,6 +67,12 @@ class Ranks:
     def key(self) -> str:
         """What tells these ranks from others of this process."""
         return self._name or ""
+
+    def aside(self) -> Ranks:
+        """The same ranks for a thread in the background. A collective."""
+        if self._name is None:
+            return self
+        return Aside(self._name, self.all_gather(uuid.uuid4().hex)[0])
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's ``value``, on every rank."""
@@ -113,21 +124,44 @@ def _describe(error: Exception | None) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-_companions: dict[str, str] = {}
+class Aside(Ranks):
+    """Ranks that talk through the store, in a thread beside their collectives.
 
+    Each exchange has a number; a rank's value in it is the key ``<number>/<rank>``. Nobody is told when a rank dies:
+    whoever waits gives up when its own program has ended, or after ``PATIENCE`` seconds.
+    """
 
-def _companion(group: dist.ProcessGroup) -> str:
-    """The name of the gloo group beside ``group``: by name, see `zerofx.group.ShardGroup.group_name`."""
-    mark = f"zerofx checkpoints of {group.group_name}"
-    known = _companions.get(group.group_name)
-    if known is not None:
-        try:
-            found = resolve_process_group(known)
-        except RuntimeError:  # destroyed together with all others
-            found = None
-        if found is not None and found.group_desc == mark:
-            return known
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=mark)
-    _companions[group.group_name] = made.group_name
-    return made.group_name
+    PATIENCE = 30 * 60.0
+
+    def __init__(self, group_name: str, name: str) -> None:
+        super().__init__(group_name)
+        self._store = dist.PrefixStore(f"zerofx/{name}", default_store())
+        self._number = 0
+
+    def all_gather(self, value: T) -> list[T]:
+        return self._exchange({self.rank: value}, range(self.size))
+
+    def gather(self, value: T) -> list[T]:
+        return self._exchange({self.rank: value}, range(self.size) if self.rank == 0 else [])
+
+    def scatter(self, values: list[T]) -> T:
+        given = dict(enumerate(values)) if self.rank == 0 else {}
+        return self._exchange(given, [self.rank])[0]
+
+    def _exchange(self, given: dict[int, Any], wanted: Iterable[int]) -> list[Any]:
+        self._number += 1
+        for rank, value in given.items():
+            self._store.set(f"{self._number}/{rank}", pickle.dumps(value))
+        return [pickle.loads(self._get(f"{self._number}/{rank}")) for rank in wanted]
+
+    def _get(self, key: str) -> bytes:
+        """Asks again and again: a wait would keep the store from the program's other threads."""
+        start, pause = time.monotonic(), 0.001
+        while not self._store.check([key]):
+            if not threading.main_thread().is_alive():
+                raise CheckpointError("the program ended before it was done")
+            if time.monotonic() - start > self.PATIENCE:
+                raise CheckpointError(f"another rank has not answered for {self.PATIENCE:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return self._store.get(key)

@@ -115,7 +115,7 @@ def save(
     run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
     if not background:
         return run()
-    run.state = _copied(state)
+    run.ranks, run.state = ranks.aside(), _copied(state)
     _pending[ranks.key] = saving = Saving(run)
     return saving
 
