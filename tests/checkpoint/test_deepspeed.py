@@ -32,7 +32,7 @@ def check(case: str, low: bool) -> None:
     zerofx.load(folder, model, optimizer)
     kept = torch.bfloat16 if low or case.startswith("bf16") else torch.float32
     assert torch.equal(whole(model.frozen), plain.frozen.to(kept).to(dtype))
-    assert torch.equal(model.table, plain.table.to(kept).to(dtype))
+    assert torch.equal(model.table, plain.table.to(dtype))  # DeepSpeed leaves buffers as they are
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
