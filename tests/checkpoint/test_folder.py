@@ -177,3 +177,16 @@ def test_the_mark_says_what_was_written(tmp_path: Path) -> None:
     assert mark["format"] == 1 and mark["world_size"] == 1 and mark["zerofx"] == zerofx.__version__
     files = {p.name: p.stat().st_size for p in (tmp_path / "c").iterdir() if p.name != "zerofx.json"}
     assert {name: size for name, (size, _) in mark["files"].items()} == files
+
+
+@pytest.mark.parametrize("saved", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+@pytest.mark.parametrize("current", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+def test_a_learning_rate_stays_a_number_or_a_tensor_as_the_running_optimizer_has_it(
+    tmp_path: Path, saved: Any, current: Any
+) -> None:
+    module = model(1.0)
+    first, second = (zerofx.AdamW(module.parameters(), lr=lr) for lr in (saved, current))
+    zerofx.save(tmp_path / "c", module, first)
+    zerofx.load(tmp_path / "c", module, second)
+    found = second.param_groups[0]["lr"]
+    assert type(found) is type(current) and float(found) == 0.25

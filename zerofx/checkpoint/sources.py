@@ -100,27 +100,24 @@ class DcpSource(Source):
         wanted = set(names)
         fits = {prefix: sum(prefix + name in kinds for name in wanted) for prefix in ("model.", "state_dict.", "")}
         prefix = max(fits, key=lambda p: fits[p])
-        states = next((p for p in ("optim.", "optimizer.") if any(k.startswith(p) for k in kinds)), None)
-        values = dict.fromkeys(
-            key
-            for key, kind in kinds.items()
-            if not isinstance(kind, TensorStorageMetadata)
-            and (
-                key.startswith((prefix, states or prefix))
-                if prefix
-                else key.startswith(states or "\0") or key in wanted
-            )
-        )
+        states = next((p for p in ("optim.", "optimizer.") if any(k.startswith(p) for k in kinds)), "\0")
+        values: dict[str, Any] = {}  # what is small, and needed to know what the rest is
+        for key, kind in kinds.items():
+            if key.startswith(f"{states}param_groups.") and isinstance(kind, TensorStorageMetadata):
+                values[key] = torch.empty(kind.size, dtype=kind.properties.dtype)  # a learning rate, for one
+            elif not isinstance(kind, TensorStorageMetadata):
+                if key.startswith((prefix or states, states)) or key in wanted:
+                    values[key] = None
         self._fill(values)
         for key, kind in kinds.items():
-            found: Any = values.get(key)
-            if isinstance(kind, TensorStorageMetadata):
+            found = values.get(key)
+            if key not in values and isinstance(kind, TensorStorageMetadata):
                 found = Entry(tuple(kind.size), kind.properties.dtype, key)
-            if states is not None and key.startswith(states):
+            if key.startswith(states):
                 self._take(key[len(states) :], found, kinds, states)
             elif key.startswith(prefix):
                 (self.model if isinstance(found, Entry) else self.values)[key[len(prefix) :]] = found
-        self._name_options(values, states or "")
+        self._name_options(values, states)
 
     def _take(self, rest: str, found: Any, kinds: Any, states: str) -> None:
         """One value of the optimizer: ``state.<name>.<what>``, ``param_groups.<i>.<option>`` or flattened."""

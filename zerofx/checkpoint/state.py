@@ -19,8 +19,6 @@ from torch import nn
 
 from zerofx.parameter import ShardedTensor
 
-State = dict[str, dict[str, Any]]
-
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """``module`` without DistributedDataParallel and ``torch.compile`` around it, which prefix its names."""
