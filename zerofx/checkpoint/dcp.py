@@ -18,8 +18,11 @@ whatever the file says. `read_index` admits the dozen classes that such an index
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.futures import Future
 
 from zerofx._torch import StorageInfo, index_class
 from zerofx.checkpoint.boxes import Box, boxes
@@ -155,11 +166,67 @@ def is_plain_name(name: str) -> bool:
 
 
 class _Reader(FileSystemReader):
-    """PyTorch's reader with an index that was read safely."""
+    """PyTorch's reader with an index that was read safely.
 
-    def __init__(self, folder: Path, index: Metadata) -> None:
+    ``compact``: all tensors were written row by row, so what is needed of them is copied from where it lies in the
+    mapped file. Else PyTorch makes a tensor of each first.
+    """
+
+    def __init__(self, folder: Path, index: Metadata, compact: bool) -> None:
         super().__init__(folder)
         self.set_up_storage_reader(index, is_coordinator=True)
+        self._kinds, self._compact = index.state_dict_metadata, compact
+        self._files: dict[str, torch.Tensor] = {}
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        others = [item for item in plan.items if not self._copy(item, planner)]
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _copy(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Read ``item`` from the mapped file, if it is a tensor that lies there row by row."""
+        place, kind = self.storage_data[item.storage_index], self._kinds[item.storage_index.fqn]
+        if not self._compact or not isinstance(kind, TensorStorageMetadata) or not place.length:
+            return False
+        name = place.relative_path
+        if name not in self._files:
+            path = Path(self.path) / name
+            self._files[name] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        record = self._files[name][place.offset : place.offset + place.length]
+        sizes = next(chunk.sizes for chunk in kind.chunks if chunk.offsets == item.storage_index.offset)
+        dtype = kind.properties.dtype
+        found = only_tensor(record.numpy())
+        if found is None or len(found) != math.prod(sizes) * dtype.itemsize:
+            return False
+        raw = record[found.start : found.stop]
+        if raw.storage_offset() % dtype.itemsize:
+            return False
+        part = tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(raw.view(dtype).view(sizes)[part])
+        planner.commit_tensor(item, target)
+        return True
+
+
+def only_tensor(record: Any) -> range | None:
+    """Where in the bytes of a ``torch.save`` file, a zip archive that compresses nothing, its one tensor's lie.
+
+    None where that cannot be told: it is larger than 4 GB, or has no or several storages.
+    """
+    view = memoryview(record)
+    end = len(view) - 22
+    if end < 0 or bytes(view[end : end + 4]) != b"PK\5\6":
+        return None
+    count, _, at = struct.unpack_from("<HII", view, end + 10)
+    found = []
+    for _ in range(count):
+        if bytes(view[at : at + 4]) != b"PK\1\2":
+            return None
+        method, size, name, extra, comment, local = struct.unpack_from("<H12xI3H8xI", view, at + 10)
+        if bytes(view[at + 46 : at + 46 + name]).split(b"/")[-2:-1] == [b"data"] and method == 0:
+            begin = local + 30 + sum(struct.unpack_from("<HH", view, local + 26))
+            found.append(range(begin, begin + size))
+        at += 46 + name + extra + comment
+    return found[0] if len(found) == 1 and found[0].stop <= len(view) else None
 
 
 class _Planner(DefaultLoadPlanner):
@@ -169,12 +236,14 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def read_into(folder: Path, index: Metadata, targets: dict[str, Any]) -> None:
+def read_into(folder: Path, index: Metadata, targets: dict[str, Any], *, compact: bool = False) -> None:
     """Fill ``targets``, tensors by their key in the index, in place; other values are put into the dictionary.
 
-    Every rank by itself: there is no collective in it. A sharded tensor gets this rank's rectangles.
+    Every rank by itself: there is no collective in it. A sharded tensor gets this rank's rectangles. ``compact``: see
+    `_Reader`.
     """
-    planner, reader = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False), _Reader(folder, index)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = _Reader(folder, index, compact)
     planner.set_up_planner(targets, index, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     with torch.no_grad():

@@ -49,7 +49,7 @@ from zerofx.checkpoint.ranks import CheckpointError
 MARK = "zerofx.json"
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})")
-_CHUNK = 8 << 20
+_CHUNK = 256 << 10  # it should still be in the cache when its CRC is taken
 
 
 @dataclass

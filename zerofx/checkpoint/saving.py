@@ -13,10 +13,11 @@ stands as it stood.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -115,7 +116,7 @@ def save(
     run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
     if not background:
         return run()
-    run.ranks, run.state = ranks.aside(), _copied(state)
+    run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
     _pending[ranks.key] = saving = Saving(run)
     return saving
 
@@ -177,6 +178,8 @@ def wait_for_pending(ranks: Ranks) -> None:
 
 class _Run:
     """One save, from the states to the folder."""
+
+    background = False
 
     def __init__(
         self, folder: Path, ranks: Ranks, state: dict[str, Any], extra: bytes, step: int | None, keep: int | None
@@ -250,8 +253,9 @@ class _Run:
     ) -> tuple[list[WriteResult], list[Any]]:
         """This rank's files: the tensors of its plan, one ``torch.save`` after the other, and its extra."""
         results = []
-        with folders.writing(tmp / f"__{self.ranks.rank}_0.distcp") as file:
+        with folders.writing(tmp / f"__{self.ranks.rank}_0.distcp") as file, _without_crc(not self.background):
             for item in plan.items:
+                file.write(bytes(-file.size % 64))  # so that a tensor can be used where it lies
                 at = file.size
                 data: Any = planner.resolve_data(item)
                 if item.type == WriteItemType.BYTE_IO:
@@ -286,9 +290,23 @@ def _copied(state: Any) -> Any:
     return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
 
 
+@contextlib.contextmanager
+def _without_crc(wanted: bool) -> Iterator[None]:
+    """``torch.save`` computes no CRCs of its own: those of the files are enough. Not in the background: it is a setting
+    of the whole program."""
+    before = torch.serialization.get_crc32_options()
+    if wanted:
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.serialization.set_crc32_options(before)
+
+
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the CPU in a storage that holds nothing else: ``torch.save`` writes whole storages."""
-    tensor = tensor.detach().cpu()
+    """``tensor`` on the CPU, row by row in a storage that holds nothing else: ``torch.save`` writes whole storages."""
+    tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -160,7 +160,7 @@ class DcpSource(Source):
 
     def _fill(self, targets: dict[str, Any]) -> None:
         try:
-            read_into(self.folder, self.index, targets)
+            read_into(self.folder, self.index, targets, compact=self.mark is not None)
         except CheckpointError:
             raise
         except Exception as e:  # what unpickling and copying out of a damaged file may raise
