@@ -37,9 +37,9 @@ def value_of(path: Path) -> float:
 
 
 def calls_of_a_save(
-    path: Path, monkeypatch: pytest.MonkeyPatch, die_at: int | None, fails: bool = False, **options: Any
+    path: Path, monkeypatch: pytest.MonkeyPatch, die_at: int | None, error: BaseException | None = None, **options: Any
 ) -> list[str]:
-    """Save 2.0 and die before the ``die_at``-th change to the file system, or have that one fail.
+    """Save 2.0 and die before the ``die_at``-th change to the file system, or have that one raise ``error``.
 
     Returns what the changes were.
     """
@@ -49,11 +49,11 @@ def calls_of_a_save(
         original = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if die_at is not None and len(changes) >= die_at and not fails:
+            if die_at is not None and len(changes) >= die_at and error is None:
                 raise Died  # it cleans nothing up either
             if len(changes) == die_at:
                 changes.append(name)
-                raise OSError("Input/output error")
+                raise error  # type: ignore[misc]
             changes.append(name)
             return original(*args, **kwargs)
 
@@ -69,15 +69,17 @@ def calls_of_a_save(
         if die_at is None:
             zerofx.save(path, model(2.0), **options)
         else:
-            with contextlib.suppress(Died, zerofx.CheckpointError):  # failing to clean up is no failure
+            with contextlib.suppress(
+                Died, KeyboardInterrupt, zerofx.CheckpointError
+            ):  # failing to clean up is no failure
                 zerofx.save(path, model(2.0), **options)
     return changes
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["dies", "fails"])
+@pytest.mark.parametrize("error", [None, OSError("disk"), KeyboardInterrupt()], ids=["dies", "fails", "interrupted"])
 @pytest.mark.parametrize("step", [None, 7])
 def test_a_save_that_dies_or_fails_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, fails: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, error: BaseException | None
 ) -> None:
     options = {} if step is None else {"step": step, "keep": 2}
     zerofx.save(tmp_path / "count", model(1.0), **options)
@@ -87,8 +89,11 @@ def test_a_save_that_dies_or_fails_at_any_moment_leaves_the_old_checkpoint_or_th
     for die_at in (i for i, name in enumerate(changes) if name != "write" or i % 9 == 0):
         path = tmp_path / f"c{die_at}"
         zerofx.save(path, model(1.0), **options)
-        calls_of_a_save(path, monkeypatch, die_at, fails, **options)
-        assert zerofx.latest(path) is not None
+        calls_of_a_save(path, monkeypatch, die_at, error, **options)
+        latest = zerofx.latest(path)
+        assert latest is not None
+        if isinstance(error, OSError):
+            assert not latest.name.startswith("."), "it did not put the old one back"
         found = value_of(path)
         seen.add(found)
         assert found in (1.0, 2.0), die_at
