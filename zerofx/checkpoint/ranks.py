@@ -151,7 +151,7 @@ class Aside(Ranks):
     def _exchange(self, given: dict[int, Any], wanted: Iterable[int]) -> list[Any]:
         self._number += 1
         for rank, value in given.items():
-            self._store.set(f"{self._number}/{rank}", pickle.dumps(value))
+            self._store.set(f"{self._number}/{rank}", pickle.dumps(value))  # type: ignore[arg-type]
         return [pickle.loads(self._get(f"{self._number}/{rank}")) for rank in wanted]
 
     def _get(self, key: str) -> bytes:

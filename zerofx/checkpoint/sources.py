@@ -110,7 +110,7 @@ class DcpSource(Source):
                     values[key] = None
         self._fill(values)
         for key, kind in kinds.items():
-            found = values.get(key)
+            found: Any = values.get(key)
             if key not in values and isinstance(kind, TensorStorageMetadata):
                 found = Entry(tuple(kind.size), kind.properties.dtype, key)
             if key.startswith(states):
