@@ -117,7 +117,7 @@ def save(
     if not background:
         return run()
     run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
-    _pending[ranks.key] = saving = Saving(run)
+    _pending[ranks.key] = saving = Saving(run, ranks)
     return saving
 
 
@@ -127,8 +127,8 @@ class Saving:
     One that fails says so in the next `save` or `load`, in `result`, and in a warning.
     """
 
-    def __init__(self, run: Callable[[], Path]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[[], Path], ranks: Ranks) -> None:
+        self._run, self._ranks = run, ranks
         self._path: Path | None = None
         self._error: Exception | None = None
         self._told = False
@@ -140,12 +140,12 @@ class Saving:
         return not self._thread.is_alive()
 
     def result(self) -> Path:
-        """Wait for it. Returns the checkpoint's folder.
+        """Wait for it, on every rank. Returns the checkpoint's folder.
 
         Raises:
             CheckpointError: on every rank, where one of them failed.
         """
-        self._thread.join()
+        self._join()
         self._told = True
         if self._error is not None:
             raise self._error
@@ -153,10 +153,16 @@ class Saving:
         return self._path
 
     def wait(self) -> None:
-        """Wait for it; raises what `result` would, unless that has been raised already."""
-        self._thread.join()
-        if not self._told:
+        """Wait for it, on every rank; raises what `result` would, unless that has been raised already."""
+        if self._told:
+            self._join()
+        else:
             self.result()
+
+    def _join(self) -> None:
+        """Ask each other until all are done: a rank that has died is noticed by that, and by nothing else."""
+        while not all(self._ranks.all_gather(self.done())):
+            self._thread.join(0.05)
 
     def _work(self) -> None:
         try:
