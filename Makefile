@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH  ?= 2.13.0
 VENV   ?= .venv
 ARGS   ?=
+# Processes that share the test files; each starts up to five ranks when a test asks for them. 0: no sharing.
+PYTEST_WORKERS ?= 2
 MATRIX := 2.11.0 2.13.0 2.15.0
 
 BIN := $(VENV)/bin
@@ -15,7 +17,7 @@ TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) ARGS= (for pytest, demo, bench)"
+	@echo "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) PYTEST_WORKERS=$(PYTEST_WORKERS) ARGS= (for pytest, demo, bench)"
 
 demo: $(VENV)/examples.stamp  ## train a small GPT on two local ranks
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -25,7 +27,7 @@ test: lint pytest  ## lint, type-check and run the tests
 test-matrix: $(MATRIX:%=pytest-%)  ## run the tests with every torch version supported
 
 pytest: $(VENV)/dev.stamp  ## run the tests alone
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
 
 slow: $(VENV)/dev.stamp  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)

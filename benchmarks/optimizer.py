@@ -39,7 +39,7 @@ from torch.nn.utils import clip_grad_norm_  # noqa: E402
 from benchmarks.step import join, now, over_ranks, processor  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
-BYTES = {"copy": 8, "fp32": 28, "fp32 clip": 32, "bf16 clip": 30, "split clip": 28}
+BYTES = {"copy": 8, "fp32": 28, "fp32 clip": 32, "bf16 clip": 30, "split clip": 28, "8-bit clip": 20}
 """Per parameter of a shard, read and written: weight, gradient, moments and master; clipping reads gradients again."""
 
 
@@ -133,6 +133,10 @@ class ZerofxSplit(Zerofx):
     kind, dtype, options = "split clip", torch.bfloat16, {"master": "split"}
 
 
+class Zerofx8bit(Zerofx):
+    kind, options = "8-bit clip", {"moments": "8bit"}
+
+
 class TorchOnShards(Contender):
     """torch.optim.AdamW and clip_grad_norm_ on plain tensors of the sizes that a rank has of each parameter."""
 
@@ -208,6 +212,8 @@ class DeepSpeedCpu(TorchOnShards):
 class BitsAndBytes(TorchOnShards):
     """bitsandbytes' AdamW with 8-bit moments (where it is installed)."""
 
+    kind = "8-bit clip"
+
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
         self.optimizer = importlib.import_module("bitsandbytes").optim.AdamW8bit(self.parameters)
@@ -220,6 +226,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "zerofx unclipped": ZerofxUnclipped,
     "zerofx bf16": ZerofxBf16,
     "zerofx bf16 split": ZerofxSplit,
+    "zerofx 8-bit": Zerofx8bit,
     "torch foreach": TorchForeach,
     "torch foreach unclipped": TorchForeachUnclipped,
     "torch fused": TorchFused,

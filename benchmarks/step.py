@@ -73,8 +73,11 @@ def deepspeed(stage: int) -> Wrap:
     return wrap
 
 
-def fsdp2(compiled: bool) -> Wrap:
-    """One group per block and one for the rest; compiled block by block first, as torchtitan does."""
+def fsdp2(compiled: bool, ahead: int = 0) -> Wrap:
+    """One group per block and one for the rest; compiled block by block first, as torchtitan does.
+
+    ``ahead``: how many groups to prefetch explicitly, both ways, as FSDP2's tutorial does; 0: its own choice.
+    """
 
     def wrap(model: GPT) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
@@ -85,7 +88,21 @@ def fsdp2(compiled: bool) -> Wrap:
             if compiled:
                 block.compile(fullgraph=True)
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        whole = fully_shard(model, mesh=mesh)
+        blocks = list(model.blocks)
+        for i in range(len(blocks) if ahead else 0):
+            blocks[i].set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+            blocks[i].set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+        return whole
+
+    return wrap
+
+
+def alone(compiled: bool) -> Wrap:
+    """What a rank computes, and no communication: ranks drift apart."""
+
+    def wrap(model: GPT) -> Any:
+        return torch.compile(model) if compiled else model
 
     return wrap
 
@@ -105,9 +122,13 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-1": zerofx(1),
     "zerofx-2": zerofx(2),
     "fsdp2": fsdp2(compiled=False),
+    "fsdp2+prefetch": fsdp2(compiled=False, ahead=2),
     "fsdp2+compile": fsdp2(compiled=True),
+    "fsdp2+compile+prefetch": fsdp2(compiled=True, ahead=2),
     "ddp": ddp(compiled=False),
     "ddp+compile": ddp(compiled=True),
+    "alone": alone(compiled=True),
+    "alone-eager": alone(compiled=False),
     "deepspeed-1": deepspeed(1),
     "deepspeed-2": deepspeed(2),
     "deepspeed-3": deepspeed(3),
@@ -130,14 +151,19 @@ class Contender:
         self.losses: list[torch.Tensor] = []
         self.log = CollectiveLog()
 
-    def step(self, timed: bool = False) -> None:
+    def steps(self, n: int) -> None:
+        """``n`` timed steps in a row; the ranks start together, and what one step leaves to the next is in its time."""
+        dist.barrier()
+        for _ in range(n):
+            start = now(self.device)
+            self.step()
+            self.times.append(now(self.device) - start)
+
+    def step(self) -> None:
         seed = len(self.losses) * dist.get_world_size() + dist.get_rank()
         generator = torch.Generator().manual_seed(seed)
         shape = (2, self.args.batch, self.args.length)
         x, y = torch.randint(self.args.vocab, shape, generator=generator).to(self.device)
-        if timed:
-            dist.barrier()
-        start = now(self.device)
         loss = self.model(x, y)
         if self.engine:
             self.model.backward(loss)
@@ -146,8 +172,6 @@ class Contender:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if timed:
-            self.times.append(now(self.device) - start)
         self.losses.append(loss.detach())
 
 
@@ -172,14 +196,25 @@ def join(rank: int, args: argparse.Namespace, rendezvous: str) -> torch.device:
     if args.device == "cuda":
         device, backend = torch.device("cuda", rank), "nccl"
         torch.cuda.set_device(device)
-    store, limit = dist.FileStore(rendezvous, args.world), datetime.timedelta(minutes=5)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=args.world, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=rendezvous, rank=rank, world_size=args.world, timeout=datetime.timedelta(minutes=5)
+    )
     return device
 
 
 def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
     """One rank: builds the contenders, lets them take turns, and rank 0 writes what came of it."""
     device = join(rank, args, rendezvous)
+    result = take_turns(rank, args, device)
+    if rank == 0:
+        Path(answer).write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
+
+
+def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Builds the contenders and lets them take turns; what came of it, the same on every rank."""
     say = print if rank == 0 else lambda text: None
     contenders: list[Contender] = []
     failed: dict[str, str] = {}
@@ -206,8 +241,7 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
         for i in range(len(contenders)):
             contender = contenders[(i + round_) % len(contenders)]
             contender.step()
-            for _ in range(args.steps):
-                contender.step(timed=True)
+            contender.steps(args.steps)
         newest = ", ".join(f"{c.name} {statistics.median(c.times[-args.steps :]):.3f}" for c in contenders)
         say(f"round {round_ + 1}/{args.rounds}: {newest}")
 
@@ -222,11 +256,7 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
             "parameters": contender.parameters,
             "losses": losses,
         }
-    if rank == 0:
-        Path(answer).write_text(json.dumps({"contenders": result, "failed": failed}))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
+    return {"contenders": result, "failed": failed}
 
 
 def processor(device: str) -> str:
@@ -235,6 +265,15 @@ def processor(device: str) -> str:
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return model[1] if model else platform.processor()
+
+
+def spread_of_losses(contenders: dict[str, Any]) -> float:
+    """The largest relative difference between contenders at any step; not a number where a loss is not."""
+    losses = [c["losses"] for name, c in contenders.items() if not name.startswith("alone")]
+    if not losses:
+        return 0.0
+    table = torch.tensor(losses, dtype=torch.float64)
+    return ((table.amax(0) - table.amin(0)) / table.amin(0).abs()).max().item()
 
 
 def table(contenders: dict[str, Any]) -> str:
@@ -262,13 +301,12 @@ def main() -> int:
     out = args.out or ROOT / "benchmarks" / "results" / f"step-{args.device}-{args.world}.json"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        torch.multiprocessing.spawn(run, (args, f"{folder}/store", str(answer)), nprocs=args.world)
+        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
         result = json.loads(answer.read_text())
 
     if not result["contenders"]:
         return 1
-    losses = torch.tensor([c["losses"] for c in result["contenders"].values()], dtype=torch.float64)
-    spread = ((losses.amax(0) - losses.amin(0)) / losses.amin(0).abs()).max().item()  # NaN stays NaN
+    spread = spread_of_losses(result["contenders"])
     result |= {
         "command": " ".join(["python benchmarks/step.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),

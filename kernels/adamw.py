@@ -23,6 +23,10 @@ bfloat16 moments (8 bytes less) are rounded *stochastically*: up with the probab
 mean is exact. Rounded to nearest, a second moment would stand still, since (1 − beta2) · g² is less than half a unit
 in its last place. The random bits are Philox's (Salmon et al. 2011): key ``seed``, counter the element's position.
 
+Moments in 8 bits (12 bytes less, and 1/16 for scales) are the codes of `blockwise`, and computed as there, bit for bit.
+A block of 256 is what one warp holds, 8 elements in a thread, so its scale is found without leaving the warp; codes are
+read and written 8 bytes at a time, all else 16.
+
 **Nothing or all.** Where ``control`` says found_inf, every program returns before it reads a tile.
 
 **The same bits everywhere.** Division and square root are IEEE's, and multiplications are not fused with additions:
@@ -37,14 +41,20 @@ import torch
 import triton
 import triton.language as tl
 
+from zerofx.kernels import blockwise
 from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+_BLOCKWISE = tl.constexpr(blockwise.BLOCK)
+_FIRST = tl.constexpr(blockwise.LARGEST_FIRST)
+_SECOND = tl.constexpr(blockwise.LARGEST_SECOND)
+_TINY = tl.constexpr(blockwise.TINY)
+_MARGIN = tl.constexpr(blockwise.MARGIN)
 _PHILOX_ROUNDS = tl.constexpr(7)  # the fewest that pass the tests of randomness, by its paper
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+_MOMENT_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.int8: torch.uint8}
 
 
 def adamw(
@@ -57,28 +67,32 @@ def adamw(
     control: torch.Tensor,
     *,
     master: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     seed: torch.Tensor | None = None,
+    position: int = 0,
     block: int = BLOCK,
 ) -> None:
     """One AdamW step on the elements of ``param`` that lie in ``tiles``, in place; the others stay as they are.
 
     1-D and contiguous, all of one length, on one device: ``param`` float32, bfloat16 or float16; ``grad`` float32 or
-    param's dtype; ``exp_avg`` and ``exp_avg_sq`` both float32 or both bfloat16; ``master`` None, float32, or int16
-    beside a bfloat16 param. ``tiles`` (int64 [T, 3]), ``hyper`` (float64 [R, 8]) and ``control`` (float32 [4]) are
-    described in ``segments.py``; their numbers lie on the device and are not checked. bfloat16 moments need ``seed``,
-    an int64 tensor of one element that differs from step to step and from shard to shard; one seed, one result.
-    ``block`` is how many elements a program works on at once.
+    param's dtype; ``exp_avg`` and ``exp_avg_sq`` both float32 or both bfloat16, or codes, int8 and uint8, whose
+    ``scales`` are float32, one for each 256 elements and each moment; ``master`` None, float32, or int16 beside a
+    bfloat16 param. ``tiles`` (int64 [T, 3]), ``hyper`` (float64 [R, 8]) and ``control`` (float32 [4]) are
+    described in ``segments.py``; their numbers lie on the device and are not checked. Moments that are not
+    float32 need ``seed``, an int64 tensor of one element that differs from step to step; ``position``, a multiple of 4,
+    is where the first element stands among all that share the seed. ``block`` is how many elements a program works on
+    at once. Where moments are codes, it and the tiles' starts are multiples of 256.
 
     Raises TypeError for dtypes, and ValueError for shapes, other than these.
     """
-    _check_dtypes(param, grad, exp_avg, exp_avg_sq, master, seed)
+    _check_dtypes(param, grad, exp_avg, exp_avg_sq, master, scales, seed)
+    _check_blocks(param, scales, position, block)
     _check_shapes(param, grad, exp_avg, exp_avg_sq, master, tiles, hyper, control)
     if not tiles.shape[0]:
         return
+    state = (param, grad, exp_avg, exp_avg_sq, *(scales or (None, None)), master)
     with torch.cuda.device_of(param):
-        _adamw[(tiles.shape[0],)](
-            param, grad, exp_avg, exp_avg_sq, master, tiles, hyper, control, seed, BLOCK=block, **_OPTIONS
-        )
+        _adamw[(tiles.shape[0],)](*state, tiles, hyper, control, seed, position, BLOCK=block, **_OPTIONS)
 
 
 def _check_dtypes(
@@ -87,22 +101,41 @@ def _check_dtypes(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     master: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
     seed: torch.Tensor | None,
 ) -> None:
     if param.dtype not in _PARAM_DTYPES:
         raise TypeError(f"param is float32, bfloat16 or float16, not {param.dtype}")
     if grad.dtype not in (torch.float32, param.dtype):
         raise TypeError(f"grad is float32 or {param.dtype} as param, not {grad.dtype}")
-    if exp_avg.dtype not in _MOMENT_DTYPES or exp_avg_sq.dtype is not exp_avg.dtype:
-        raise TypeError(f"moments are both float32 or both bfloat16, not {exp_avg.dtype} and {exp_avg_sq.dtype}")
+    if exp_avg_sq.dtype is not _MOMENT_DTYPES.get(exp_avg.dtype):
+        both = f"{exp_avg.dtype} and {exp_avg_sq.dtype}"
+        raise TypeError(f"moments are both float32 or both bfloat16, or int8 and uint8, not {both}")
+    if (scales is None) != (exp_avg.dtype is not torch.int8):
+        raise TypeError("moments in codes need scales, others none")
     if master is not None:
         wanted = {torch.bfloat16: (torch.float32, torch.int16), torch.float16: (torch.float32,)}.get(param.dtype, ())
         if master.dtype not in wanted:
             raise TypeError(f"a {param.dtype} param takes no {master.dtype} master")
     if (seed is None) != (exp_avg.dtype is torch.float32):
-        raise TypeError("bfloat16 moments need a seed, float32 moments none")
+        raise TypeError("moments of less than 32 bits need a seed, float32 moments none")
     if seed is not None and (seed.dtype is not torch.int64 or seed.numel() != 1):
         raise TypeError(f"seed is one int64, not {seed.numel()} of {seed.dtype}")
+
+
+def _check_blocks(
+    param: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None, position: int, block: int
+) -> None:
+    if position % 4:
+        raise ValueError(f"position={position} is a multiple of 4")
+    if scales is None:
+        return
+    if block % blockwise.BLOCK:
+        raise ValueError(f"block={block} is a multiple of {blockwise.BLOCK} where moments are codes")
+    wanted = (blockwise.blocks_in(param.numel()),)
+    for scale in scales:
+        if scale.dtype is not torch.float32 or scale.shape != wanted or not scale.is_contiguous():
+            raise ValueError(f"scales are contiguous float32 {list(wanted)}, not {scale.dtype} {list(scale.shape)}")
 
 
 def _check_shapes(
@@ -128,17 +161,20 @@ def _check_shapes(
             raise ValueError(f"{name} is contiguous {dtype} {list(shape)}, not {table.dtype} {list(table.shape)}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position"])
 def _adamw(
     param: tl.tensor,
     grad: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
+    exp_avg_scales: tl.tensor | None,
+    exp_avg_sq_scales: tl.tensor | None,
     master: tl.tensor | None,
     tiles: tl.tensor,
     hyper: tl.tensor,
     control: tl.tensor,
     seed: tl.tensor | None,
+    position: int,
     BLOCK: tl.constexpr,
 ) -> None:
     if tl.load(control + 1) != 0:
@@ -147,12 +183,13 @@ def _adamw(
     at = tl.load(tile)
     left = tl.load(tile + 1)
     coefficients = _coefficients(hyper + 8 * tl.load(tile + 2), tl.load(control))
+    moments = (exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales)
     while left > 0:
-        at = tl.multiple_of(at, _ALIGNMENT)
+        at = tl.multiple_of(at, _ALIGNMENT if exp_avg_scales is None else _BLOCKWISE)
         if left >= BLOCK:  # without a mask: only so are loads and stores 16 bytes wide
-            _update(param, grad, exp_avg, exp_avg_sq, master, seed, at, None, coefficients, BLOCK)
+            _update(param, grad, moments, master, seed, position, at, None, coefficients, BLOCK)
         else:
-            _update(param, grad, exp_avg, exp_avg_sq, master, seed, at, left, coefficients, BLOCK)
+            _update(param, grad, moments, master, seed, position, at, left, coefficients, BLOCK)
         at += BLOCK
         left -= BLOCK
 
@@ -181,10 +218,10 @@ def _coefficients(hyper: tl.tensor, factor: tl.tensor) -> tl.tuple:
 def _update(
     param: tl.tensor,
     grad: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
+    moments: tl.tuple,
     master: tl.tensor | None,
     seed: tl.tensor | None,
+    position: int,
     at: tl.tensor,
     left: tl.tensor | None,
     coefficients: tl.tuple,
@@ -192,27 +229,99 @@ def _update(
 ) -> None:
     """The ``BLOCK`` elements from ``at``, or the ``left`` first of them."""
     factor, decay, beta1, rest1, beta2, rest2, step_size, root2, eps = coefficients
+    exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales = moments
     lanes = tl.arange(0, BLOCK)
     mask = None if left is None else lanes < left
 
     g = tl.load(grad + at + lanes, mask=mask).to(tl.float32) * factor
     m = tl.load(exp_avg + at + lanes, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + at + lanes, mask=mask).to(tl.float32)
+    if exp_avg_scales is not None:
+        m = _decode(m, exp_avg_scales, at, left, _FIRST, BLOCK)
+        v = _decode(v, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
+        v = v * v
     p = _load_master(param + at + lanes, master, at + lanes, mask)
 
     p -= decay * p  # not p · (1 − decay): that would lose the low digits of decay
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
-    p -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root2) + eps)
+    root = tl.sqrt_rn(v)
+    p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
 
-    _store_master(param + at + lanes, master, at + lanes, p, mask)
     if seed is None:
         tl.store(exp_avg + at + lanes, m, mask=mask)
         tl.store(exp_avg_sq + at + lanes, v, mask=mask)
-    else:
-        bits = _random_bits(tl.load(seed), at, BLOCK)
+    elif exp_avg_scales is None:
+        bits = _random_bits(tl.load(seed), position + at, BLOCK)
         tl.store(exp_avg + at + lanes, _to_bfloat16(m, bits & 0xFFFF), mask=mask)
         tl.store(exp_avg_sq + at + lanes, _to_bfloat16(v, bits >> 16), mask=mask)
+    else:
+        if mask is not None:  # what is loaded where the mask is off may be anything
+            m = tl.where(mask, m, 0.0)
+            root = tl.where(mask, root, 0.0)
+        bits = _random_bits(tl.load(seed), position + at, BLOCK)
+        code = _encode(tl.abs(m), bits & 0xFFFF, exp_avg_scales, at, left, _FIRST, BLOCK)
+        tl.store(exp_avg + at + lanes, tl.where(m < 0, -code, code).to(tl.int32).to(tl.int8), mask=mask)
+        code = _encode(root, bits >> 16, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
+        code = tl.where(root > 0, tl.maximum(code, 1), code)
+        tl.store(exp_avg_sq + at + lanes, code.to(tl.int32).to(tl.uint8), mask=mask)
+    _store_master(
+        param + at + lanes, master, at + lanes, p, mask
+    )  # last: earlier, ptxas spills 8 bytes of codes' kernels
+
+
+@triton.jit
+def _decode(
+    code: tl.tensor,
+    scales: tl.tensor,
+    at: tl.tensor,
+    left: tl.tensor | None,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """What float32 ``code`` stands for: `blockwise.decode`."""
+    blocks = tl.arange(0, BLOCK // _BLOCKWISE)
+    mask = None if left is None else blocks * _BLOCKWISE < left
+    scale = tl.load(scales + at // _BLOCKWISE + blocks, mask=mask)
+    return code * tl.abs(code) * (1 / (LARGEST * LARGEST)) * _spread(scale, BLOCK)
+
+
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    bits: tl.tensor,
+    scales: tl.tensor,
+    at: tl.tensor,
+    left: tl.tensor | None,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The codes, in float32, of ``x``, which is not negative, rounded by 16 random bits; stores the scales as well.
+
+    As `blockwise.scales_of` and `blockwise.encode_*` do it. The maximum is one of integers: of floats it loses NaN.
+    """
+    blocks = tl.arange(0, BLOCK // _BLOCKWISE)
+    largest = tl.max(tl.reshape(x.to(tl.int32, bitcast=True), [BLOCK // _BLOCKWISE, _BLOCKWISE]), axis=1)
+    scale = largest.to(tl.float32, bitcast=True)
+    scale = tl.where(scale < _TINY, 0.0, scale)
+    mask = None if left is None else blocks * _BLOCKWISE < left
+    tl.store(scales + at // _BLOCKWISE + blocks, scale, mask=mask)
+
+    SQUARE: tl.constexpr = LARGEST * LARGEST
+    some = scale > 0
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(some, scale, 1.0))
+    factor = tl.where(some, inverse * (SQUARE * _MARGIN), 0.0)
+    square = x * _spread(factor, BLOCK)
+    square = tl.where(square < SQUARE, square, SQUARE * 1.0)
+    code = tl.floor(tl.sqrt_rn(square))
+    u = bits.to(tl.int32).to(tl.float32) * (1 / 65536)
+    return code + tl.where(u * (2 * code + 1) < square - code * code, 1.0, 0.0)
+
+
+@triton.jit
+def _spread(scale: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Each block's number for all of its elements."""
+    return tl.reshape(tl.broadcast_to(scale[:, None], [BLOCK // _BLOCKWISE, _BLOCKWISE]), [BLOCK])
 
 
 @triton.jit

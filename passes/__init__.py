@@ -14,6 +14,7 @@ from zerofx.passes.context import Context, ParameterRef, Recipe, Reduction, Tag
 from zerofx.passes.discard import discard
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
+from zerofx.passes.keep import keep
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
 from zerofx.passes.prefetch import prefetch
@@ -22,7 +23,7 @@ from zerofx.passes.rematerialize import rematerialize
 
 Pass = Callable[[GraphModule, Context], int]
 
-PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, prefetch, discard, lower)
+PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, keep, prefetch, discard, lower)
 """The passes of stages 1, 2 and 3, in order."""
 
 REPLICATED: tuple[Pass, ...] = (rematerialize, all_reduce, prefetch, lower)
@@ -46,6 +47,7 @@ __all__ = [
     "discard",
     "gather",
     "group",
+    "keep",
     "lower",
     "narrow",
     "pipeline",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -45,6 +45,7 @@ class Tag:
     replica                 of its full copy (stages 1 and 2), and
     refresh                 the wait for that copy to be up to date
     kept                    the placeholder of a gradient that was kept back
+    gathered                the placeholder of a whole group that forward kept
     narrow                  a cast or a part of a shard that is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
@@ -88,6 +89,21 @@ class Recipe:
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]
 
 
+class Gathered(NamedTuple):
+    """A whole group that forward leaves gathered for backward."""
+
+    position: int
+    """The output of forward in whose place it travels, and"""
+    saved: str
+    """the name that backward knows that by."""
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
 class _Chain:
     def __repr__(self) -> str:
         return "CHAIN"
@@ -121,15 +137,25 @@ class Context:
     """What weights compute in (`zerofx.precision`); None: the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are reduced in; None: the dtype backward returns them in."""
-    prefetch_bytes: int | None = None
+    memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start one group ahead."""
+    largest_elsewhere: int = 0
+    """Bytes of the largest group, gathered, of those that only other graphs of the module use."""
+    held_elsewhere: int = 0
+    """Gathered bytes that other graphs of the module keep between forward and backward."""
+    kept_gathered: dict[str, Gathered] = field(default_factory=dict)
+    """Written by forward's `keep`, read by backward's: group name -> what it left gathered."""
 
     shards: list[GroupLayout] = field(default_factory=list)
     """Set by `gather`: the groups whose shards are the graph's last inputs, in that order."""
+    saved_names: dict[int, str] = field(default_factory=dict)
+    """Set by `rematerialize`: output position -> the name that backward knows a saved value by."""
     saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
     """Set by `gather`: output positions, now None, at which the caller puts the parameter itself."""
     kept: list[ParameterRef] = field(default_factory=list)
-    """Set by `reduce` and `all_reduce`: whose kept gradients are the graph's very last inputs, in that order."""
+    """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
+    gathered: list[str] = field(default_factory=list)
+    """Set by backward's `keep`: the groups whose gathered buffers are the graph's very last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order."""
     gathered_bytes: int = 0

@@ -3,15 +3,16 @@
 **Reduce-scatter on gloo.** Gloo's reduce-scatter is an all-reduce underneath and sends twice the bytes it must. An
 all-to-all moves just the parts, and summing them here is deterministic and fuses with the scaling::
 
-    sums = reduce_scatter_tensor(pack, "sum", M, pg)     parts = all_to_all_single(pack, [S]*M, [S]*M, pg)
+    sums = reduce_scatter_tensor(pack, "sum", M, pg)     parts = zerofx.all_to_all_pairwise(pack, M, pg)
     shard = wait_tensor(sums) * (1 / M)           ─────▶ parts = wait_tensor(parts).view(M, S)
                                                          shard = parts.sum(0) * (1 / M)
 
 **All-gather on gloo.** PyTorch routes ``all_gather_into_tensor`` to gloo's coalesced all-gather, which corrupts the
 heap while another collective is in flight (seen in torch 2.11, 2.13 and 2.15; docs/architecture.md has a program that
-shows it), and gloo's plain all-gather goes through a second buffer. Broadcasts are sound and write where they should::
+shows it), and gloo's plain all-gather goes through a second buffer. A pairwise exchange is sound, writes where it
+should and fills both directions of a link (passes/ops.py)::
 
-    start = all_gather_into_tensor(shard, M, pg)  ─────▶ start = zerofx.all_gather_by_broadcast(shard, M, pg)
+    start = all_gather_into_tensor(shard, M, pg)  ─────▶ start = zerofx.all_gather_pairwise(shard, M, pg)
 
 **All-reduce** (stage 0) needs no second buffer: it reduces in place what was packed for it.
 
@@ -58,7 +59,7 @@ def lower(gm: GraphModule, ctx: Context) -> int:
             _as_all_to_all(gm, node)
             edits += 1
         for node in edit.tagged(gm.graph, "all_gather"):
-            node.target = torch.ops.zerofx.all_gather_by_broadcast.default
+            node.target = torch.ops.zerofx.all_gather_pairwise.default
             edits += 1
     if ctx.executor == "inductor":
         after = _order(gm)
@@ -140,10 +141,8 @@ def _as_all_to_all(gm: GraphModule, node: Node) -> None:
     (wait,) = node.users
     part = wait.meta["val"].numel()
     with graph.inserting_before(node):
-        sizes = [part] * world_size  # type: ignore[operator]
-        args = (pack, sizes, sizes, process_group)
-        tag = Tag("reduce_scatter", group)
-        exchange = edit.insert(graph, _c10d.all_to_all_single.default, args, tag=tag, near=node)
+        args, tag = (pack, world_size, process_group), Tag("reduce_scatter", group)
+        exchange = edit.insert(graph, torch.ops.zerofx.all_to_all_pairwise.default, args, tag=tag, near=node)
     node.replace_all_uses_with(exchange)
     graph.erase_node(node)
     wait.meta["val"] = exchange.meta["val"]

@@ -1,4 +1,4 @@
-"""zerofx's own operators: two symbolic ones, a collective, and a statement.
+"""zerofx's own operators: two symbolic ones, two collectives, and a statement.
 
 ``gather`` and ``reduce`` think per parameter, and say so with one node each; ``group`` then replaces these nodes by
 one collective per group. Both operators really run (slowly), so that a graph can be executed after any pass:
@@ -10,19 +10,30 @@ one collective per group. Both operators really run (slowly), so that a graph ca
                                                             ``grad`` over the M ranks from ``offset`` on, and zeros
 ==========================================================  ========================================================
 
-One collective that PyTorch spells worse on gloo, ``zerofx.all_gather_by_broadcast(shard, M, group)``: what
-``all_gather_into_tensor`` is, by a broadcast of each rank's part. (Gloo's all-gather goes through a second buffer, its
-broadcast does not: less than half the time, docs/architecture.md.) And one statement, ``zerofx.discard(buffer)``: frees
-the storage of a gathered buffer here and now.
+Two collectives that gloo does better by a *pairwise exchange*, every rank sending straight to every other:
+
+==========================================================  ========================================================
+``zerofx.all_gather_pairwise(shard, M, group)``             what ``all_gather_into_tensor`` is
+``zerofx.all_to_all_pairwise(pack, M, group)``              what ``all_to_all_single`` with equal parts is
+==========================================================  ========================================================
+
+Each rank asks for all it is to receive before it sends anything. That order is the point: gloo has one connection
+for a pair of ranks, and a request to receive that stands behind megabytes of one's own holds the other side up, so
+that only one direction of the link is in use at a time (docs/architecture.md has figures). Sends and receives carry a
+tag of the collective's own and match in order, so all ranks must start these collectives in the same order, as any.
+
+And two statements: ``zerofx.discard(buffer)`` frees the storage of a gathered buffer here and now, and
+``zerofx.release(buffer)`` says that a buffer of the caller's is not read any more.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from zerofx._torch import resolve_process_group
+from zerofx._torch import register_work, resolve_process_group
 
 _c10d = torch.ops._c10d_functional
 
@@ -56,34 +67,66 @@ def _(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, proces
     return grad.new_empty(shard_numel)
 
 
+ALL_GATHER_TAG, ALL_TO_ALL_TAG = 0x7A66, 0x7A67
+"""Of the messages of a pairwise exchange."""
+
 # Straight to the dispatcher: what `custom_op` wraps around it costs a tenth of a millisecond a call.
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("all_gather_by_broadcast(Tensor shard, int world_size, str process_group) -> Tensor")
+_library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
+_library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
 
 
-def all_gather_by_broadcast_(
-    out: torch.Tensor, shard: torch.Tensor, world_size: int, process_group: str
-) -> torch.Tensor:
-    """Start to fill ``out`` with every rank's ``shard`` (of any dtype); ``wait_tensor(out)`` waits for it."""
+def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: str) -> torch.Tensor:
+    """Start to fill ``out`` with every rank's ``shard`` (of any dtype); ``wait_tensor(out)`` waits for it.
+
+    ``shard`` may be this rank's part of ``out``.
+    """
+    mine = out.chunk(out.numel() // shard.numel())[resolve_process_group(process_group).rank()]
+    mine.copy_(shard)
+    return _exchange(out, lambda rank: mine, process_group, ALL_GATHER_TAG)
+
+
+def _exchange(out: torch.Tensor, part_for: Callable[[int], torch.Tensor], process_group: str, tag: int) -> torch.Tensor:
+    group = resolve_process_group(process_group)
+    rank, world_size = group.rank(), group.size()
     parts = out.chunk(world_size)
-    parts[resolve_process_group(process_group).rank()].copy_(shard)
-    for rank, part in enumerate(parts):
-        _c10d.broadcast_(part, rank, process_group)
+    others = [(rank + i) % world_size for i in range(1, world_size)]
+    works = [group.recv([parts[other]], other, tag) for other in reversed(others)]
+    works += [group.send([part_for(other)], other, tag) for other in others]
+    for work in works:
+        register_work(out, work)
     return out
 
 
-def _all_gather_by_broadcast(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    return all_gather_by_broadcast_(_gathered(shard, world_size), shard, world_size, process_group)
+def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    return all_gather_pairwise_(_gathered(shard, world_size), shard, process_group)
+
+
+def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    out, parts = torch.empty_like(pack), pack.chunk(world_size)
+    rank = resolve_process_group(process_group).rank()
+    out.chunk(world_size)[rank].copy_(parts[rank])
+    return _exchange(out, parts.__getitem__, process_group, ALL_TO_ALL_TAG)
 
 
 def _gathered(shard: torch.Tensor, world_size: int, process_group: str = "") -> torch.Tensor:
     return shard.new_empty(world_size * shard.numel())
 
 
-_library.impl("all_gather_by_broadcast", _all_gather_by_broadcast, "CompositeExplicitAutograd")
-_library.impl("all_gather_by_broadcast", _gathered, "Meta")
+def _exchanged(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    return torch.empty_like(pack)
+
+
+_library.impl("all_gather_pairwise", _all_gather_pairwise, "CompositeExplicitAutograd")
+_library.impl("all_gather_pairwise", _gathered, "Meta")
+_library.impl("all_to_all_pairwise", _all_to_all_pairwise, "CompositeExplicitAutograd")
+_library.impl("all_to_all_pairwise", _exchanged, "Meta")
 
 
 def discard(buffer: torch.Tensor) -> None:
     """Free ``buffer``'s memory. Views of it may still exist; none may be used."""
     buffer.untyped_storage().resize_(0)
+
+
+def release(buffer: torch.Tensor) -> None:
+    """The last use of ``buffer`` is behind; who else holds it may still read it (``backward(retain_graph=True)``)."""

@@ -18,12 +18,8 @@
 Forward and backward alike: the next gather stands before the current group's wait, and thereby before the current
 group's reduction. At most one packed gradient is in flight: its wait stands before the next one is packed.
 
-Where `narrow` made two gathers of a group, they start together and are waited for one after the other; below they
-count as one.
-
-**The budget.** The waits cut the graph into segments; a gathered buffer is live from the segment of its start to the
-segment of its last use. Each start is hoisted, in order, to the earliest segment that keeps every segment's live
-bytes within ``ctx.prefetch_bytes``, never ahead of the start before it. Without a number the budget is the least one
+**The budget.** Each start is hoisted, in order, to the earliest segment (`schedule`) that keeps every segment's live
+bytes within ``ctx.memory_budget``, never ahead of the start before it. Without a number the budget is the least one
 that lets every gather start one group ahead.
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
@@ -35,61 +31,39 @@ Requires ``group``. Provides ``ctx.gathered_bytes``.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-
-
-@dataclass
-class _Gather:
-    waits: list[Node]
-    """Of one group. The first opens the segment of its first use."""
-    nbytes: int
-    last: int
-    """The segment of its last use."""
+from zerofx.passes.schedule import Gather, find_gathers, live_bytes, one_ahead
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
     """Move the starts of gathers up and the waits of reductions down; returns how many places changed."""
-    gathers, before = _gathers(gm.graph), list(gm.graph.nodes)
-    if gathers:
-        starts, ctx.gathered_bytes = _schedule(gathers, ctx.prefetch_bytes)
+    (gathers, held), before = find_gathers(gm.graph), list(gm.graph.nodes)
+    if gathers or held:
+        starts, ctx.gathered_bytes = _schedule(gathers, held, ctx)
         _hoist(gm.graph, gathers, starts)
     _sink_waits(gm.graph)
     return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
 
 
-def _gathers(graph: Graph) -> list[_Gather]:
-    order = edit.positions(graph)
-    by_group: dict[str, list[Node]] = {}
-    for wait in edit.tagged(graph, "wait"):
-        by_group.setdefault(wait.meta["zerofx"].group, []).append(wait)
-    opens = [order[waits[0]] for waits in by_group.values()]
-    gathers = []
-    for waits in by_group.values():
-        ends = [order.get(edit.last_use(wait, order), len(order)) for wait in waits]  # type: ignore[arg-type]
-        values = [wait.meta["val"] for wait in waits]
-        nbytes = sum(value.numel() * value.dtype.itemsize for value in values)
-        gathers.append(_Gather(waits, nbytes, last=bisect_right(opens, max(ends)) - 1))
-    return gathers
-
-
-def _schedule(gathers: list[_Gather], budget: int | None) -> tuple[list[int], int]:
+def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[list[int], int]:
     """For each gather the segment it starts in, and the most bytes live in any segment."""
-    if budget is None:
-        budget = max(_live(gathers, [max(0, i - 1) for i in range(len(gathers))]))
-    starts = list(range(len(gathers)))
-    live = _live(gathers, starts)
+    budget: float = max(live_bytes(gathers, one_ahead(gathers), held))
+    if ctx.memory_budget is not None:
+        budget = ctx.memory_budget - ctx.held_elsewhere
+    starts = [i + 1 for i in range(len(gathers))]
+    live = live_bytes(gathers, starts, held)
     if max(live) > budget:
-        group = gathers[live.index(max(live))].waits[0].meta["zerofx"].group
+        group = gathers[max(0, live.index(max(live)) - 1)].group
+        elsewhere = f" beside the {ctx.held_elsewhere:,} that other graphs keep" if ctx.held_elsewhere else ""
         raise ValueError(
-            f"prefetch_bytes={budget:,} is too small: group {group!r} alone needs {max(live):,} gathered "
-            "bytes at once, before anything is prefetched. Raise it to at least that, or make smaller groups (groups=)."
+            f"memory_budget={ctx.memory_budget:,} is too small: group {group!r} alone needs {max(live):,} gathered "
+            f"bytes at once{elsewhere}, before anything is prefetched. Raise it to at least "
+            f"{max(live) + ctx.held_elsewhere:,}, or make smaller groups (groups=)."
         )
     for i, gather in enumerate(gathers):
         floor = starts[i - 1] if i else 0
@@ -99,29 +73,19 @@ def _schedule(gathers: list[_Gather], budget: int | None) -> tuple[list[int], in
     return starts, max(live)
 
 
-def _live(gathers: list[_Gather], starts: list[int]) -> list[int]:
-    """Gathered bytes in each segment, when gather i starts in segment ``starts[i]``."""
-    live = [0] * (len(gathers) + 1)
-    for gather, start in zip(gathers, starts, strict=True):
-        live[start] += gather.nbytes
-        live[gather.last + 1] -= gather.nbytes
-    for i in range(1, len(live)):
-        live[i] += live[i - 1]
-    return live[:-1]
-
-
-def _hoist(graph: Graph, gathers: list[_Gather], starts: list[int]) -> None:
+def _hoist(graph: Graph, gathers: list[Gather], starts: list[int]) -> None:
     top = edit.last_placeholder(graph)
     assert top is not None
-    for node in _starts(gathers[0]):
-        top.append(node)
-        top = node
-    for i, gather in enumerate(gathers[1:], start=1):
+    for gather, start in zip(gathers, starts, strict=True):
         for node in _starts(gather):
-            gathers[starts[i]].waits[0].prepend(node)
+            if start == 0:
+                top.append(node)
+                top = node
+            else:
+                gathers[start - 1].waits[0].prepend(node)
 
 
-def _starts(gather: _Gather) -> list[Node]:
+def _starts(gather: Gather) -> list[Node]:
     return [node for wait in gather.waits for start in wait.all_input_nodes for node in _from_shard(start)]
 
 

@@ -15,7 +15,8 @@ now and then it prefers a view or a cast of one, which would keep the whole gath
 Sound because a chain of views and casts of one parameter has the same value whenever it is run, as long as the
 parameter was not written in between; that is checked when backward starts, as for any saved tensor.
 
-Requires: a forward graph and then its backward graph, with the same ``ctx.recipes``. Runs before ``gather``.
+Requires: a forward graph and then its backward graph, with the same ``ctx.recipes``. Runs before ``gather``. Provides
+``ctx.saved_names``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def _save_parameters(gm: GraphModule, ctx: Context) -> int:
     outputs, edits = edit.output_values(gm.graph), 0
     for i in sorted(ctx.saved):
         value: Any = outputs[i]
+        if isinstance(value, Node):
+            ctx.saved_names[i] = value.name
         steps: list[Any] = []
         while isinstance(value, Node) and edit.is_view_or_cast(value):
             (source,) = value.all_input_nodes

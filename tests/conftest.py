@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: pools of gloo ranks, and process groups that only pretend."""
+"""Fixtures that all tests share: groups of gloo ranks, and process groups that only pretend."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from tests.workers import Workers
+from tests.workers import Processes, Workers
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make_workers() -> Iterator[Callable[[int], Workers]]:
-    """A pool of any size: ``make_workers(5)``. One pool per size and module; it starts at its first run."""
-    pools: dict[int, Workers] = {}
-
-    def make(world_size: int) -> Workers:
-        return pools.setdefault(world_size, Workers(world_size))
-
+    """A group of any size: ``make_workers(5)``. All of a session run in the same processes, which start when used."""
+    processes = Processes()
     try:
-        yield make
+        yield lambda world_size: Workers(world_size, processes)
     finally:
-        for pool in pools.values():
-            pool.stop()
+        processes.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workers2(make_workers: Callable[[int], Workers]) -> Workers:
     return make_workers(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workers3(make_workers: Callable[[int], Workers]) -> Workers:
     return make_workers(3)
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofx.passes.ops import ALL_GATHER_TAG, ALL_TO_ALL_TAG
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -97,7 +99,7 @@ def _nothing(payload: int, world: int) -> int:
 
 # operator: (name, index of the argument that is counted, that argument is one rank's part only, wire bytes).
 # The payload is the whole, unsharded data. Wire bytes are what the collective's *definition* makes one rank
-# receive (or send, where that is more), parts taken as equal; what a broadcast's root sends is counted where
+# receive (or send, where that is more), parts taken as equal; what one rank sends to others is counted where
 # it is received, so that M broadcasts of a part each are an all-gather. An implementation may send more:
 # gloo's reduce-scatter is an all-reduce underneath.
 _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
@@ -116,12 +118,15 @@ _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
     "reduce_": ("reduce", 0, False, _whole),
     "gather_": ("gather", 1, True, _all_but_mine),
     "scatter_": ("scatter", 0, True, _all_but_mine),
-    "send": ("send", 0, False, _whole),
+    "send": ("send", 0, False, _nothing),
     "recv_": ("recv", 0, False, _whole),
     "recv_any_source_": ("recv", 0, False, _whole),
     "barrier": ("barrier", 0, False, _nothing),
     "monitored_barrier_": ("barrier", 0, False, _nothing),
 }
+
+_PAIRWISE = {ALL_GATHER_TAG: "all_gather", ALL_TO_ALL_TAG: "all_to_all"}
+"""What messages with these tags are parts of."""
 
 _lock = threading.Lock()
 _logs: list[CollectiveLog] = []
@@ -130,6 +135,8 @@ _library: torch.library.Library | None = None
 
 def _note(operator: str, args: tuple[Any, ...]) -> None:
     name, counted, one_part, wire = _COLLECTIVES[operator]
+    if name in ("send", "recv") and args[-1] in _PAIRWISE:
+        name = f"{_PAIRWISE[args[-1]]}_{name}"
     tensors = _tensors(args[counted])
     if any(t.is_meta or isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
         return  # a tracer asks for shapes: nothing is sent

@@ -96,12 +96,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], type[Exception]]] = {
         ValueError,
     ),
     "stage as text": ("stage='3'", {"stage": "3"}, ValueError),
-    "unknown option": ("unknown option 'bucket_bytes'.*prefetch_bytes", {"bucket_bytes": 3}, ValueError),
+    "unknown option": ("unknown option 'bucket_bytes'.*memory_budget", {"bucket_bytes": 3}, ValueError),
     "executor": ("executor='cudagraphs'.*'inductor'.*'eager'", {"executor": "cudagraphs"}, ValueError),
     "no executor": ("executor=None", {"executor": None}, ValueError),
-    "no prefetch": ("prefetch_bytes=0", {"prefetch_bytes": 0}, ValueError),
-    "negative prefetch": ("prefetch_bytes=-5", {"prefetch_bytes": -5}, ValueError),
-    "prefetch as text": ("prefetch_bytes='1GB'", {"prefetch_bytes": "1GB"}, (ValueError, TypeError)),  # type: ignore
+    "no prefetch": ("memory_budget=0", {"memory_budget": 0}, ValueError),
+    "negative prefetch": ("memory_budget=-5", {"memory_budget": -5}, ValueError),
+    "prefetch as text": ("memory_budget='1GB'", {"memory_budget": "1GB"}, (ValueError, TypeError)),  # type: ignore
     "groups of a number": ("groups=5", {"groups": 5}, TypeError),
     "groups of a name": ("groups='Linear'", {"groups": "Linear"}, TypeError),
     "groups of other classes": ("groups=.*int", {"groups": (int,)}, TypeError),

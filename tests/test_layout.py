@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from zerofx.layout import (
     ALIGNMENT,
+    BLOCK,
+    BLOCKED_NUMEL,
     ROW_PADDING,
     GroupLayout,
     Piece,
@@ -126,31 +128,61 @@ def test_the_excerpts_side_by_side_are_the_flat_buffer_of_the_parameters_taken(t
         assert torch.equal(part.view(gathered, at), layout.view(flat, slot))
 
 
-@settings(deadline=None)
+def numel_of(shapes, units, dtype, world_size) -> int:
+    """Of the cheapest flat buffer with every parameter, and every shard, on whole units, worked out again."""
+    end = 0
+    for shape, unit in zip(shapes, units, strict=True):
+        end = math.ceil(end / unit) * unit + math.prod(shape)
+    shard = math.lcm(ALIGNMENT // dtype.itemsize, *units)
+    return max(1, math.ceil(end / world_size / shard)) * shard * world_size
+
+
+@settings(deadline=None, max_examples=300)
 @given(groups, dtypes, world_sizes)
-def test_rows_are_whole_where_that_costs_little(shapes, dtype, world_size) -> None:
+def test_rows_and_blocks_are_whole_where_that_costs_little(shapes, dtype, world_size) -> None:
     layout = layout_of(shapes, dtype, world_size)
     align = ALIGNMENT // dtype.itemsize
-    end = 0  # the cheapest placement by whole rows, worked out again
-    for shape in shapes:
-        unit = math.lcm(align, row(shape))
-        end = math.ceil(end / unit) * unit + math.prod(shape)
-    unit = math.lcm(align, *map(row, shapes))
-    numel = max(1, math.ceil(end / world_size / unit)) * unit * world_size
-    if numel - sum(math.prod(shape) for shape in shapes) > ROW_PADDING * numel:
-        assert layout.numel <= numel
-        return
+    rows = [math.lcm(align, row(shape)) for shape in shapes]
+    blocks = [math.lcm(align, BLOCK) if math.prod(shape) >= BLOCKED_NUMEL else align for shape in shapes]
+    both = [math.lcm(r, b) for r, b in zip(rows, blocks, strict=True)]
+    held = sum(map(math.prod, shapes))
+    for units in (both, rows, blocks, [align] * len(shapes)):
+        numel = numel_of(shapes, units, dtype, world_size)
+        if numel - held <= ROW_PADDING * numel:
+            break
     assert layout.numel == numel
-    for slot in layout.slots:
-        assert slot.offset % row(slot.shape) == 0
+    for slot, block in zip(layout.slots, blocks, strict=True):
+        if units in (both, rows):
+            assert slot.offset % row(slot.shape) == 0
+        if units in (both, blocks):
+            assert layout.keeps_blocks_whole(slot) == (block >= BLOCK > align)
         for rank in range(world_size):
             piece = layout.piece(slot, rank)
-            assert piece.in_parameter % row(slot.shape) == 0 == piece.length % row(slot.shape)
+            if units in (both, rows):
+                assert piece.in_parameter % row(slot.shape) == 0 == piece.length % row(slot.shape)
+            if layout.keeps_blocks_whole(slot):
+                assert piece.in_parameter % BLOCK == piece.in_shard % BLOCK == 0
 
 
 def gpt_block(dim: int) -> list[tuple[int, ...]]:
     linears = [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)]
     return [(dim,), (dim,), *itertools.chain.from_iterable((shape, shape[:1]) for shape in linears), (dim,), (dim,)]
+
+
+def test_blocks_that_a_boundary_would_cut_or_that_lie_off_the_grid_are_not_whole() -> None:
+    matrix, small = Slot("m", (64, 100), 256), Slot("s", (4095,), 8192)
+    fits = GroupLayout("h.0", torch.float32, True, 2, (matrix, small), 2 * 6144)
+    assert fits.keeps_blocks_whole(matrix) and not fits.keeps_blocks_whole(small)
+    assert not dataclasses.replace(fits, numel=2 * 6272).keeps_blocks_whole(matrix)
+    assert not fits.keeps_blocks_whole(dataclasses.replace(matrix, offset=128))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [256, 512])
+def test_every_matrix_of_a_gpt_block_has_whole_blocks_up_to_eight_ranks(dim: int, dtype: torch.dtype) -> None:
+    for world_size in range(1, 9):
+        layout = layout_of(gpt_block(dim), dtype, world_size)
+        assert [layout.keeps_blocks_whole(slot) for slot in layout.slots] == [s.numel >= 4096 for s in layout.slots]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

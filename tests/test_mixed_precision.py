@@ -75,9 +75,13 @@ def test_outputs_are_cast_on_request_and_inputs_left_alone_on_request(workers2, 
     precision = zerofx.MixedPrecision(BF16, output_dtype=FP32)
     found = workers2.run(dtypes, stage, precision, timeout=120)[0]
     assert found["hidden"] == found["out"] == "float32" and found["weight"] == "bfloat16"
-    precision = zerofx.MixedPrecision(BF16, cast_forward_inputs=False)
-    with pytest.raises(AssertionError, match=r"(?i)same dtype"):  # float32 rows meet 16-bit weights
-        workers2.run(dtypes, stage, precision, timeout=120)
+    workers2.run(check_wrong_inputs, stage, timeout=120)
+
+
+def check_wrong_inputs(stage: int) -> None:
+    net, _ = build(stage, mixed_precision=zerofx.MixedPrecision(BF16, cast_forward_inputs=False))
+    with pytest.raises(Exception, match=r"(?i)same dtype"):  # float32 rows meet 16-bit weights
+        net(rows())
 
 
 def wire(stage: int, executor: str, precision: zerofx.MixedPrecision | None) -> dict[str, int]:
@@ -92,7 +96,7 @@ def wire(stage: int, executor: str, precision: zerofx.MixedPrecision | None) -> 
     step()
     with count_collectives() as log:
         step()
-    return log.bytes
+    return {name: nbytes for name, nbytes in log.bytes.items() if nbytes}
 
 
 @pytest.mark.parametrize(("stage", "executor"), [*((s, "eager") for s in STAGES), (2, "inductor"), (3, "inductor")])
@@ -101,7 +105,7 @@ def test_weights_travel_in_param_dtype_and_gradients_in_reduce_dtype(workers2, s
     for precision, share in ((zerofx.MixedPrecision(BF16), 2), (zerofx.MixedPrecision(BF16, FP32), 1)):
         low = workers2.run(wire, stage, executor, precision, timeout=200)[0]
         if stage:
-            assert 2 * low.pop("broadcast") == full["broadcast"]  # all-gathers, by gloo
+            assert 2 * low.pop("all_gather_recv") == full["all_gather_recv"]
         (gradients,) = low
         assert share * low[gradients] == full[gradients]
 
@@ -207,7 +211,9 @@ def train_blocks(executor: str, enabled: bool) -> tuple[list[float], list[float]
     """Losses of three steps, the plain module's, and what one step gathers, in bytes and in calls."""
     torch.manual_seed(0)
     plain = Blocks(enabled)
-    net = zerofx.compile(copy.deepcopy(plain), executor=executor, groups=zerofx.Grouping(blocks=(Block,), min_bytes=0))
+    groups = zerofx.Grouping(blocks=(Block,), min_bytes=0)
+    budget = int(1.1 * sum(p.nbytes for p in plain.blocks[0].parameters()))  # for one block: none stays gathered
+    net = zerofx.compile(copy.deepcopy(plain), executor=executor, groups=groups, memory_budget=budget)
     losses: dict[nn.Module, list[float]] = {net: [], plain: []}
     for model in losses:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -216,7 +222,7 @@ def train_blocks(executor: str, enabled: bool) -> tuple[list[float], list[float]
                 loss = model(rows())
                 loss.backward()
             if model is net:
-                gathered, calls = log.bytes["broadcast"], log.calls["broadcast"]  # all-gathers, by gloo
+                gathered, calls = log.bytes["all_gather_recv"], log.calls["all_gather_recv"]
             else:
                 for p in model.parameters():
                     dist.all_reduce(p.grad)
@@ -234,7 +240,7 @@ def test_a_block_under_autocast_gathers_its_normalisation_alone_in_float32(worke
         assert got == pytest.approx(wanted, rel=1e-5 if executor == "eager" else 2e-2)
         assert 0.5 * full[rank][2] < gathered < 0.52 * full[rank][2]
         # Two gathers for one; but for Inductor's backward of the first normalisation, which needs no weight.
-        assert calls == 2 * full[rank][3] - (2 if executor == "inductor" else 0)
+        assert calls == 2 * full[rank][3] - (1 if executor == "inductor" else 0)
 
 
 def test_the_named_backend_refuses_mixed_precision_that_comes_too_late(fake_world) -> None:

@@ -52,7 +52,7 @@ def test_a_record_says_how_much_each_pass_did(fake_world) -> None:
     parameters = len(list(model.parameters()))
     assert record.forward.edits["gather"] == record.forward.edits["group"] == parameters
     assert record.backward.edits["reduce"] == parameters
-    assert (record.forward.edits["reduce"], record.forward.edits["discard"]) == (0, 4)
+    assert (record.forward.edits["reduce"], record.forward.edits["keep"], record.forward.edits["discard"]) == (0, 1, 3)
     assert record.forward.context.gathered_bytes > 0
 
 
@@ -61,7 +61,10 @@ def test_text_shows_groups_in_order_with_bytes_and_the_users_lines(fake_world) -
     (record,) = zerofx.graphs(compiled())
     text = str(record)
     forward, backward = text.split("backward:")
-    assert re.search(r"^forward: 4 all-gathers bring [\d.]+ kB, at most [\d.]+ kB at once$", forward, re.M)
+    assert re.search(
+        r"^forward: 4 all-gathers bring [\d.]+ kB, at most [\d.]+ kB at once; [\d.]+ kB stay gathered$", forward, re.M
+    )
+    assert re.search(r"^ 2 all-gathers bring .* at once; [\d.]+ kB came gathered; ", backward)
     assert re.search(r"4 reduce-scatters take [\d.]+ kB$", backward.splitlines()[0])
     events = re.findall(r"^  (start|wait|discard|reduce) +([\w.]+)", forward, re.M)
     assert events[:3] == [("start", "tokens"), ("start", "blocks.0"), ("wait", "tokens")]

@@ -7,13 +7,27 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers import Workers
+from tests.workers import Processes, Workers
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    """Of this file's own: no other should pay for starting those that are killed here."""
+    processes = Processes()
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture
+def workers2(processes: Processes) -> Workers:
+    return Workers(2, processes)
 
 
 def total(start: int, *, scale: float = 1.0) -> tuple[int, float, torch.Tensor]:
@@ -65,6 +79,20 @@ def test_results_by_rank_and_same_processes(workers2: Workers) -> None:
     assert workers2.pids == pids
 
 
+def where() -> tuple[int, int, int, float]:
+    dist.all_reduce(total := torch.tensor(1.0))
+    return os.getpid(), dist.get_rank(), int(os.environ["WORLD_SIZE"]), total.item()
+
+
+def test_groups_of_all_sizes_share_processes(processes: Processes) -> None:
+    pids: list[int] = []
+    for size in (2, 3, 1, 3, 2):
+        found = Workers(size, processes).run(where)
+        pids = max(pids, [pid for pid, *_ in found], key=len)
+        assert found == [(pids[rank], rank, size, float(size)) for rank in range(size)]
+    assert pids == processes.pids and len(set(pids)) == 3
+
+
 def test_unpicklable_function_leaves_the_pool_alone(workers2: Workers) -> None:
     pids = workers2.pids
     with pytest.raises(Exception, match="pickle"):
@@ -79,7 +107,7 @@ def test_error_on_one_rank_shows_its_traceback_and_the_others_stack(workers2: Wo
     text = str(caught.value)
     assert "ValueError: only here, 7" in text and "in fail_on" in text  # the traceback of rank 1
     assert "rank 0: still waiting" in text and "barrier" in text  # where rank 0 sat
-    assert not any(alive(pid) for pid in before)
+    assert before and not any(alive(pid) for pid in before)
 
 
 def test_errors_of_all_ranks_are_shown_with_values(workers2: Workers) -> None:

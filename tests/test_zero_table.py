@@ -19,7 +19,7 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
-from tests.workers import Workers
+from tests.workers import Processes, Workers
 from zerofx import cost
 from zerofx.group import ShardGroup
 from zerofx.layout import GroupLayout
@@ -259,8 +259,8 @@ Events = Counter[tuple[str, int]]
 
 def count(
     stage: int, precision: zerofx.MixedPrecision | None, buckets: str = "group"
-) -> tuple[list[GroupLayout], dict[tuple[int, bool], tuple[Events, int]]]:
-    """The groups; and by (micro-batches, no_sync) what one optimizer step starts and sends."""
+) -> tuple[dict[GroupLayout, bool], dict[tuple[int, bool], tuple[Events, int]]]:
+    """The groups, and which stay gathered; by (micro-batches, no_sync) what an optimizer step starts and sends."""
     model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH)
     options: dict[str, Any] = dict(stage=stage, mixed_precision=precision, buckets=buckets)
     zerofx.compile(model, executor="eager", groups=blocks_and_the_rest, **options)
@@ -286,19 +286,25 @@ def count(
                 step(micro_batches, no_sync)
             events = Counter((event.name, event.payload) for event in log.events)
             counted[micro_batches, no_sync] = events, log.total_bytes
-    return [group.layout for group in groups_of(model)], counted
+    (record,) = zerofx.graphs(model)
+    assert record.forward is not None
+    kept = record.forward.context.kept_gathered
+    return {group.layout: group.layout.name in kept for group in groups_of(model)}, counted
 
 
-def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: list[GroupLayout], k: int, no_sync: bool) -> Events:
+def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: dict[GroupLayout, bool], k: int, no_sync: bool) -> Events:
     """What must be started, to the byte."""
-    gathers, reductions = (0, 1, 1, 2 * k)[stage], 1 if no_sync else k
+    reductions = 1 if no_sync else k
     events: Events = Counter()
-    for layout in layouts:
-        # Plain data parallelism packs gradients without padding: nothing has to divide by the number of ranks.
-        reduced = layout.numel if stage else layout.numel - layout.padding
-        # On gloo each rank broadcasts its part.
-        events["broadcast", layout.shard_numel * int(sizes.weight)] += gathers * layout.world_size
-        events["all_to_all" if stage else "all_reduce", reduced * int(sizes.gradient)] += reductions
+    for layout, kept in layouts.items():
+        gathers = (0, 1, 1, k if kept else 2 * k)[stage]
+        # On gloo each rank sends to each other one what that one is to have.
+        for way in ("send", "recv") if stage else ():
+            others, part = layout.world_size - 1, layout.shard_numel
+            events[f"all_gather_{way}", part * int(sizes.weight)] += gathers * others
+            events[f"all_to_all_{way}", part * int(sizes.gradient)] += reductions * others
+        if not stage:  # packed without padding: nothing has to divide by the number of ranks
+            events["all_reduce", (layout.numel - layout.padding) * int(sizes.gradient)] += reductions
     return +events
 
 
@@ -313,9 +319,13 @@ def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
         assert list(counted) == [(1, False), (1, True), (4, False), (4, True)]
         for (k, no_sync), (events, sent) in counted.items():
             assert events == by_the_layouts(stage, sizes, layouts, k, no_sync), (k, no_sync)
-            formulas = cost.traffic(stage, sizes, no_sync=no_sync).at(N=PARAMETERS, M=world, n=len(layouts), k=k)
-            parts = sum(n for (name, _), n in events.items() if name == "broadcast")  # M of an all-gather
-            assert events.total() - parts + parts // world == formulas.collectives
+            spared = [sum(slot.numel for slot in layout.slots) for layout, stays in layouts.items() if stays]
+            assert bool(spared) == (stage == 3)  # in the room that one group ahead takes anyway
+            traffic = cost.traffic(stage, sizes, no_sync=no_sync, kept=(sum(spared), len(spared)))
+            formulas = traffic.at(N=PARAMETERS, M=world, n=len(layouts), k=k)
+            messages = sum(n for (name, _), n in events.items() if name != "all_reduce")
+            exchanges = messages // (2 * (world - 1)) if stage else 0
+            assert events.total() - messages + exchanges == formulas.collectives
             assert sent == pytest.approx(float(formulas.total), rel=0.01)
             assert sent > formulas.total - events.total()  # padding adds; the counter rounds each collective down
 
@@ -335,7 +345,8 @@ def test_buckets_of_plain_data_parallelism_change_how_many_collectives_and_not_t
 
 def main() -> None:
     """Print bytes per parameter as a table: measured on rank 0, in parentheses the formula's."""
-    pools = {world: Workers(world) for world in (2, 3, 4)}
+    processes = Processes()
+    pools = {world: Workers(world, processes) for world in (2, 3, 4)}
     columns = {"": "stepped", "`no_sync`, ": "accumulating under no_sync"}
     heads = ["stage", "precision", *(f"{column}M={world}" for column in columns for world in pools)]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
@@ -349,8 +360,7 @@ def main() -> None:
                 cells.append(f"{measured[world][moment].total / PARAMETERS:.2f} ({float(formulas.total):.2f})")
             print(f"| {' | '.join(cells)} |", flush=True)
     finally:
-        for pool in pools.values():
-            pool.stop()
+        processes.stop()
 
 
 if __name__ == "__main__":

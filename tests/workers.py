@@ -1,4 +1,4 @@
-"""Pools of real gloo ranks for tests: processes that start once and run one function after another.
+"""Real gloo ranks for tests: processes that start once per session and run one function after another.
 
     def work(scale):                       # a top-level function: it is sent by name
         t = torch.ones(1) * scale
@@ -8,10 +8,17 @@
     def test_work(workers2):
         assert workers2.run(work, 3.0) == [6.0, 6.0]
 
-Starting a rank costs seconds (importing torch), so the ranks stay. What distributed tests get wrong when they
-fail is the waiting: one rank raises, the others sit in a collective for half an hour. Here every run has a
-time limit; every rank's traceback, or the stack on which it hangs, or the signal that killed it, is in the
-error; and the pool that failed is killed (only its own processes) and started afresh by the next run.
+Starting a rank costs seconds (importing torch, Dynamo and Inductor), so the processes stay, and groups of all sizes
+share them. A process joins another group, which costs milliseconds, where the next run wants another size::
+
+    process     0   1   2   3
+    workers2    0   1               a rank has the number of its process;
+    workers3    0   1   2           processes beyond the group wait
+
+What distributed tests get wrong when they fail is the waiting: one rank raises, the others sit in a collective for
+half an hour. Here every run has a time limit; every rank's traceback, or the stack on which it hangs, or the signal
+that killed it, is in the error; and after a failure all processes are killed (only our own) and started afresh by the
+next run.
 """
 
 from __future__ import annotations
@@ -45,20 +52,18 @@ _DUMP_SIGNAL = signal.SIGUSR1
 
 
 class Workers:
-    """`world_size` processes joined in one gloo process group; started by the first :meth:`run`."""
+    """A gloo group of `world_size` ranks, in the first of `processes`; joined by the first :meth:`run`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, processes: Processes | None = None) -> None:
         self.world_size = world_size
-        self._ranks: list[_Rank] = []
-        self._store: dist.TCPStore | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes = processes or Processes()
 
     def __repr__(self) -> str:
-        return f"Workers({self.world_size}, {'running' if self._ranks else 'stopped'})"
+        return f"Workers({self.world_size}, {'running' if self.pids else 'stopped'})"
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid or 0 for rank in self._ranks]
+        return self._processes.pids[: self.world_size]
 
     def run(self, fn: Callable[..., Any] | str, *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
         """Calls ``fn(*args, **kwargs)`` on every rank and returns the results by rank.
@@ -67,83 +72,115 @@ class Workers:
         copies. An error raises AssertionError here; what ranks are meant to raise they catch themselves.
         """
         call = pickle.dumps((fn, args, kwargs))
+        name = fn if isinstance(fn, str) else fn.__qualname__
+        return self._processes.call(self.world_size, call, name, timeout)
+
+
+class Processes:
+    """What ranks live in: as many as the largest group so far has, in one group at a time."""
+
+    def __init__(self) -> None:
+        self._all: list[_Rank] = []
+        self._joined = 0  # how many of them are in a group now
+        self._groups = 0
+        self._store: dist.TCPStore | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid or 0 for rank in self._all]
+
+    def call(self, world_size: int, call: bytes, name: str, timeout: float) -> list[Any]:
+        """The results of a pickled call on a group of `world_size`, by rank."""
         try:
-            self.start()
-            for rank in self._ranks:
-                rank.send(call)
-            self._collect(fn if isinstance(fn, str) else fn.__qualname__, timeout)
+            self._start(world_size)
+            if self._joined != world_size:
+                self._groups += 1
+                join = pickle.dumps((_join, (world_size, f"group{self._groups}"), {}))
+                self._ask(self._all[:world_size], join, "joining", START_SECONDS)
+                self._joined = world_size
+            return self._ask(self._all[:world_size], call, name, timeout)
         except BaseException:  # ctrl-c as well: an answer that nobody fetched would be taken for the next one
             self.stop()
             raise
-        return [rank.result for rank in self._ranks]
 
-    def start(self) -> None:
-        """Starts the ranks unless they run."""
-        if self._ranks:
+    def _start(self, world_size: int) -> None:
+        """Starts the processes that are missing."""
+        if world_size <= len(self._all):
             return
-        self._folder = tempfile.TemporaryDirectory(prefix="zerofx-workers-")
-        # The store lives here, on a port the system chose: no two pools can collide.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(self.world_size, self._store.port):
-            self._ranks = [
-                _Rank(rank, self.world_size, self._store.port, Path(self._folder.name) / f"rank{rank}")
-                for rank in range(self.world_size)
+        if self._store is None or self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="zerofx-workers-")
+            # The store lives here, on a port the system chose: no two sessions can collide.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with _environment(self._store.port):
+            new = [
+                _Rank(rank, self._store.port, Path(self._folder.name) / f"rank{rank}")
+                for rank in range(len(self._all), world_size)
             ]
-        self._collect("starting", START_SECONDS)
+        self._all += new
+        _collect(new, "starting", START_SECONDS)
+
+    def _ask(self, ranks: list[_Rank], call: bytes, name: str, timeout: float) -> list[Any]:
+        for rank in ranks:
+            rank.send(call)
+        _collect(ranks, name, timeout)
+        return [rank.result for rank in ranks]
 
     def stop(self) -> None:
-        """Ends the ranks: politely where they listen, by SIGKILL where they do not."""
-        for rank in self._ranks:
+        """Ends the processes: politely where they listen, by SIGKILL where they do not."""
+        for rank in self._all:
             rank.connection.close()  # an idle rank reads the end of the pipe and leaves
-        deadline = time.monotonic() + (0 if any(rank.error for rank in self._ranks) else 5)
-        for rank in self._ranks:
+        deadline = time.monotonic() + (0 if any(rank.error for rank in self._all) else 5)
+        for rank in self._all:
             rank.process.join(max(0.0, deadline - time.monotonic()))
             if rank.process.is_alive():
                 rank.process.kill()
                 rank.process.join()
             rank.process.close()
-        self._ranks = []
+        self._all = []
+        self._joined = 0
         self._store = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
-    def _collect(self, what: str, timeout: float) -> None:
-        """Waits for one answer of every rank; raises if one fails or is late."""
-        deadline = time.monotonic() + timeout
-        waiting = list(self._ranks)
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            ready = wait([rank.connection for rank in waiting], left)
-            done = [rank for rank in waiting if rank.connection in ready]
-            for rank in done:
-                rank.receive()
-            if any(rank.error for rank in done):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            waiting = [rank for rank in waiting if rank not in done]
-        if not waiting and not any(rank.error for rank in self._ranks):
-            return
-        late = "still waiting" if any(rank.error for rank in self._ranks) else f"no answer after {timeout:g} s"
-        for rank in waiting:
-            rank.error = late
-            rank.ask_for_stacks()
-        patience = time.monotonic() + 5  # the signal handler writes at once, when its process gets to run
-        while any(not rank.stacks() and rank.process.is_alive() for rank in waiting):
-            if time.monotonic() > patience:
-                break
-            time.sleep(0.05)
-        time.sleep(0.1 if waiting else 0)
-        parts = [f"{what} failed on {self.world_size} ranks"]
-        for rank in self._ranks:
-            parts.append(f"--- rank {rank.rank}: {rank.error.rstrip() or 'finished'}")
-            if rank.error and (stacks := rank.stacks()):
-                parts.append(f"stacks of rank {rank.rank}:\n{stacks}")
-        raise AssertionError("\n".join(parts))
+
+def _collect(ranks: list[_Rank], what: str, timeout: float) -> None:
+    """Waits for one answer of every rank; raises if one fails or is late."""
+    deadline = time.monotonic() + timeout
+    waiting = list(ranks)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        ready = wait([rank.connection for rank in waiting], left)
+        done = [rank for rank in waiting if rank.connection in ready]
+        for rank in done:
+            rank.receive()
+        if any(rank.error for rank in done):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        waiting = [rank for rank in waiting if rank not in done]
+    if not waiting and not any(rank.error for rank in ranks):
+        return
+    late = "still waiting" if any(rank.error for rank in ranks) else f"no answer after {timeout:g} s"
+    for rank in waiting:
+        rank.error = late
+        rank.ask_for_stacks()
+    patience = time.monotonic() + 5  # the signal handler writes at once, when its process gets to run
+    while any(not rank.stacks() and rank.process.is_alive() for rank in waiting):
+        if time.monotonic() > patience:
+            break
+        time.sleep(0.05)
+    time.sleep(0.1 if waiting else 0)
+    parts = [f"{what} failed on {len(ranks)} ranks"]
+    for rank in ranks:
+        parts.append(f"--- rank {rank.rank}: {rank.error.rstrip() or 'finished'}")
+        if rank.error and (stacks := rank.stacks()):
+            parts.append(f"stacks of rank {rank.rank}:\n{stacks}")
+    raise AssertionError("\n".join(parts))
 
 
 class _Rank:
     """The parent's end of one worker process."""
 
-    def __init__(self, rank: int, world_size: int, port: int, dump: Path) -> None:
+    def __init__(self, rank: int, port: int, dump: Path) -> None:
         self.rank = rank
         self.result: Any = None
         self.error = ""
@@ -151,7 +188,7 @@ class _Rank:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(rank, world_size, port, str(dump), other), name=f"rank{rank}", daemon=True
+            target=_serve, args=(rank, port, str(dump), other), name=f"rank{rank}", daemon=True
         )
         self.process.start()
         other.close()  # so that the death of the child reads as the end of the pipe
@@ -181,12 +218,11 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _environment(world_size: int, port: int) -> Iterator[None]:
+def _environment(port: int) -> Iterator[None]:
     """The environment that workers inherit: OpenMP reads its variable as torch is imported."""
     values = {
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiler processes beside each rank
-        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
@@ -204,8 +240,8 @@ def _environment(world_size: int, port: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, world_size: int, port: int, dump: str, connection: Connection) -> None:
-    """A worker's life: join the group, then call what comes through the pipe until the pipe ends."""
+def _serve(rank: int, port: int, dump: str, connection: Connection) -> None:
+    """A process's life: call what comes through the pipe until the pipe ends."""
     file = open(dump, "w")  # noqa: SIM115 - faulthandler keeps the descriptor
     faulthandler.enable(file)
     faulthandler.register(_DUMP_SIGNAL, file)
@@ -213,9 +249,6 @@ def _serve(rank: int, world_size: int, port: int, dump: str, connection: Connect
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = datetime.timedelta(minutes=30)  # the parent keeps the time
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     connection.send_bytes(pickle.dumps((None, "")))  # ready
     while True:
         try:
@@ -226,6 +259,21 @@ def _serve(rank: int, world_size: int, port: int, dump: str, connection: Connect
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
     os._exit(0)  # threads that a test left behind must not keep the process
+
+
+def _join(world_size: int, name: str) -> None:
+    """Leave the process group, if in one, and join another."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = str(world_size)
+    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(name, server),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=30),  # the parent keeps the time
+    )
 
 
 def _answer(call: bytes) -> bytes:
@@ -253,6 +301,7 @@ def _reset() -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
     gc.collect()
+    gc.freeze()  # what survives, hundreds of thousands of objects of imported modules, is not gone through again
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:

@@ -38,7 +38,8 @@ def inductor_config() -> contextlib.AbstractContextManager[Any]:
     """Inductor's settings while zerofx compiles: keep what the passes decided (2.11, 2.13, 2.15).
 
     ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users;
-    ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over.
+    ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over,
+    and does not know that `zerofx.passes.ops.all_to_all_pairwise` still sends what it was given after it has returned.
     """
     import torch._inductor.config
 
@@ -100,6 +101,20 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def boxed(gm: GraphModule) -> Callable:
+    """A function of a list, which it empties, so that inputs are freed after their last use (2.11, 2.13, 2.15)."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return gm(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     """Make Inductor run each key after its values, as if it read them (2.11, 2.13, 2.15)."""
     from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -107,6 +122,22 @@ def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:  # 2.11
         control_deps.py_impl(torch._C.DispatchKey.Autograd)(lambda deps, subgraph, *args: subgraph(*args))
     preserve_node_ordering(gm.graph, after)  # type: ignore[arg-type]
+
+
+def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
+    """What forward returns at ``positions`` is no longer what AOTAutograd saw there (2.11, 2.13, 2.15).
+
+    To be called before the code is generated and after: Inductor lays outputs out as they were, and AOTAutograd's
+    backward inputs as Inductor's outputs are.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    recorded: list[Any] = [gm.graph.output_node().meta.get("original_output_strides")]
+    recorded += [context.output_strides] if context is not None else []
+    for strides in recorded:
+        for position in positions if strides else ():
+            strides[position] = None
 
 
 def compile_with_aot_autograd(
@@ -240,6 +271,11 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 def default_store() -> dist.Store:
     """The store by which all ranks found each other (2.11, 2.13, 2.15)."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """``_c10d_functional.wait_tensor`` of ``tensor``, or of a view of it, waits for ``work`` too (2.11, 2.13, 2.15)."""
+    torch._C._distributed_c10d._register_work(tensor, work)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

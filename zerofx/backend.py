@@ -30,7 +30,7 @@ from zerofx.layout import GroupLayout
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
-from zerofx.passes.context import Context, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module
@@ -92,6 +92,8 @@ class _CompiledGraph:
         if self.groups:
             remember(list(self.groups.values()), self.record)
         self.recipes: dict[str, Recipe] = {}
+        self.kept_gathered: dict[str, Gathered] = {}
+        self.names = frozenset(layout.name for layout in self.groups)
 
     def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         """Inductor's ``inner_compile``."""
@@ -133,9 +135,14 @@ class _CompiledGraph:
             return self._compile_backward(gm, example_inputs, execute, static)
         ctx = self._context(gm, phase)
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        _torch.forget_output_strides(gm, [value.position for value in self.kept_gathered.values()])
         setattr(self.record, phase, trace)
+        family = next(iter(self.groups.values())).family
+        family.gathered[self.names] = sum(kept.nbytes for kept in self.kept_gathered.values())
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
-        return forward_runner(compiled, kept, [self.groups[layout] for layout in ctx.shards], saved)
+        by_name = {layout.name: group for layout, group in self.groups.items()}
+        gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
+        return forward_runner(compiled, kept, [self.groups[layout] for layout in ctx.shards], saved, gathered)
 
     def _compile_backward(
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
@@ -160,18 +167,21 @@ class _CompiledGraph:
         self, gm: GraphModule, sync: Sync, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
     ) -> BackwardCode:
         ctx = self._context(gm, "backward", sync)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         compiled, inputs, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, "backward" if sync == "reduce" else f"backward_{sync}", trace)
 
         def ref(layout: GroupLayout) -> weakref.ref[ShardGroup]:
             return weakref.ref(self.groups[layout])
 
+        by_name = {layout.name: ref(layout) for layout in self.groups}
         likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
         return BackwardCode(
             compiled,
             inputs,
             groups=[ref(layout) for layout in ctx.shards],
             kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],
+            gathered=[(names.index(self.kept_gathered[name].saved), by_name[name]) for name in ctx.gathered],
             reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
             keeps=sync == "keep",
         )
@@ -192,6 +202,8 @@ class _CompiledGraph:
         inputs = [examples[i] for i in kept] + new
         fixed = [k for k, i in enumerate(kept) if i in set(static)]
         fixed += range(len(kept), len(kept) + len(ctx.shards))
+        if ctx.phase == "forward":
+            _torch.forget_output_strides(gm, [value.position for value in self.kept_gathered.values()])
         return execute(gm, inputs, fixed), kept, trace
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
@@ -216,12 +228,17 @@ class _CompiledGraph:
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients=gradients,
             recipes=self.recipes,
+            kept_gathered=self.kept_gathered,
+            held_elsewhere=sum(n for names, n in group.family.gathered.items() if names != self.names),
+            largest_elsewhere=max(
+                (g.gathered_nbytes for g in group.family.groups() if g.layout not in self.groups), default=0
+            ),
             stage=group.family.stage,
             buckets=group.family.buckets,
             sync=sync,
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype or precision.param_dtype,
-            prefetch_bytes=self.options.prefetch_bytes,
+            memory_budget=self.options.memory_budget,
         )
 
 
@@ -241,13 +258,7 @@ Executed = Callable[[GraphModule, list[Any], list[int]], Callable]
 
 
 def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
-    def run(args: list[Any]) -> Any:
-        values = list(args)
-        args.clear()
-        return gm(*values)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return _torch.boxed(gm)
 
 
 def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:

@@ -39,8 +39,9 @@ stage  bytes                  bytes, no_sync          collectives      collectiv
 =====  =====================  ======================  ===============  ===================
 
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
-backward. An all-reduce is a reduce-scatter and an all-gather, hence the 2 of stage 0. Activations, gathered buffers
-and padding (below 1 percent, `zerofx.layout`) are not in the formulas.
+backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
+hence the 2 of stage 0. Activations, gathered buffers and padding (below 1 percent, `zerofx.layout`) are not in the
+formulas.
 """
 
 from __future__ import annotations
@@ -150,19 +151,23 @@ def memory_16_bit(stage: int, *, accumulating: bool = False) -> Memory:
     return Memory(weights, 2 * (N if accumulating else owned), 4 * owned, 8 * owned)
 
 
-def traffic(stage: int, sizes: Sizes = FULL, *, no_sync: bool = False) -> Traffic:
+def traffic(
+    stage: int, sizes: Sizes = FULL, *, no_sync: bool = False, kept: tuple[int | Expr, int | Expr] = (0, 0)
+) -> Traffic:
     """What a rank sends; ``no_sync``: all but the last of the ``k`` micro-batches run under `zerofx.no_sync`.
 
-    In stage 0 ``n`` is the number of buckets.
+    In stage 0 ``n`` is the number of buckets. ``kept``: stage 3, the elements and the number of the groups that stay
+    gathered from forward to backward (``memory_budget``).
     """
     gathers = [Integer(0), Integer(1), Integer(1), 2 * k][_checked(stage)]
+    spared, spared_groups = (k * x if stage == 3 else Integer(0) for x in kept)
     reductions = Integer(1) if no_sync else k
     there_and_back = 2 if stage == 0 else 1
-    share = (M - 1) / M * N
+    share = (M - 1) / M
     return Traffic(
-        gathered=share * gathers * sizes.weight,
-        reduced=share * reductions * sizes.gradient * there_and_back,
-        collectives=n * (gathers + reductions),
+        gathered=share * (N * gathers - spared) * sizes.weight,
+        reduced=share * N * reductions * sizes.gradient * there_and_back,
+        collectives=n * (gathers + reductions) - spared_groups,
     )
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from zerofx.kernels import adamw as _adamw
 from zerofx.kernels import norm as _norm
 from zerofx.kernels.segments import CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
+from zerofx.moments import operands
 from zerofx.spans import Member, Run, Span, meshes_of
 
 _SET_BY_HOST = [HYPER_COLUMNS.index(name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")]
@@ -42,8 +43,8 @@ class DeviceStep:
         self._hyper = torch.zeros(rows, len(HYPER_COLUMNS), dtype=torch.float64, device=device)
         self._control = torch.zeros(len(CONTROL_COLUMNS), dtype=torch.float32, device=device)
         self._written: list[tuple[float, ...]] = []
-        self._seeds = torch.tensor([(seed << 40) + (i << 24) for i in range(len(spans))], device=device)
-        self._span_index = {id(span): i for i, span in enumerate(spans)}
+        indices = range(1 + max((span.index for span in spans), default=0))
+        self._seeds = torch.tensor([(seed << 40) + (i << 24) for i in indices], device=device)
         self._meshes = meshes_of(spans)
         self._tiles: dict[tuple[int, ...], torch.Tensor] = {}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
@@ -79,18 +80,20 @@ class DeviceStep:
             self._hyper[index], self.steps[index] = hyper, steps
         self._seeds += 1
         for run in runs:
-            state = {name: run.of(flat) for name, flat in run.span.state.items()}
-            rounds = state["exp_avg"].dtype != torch.float32
+            state = run.state()
+            exp_avg, exp_avg_sq, scales = operands(state)
             _adamw.adamw(
                 run.of(run.span.weights()),
                 run.flat_gradient(),
-                state["exp_avg"],
-                state["exp_avg_sq"],
+                exp_avg,
+                exp_avg_sq,
                 self._tiles_of(run),
                 self._hyper,
                 self._control,
                 master=state.get("master", state.get("remainder")),
-                seed=self._seeds[self._span_index[id(run.span)]] if rounds else None,
+                scales=scales,
+                seed=None if exp_avg.dtype == torch.float32 else self._seeds[run.span.index],
+                position=run.span.position + run.start,
             )
         return self._control[CONTROL_COLUMNS.index("total_norm")]
 

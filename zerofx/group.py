@@ -31,7 +31,7 @@ import torch.distributed as dist
 from zerofx._torch import backend_name, resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
-from zerofx.passes.ops import all_gather_by_broadcast_
+from zerofx.passes.ops import all_gather_pairwise_
 from zerofx.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Family:
         buckets: what one all-reduce of stage 0 takes.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
+        gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
     """
 
     def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
@@ -57,6 +58,7 @@ class Family:
         self.buckets: Buckets = buckets
         self.sync = True
         self.norms: dict[Any, Any] = {}
+        self.gathered: dict[frozenset[str], int] = {}
         self._groups: list[weakref.ref[ShardGroup]] = []
 
     def add(self, group: ShardGroup) -> None:
@@ -100,6 +102,7 @@ class ShardGroup:
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
         self._kept: dict[Slot, torch.Tensor] = {}
         self._refreshed = -1
+        self._gathered_at: dict[int, int] = {}  # address of a buffer -> the shard's version then
         if family.stage in (1, 2):
             dtype = family.precision.param_dtype or layout.dtype
             self.replica = torch.zeros(layout.numel, dtype=dtype, device=device)
@@ -125,6 +128,11 @@ class ShardGroup:
         """What compiled graphs read weights from: the replica where there is one, else the shard."""
         return self.shard if self.replica is None else self.replica
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole flat buffer in what the model computes in."""
+        return self.layout.numel * (self.family.precision.param_dtype or self.layout.dtype).itemsize
+
     def mark_fresh(self) -> None:
         """The replica holds what the shards hold."""
         if self.replica is not None:
@@ -145,14 +153,27 @@ class ShardGroup:
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
         if self.layout.world_size > 1:
-            args = (shard, self.layout.world_size, self.group_name)
             if backend_name(self.process_group, self.device) == "gloo":
-                all_gather_by_broadcast_(self.replica, *args)  # why: passes/lower.py
+                all_gather_pairwise_(self.replica, shard, self.group_name)  # why: passes/lower.py
             else:
+                args = (shard, self.layout.world_size, self.group_name)
                 _c10d.all_gather_into_tensor_out(*args, out=self.replica)
         elif shard is not self.shard:
             self.replica.copy_(shard)
         self.mark_fresh()
+
+    def leave_gathered(self, buffer: torch.Tensor) -> None:
+        """``buffer``, gathered in this forward, waits for its backward."""
+        self._gathered_at[buffer.data_ptr()] = self.shard._version
+
+    def check_gathered(self, buffer: torch.Tensor) -> None:
+        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered."""
+        if self._gathered_at.get(buffer.data_ptr(), self.shard._version) != self.shard._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of the group {self.layout.name!r}, between forward and backward. Run backward before the "
+                "optimizer's step, and update weights by hand only between steps."
+            )
 
     def add(self, slot: Slot, parameter: ShardedParameter) -> None:
         """Make ``parameter`` the one that ``slot`` describes."""

@@ -17,7 +17,9 @@ The law, checked by ``GroupLayout.__post_init__``:
 * offsets ascend, do not overlap, and are multiples of ``ALIGNMENT`` bytes;
 * ``numel`` is ``world_size * shard_numel``, and every shard starts on an ``ALIGNMENT`` boundary;
 * where it costs little (``ROW_PADDING``), offsets and shard boundaries also fall on whole rows of the parameters, so
-  that a rank's part of a matrix is one rectangle.
+  that a rank's part of a matrix is one rectangle, and on whole *blocks*, for which an optimizer may keep something
+  together (a scale): ``BLOCK`` elements, counted from the first of a parameter of ``BLOCKED_NUMEL`` or more. The first
+  of these that costs little is taken: rows and blocks, rows, blocks, neither.
 
 Some parameters of a group can be gathered without the others: see `excerpt`.
 
@@ -36,7 +38,13 @@ ALIGNMENT = 128
 """Bytes. A cache line of every GPU, and more than any vector load needs."""
 
 ROW_PADDING = 1 / 256
-"""The largest share of a group that may be spent on aligning to whole rows."""
+"""The largest share of a group that may be spent on aligning to whole rows and blocks."""
+
+BLOCK = 256
+"""Elements of a block; see `GroupLayout.keeps_blocks_whole`."""
+
+BLOCKED_NUMEL = 4096
+"""Elements below which a parameter is not worth having blocks (the bound of Dettmers et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,13 @@ class GroupLayout:
             return Piece(0, 0, 0)
         return Piece(start - first, start - slot.offset, stop - start)
 
+    def keeps_blocks_whole(self, slot: Slot) -> bool:
+        """Whether ``slot`` has blocks, and they lie on one grid in every shard: no rank's boundary cuts one.
+
+        Follows from the layout alone, so every rank says the same.
+        """
+        return slot.numel >= BLOCKED_NUMEL and slot.offset % BLOCK == self.shard_numel % BLOCK == 0
+
     def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         """``slot``'s parameter as a view of the whole flat buffer ``flat`` (``numel`` elements)."""
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
@@ -131,11 +146,14 @@ def make_layout(
     """Lay ``(name, shape)`` parameters out in the given order; see the law above."""
     named = [(n, tuple(shape)) for n, shape in parameters]
     align = alignment(dtype)
+    plain = [align] * len(named)
     rows = [math.lcm(align, _row(shape)) for _, shape in named]
-    by_rows = _place(name, named, rows, math.lcm(align, *rows), dtype, world_size, requires_grad)
-    if by_rows.padding <= ROW_PADDING * by_rows.numel:
-        return by_rows
-    return _place(name, named, [align] * len(named), align, dtype, world_size, requires_grad)
+    blocks = [BLOCK if math.prod(shape) >= BLOCKED_NUMEL else 1 for _, shape in named]
+    for aligns in (list(map(math.lcm, rows, blocks)), rows, list(map(math.lcm, plain, blocks))):
+        layout = _place(name, named, aligns, math.lcm(align, *aligns), dtype, world_size, requires_grad)
+        if layout.padding <= ROW_PADDING * layout.numel:
+            return layout
+    return _place(name, named, plain, align, dtype, world_size, requires_grad)
 
 
 def excerpt(layout: GroupLayout, slots: Iterable[Slot]) -> tuple[list[range], GroupLayout]:

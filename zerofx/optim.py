@@ -18,7 +18,8 @@ bfloat16, float16           4              8        ``state[p]["master"]``
 bfloat16, master="split"    2              8        ``state[p]["remainder"]``
 ==========================  =============  =======  ==============================================
 
-and 4 less with ``moments=torch.bfloat16``, rounded stochastically. Which code runs where:
+and 4 less with ``moments=torch.bfloat16``, 6 less with ``moments="8bit"`` (`zerofx.moments`: of parameters of 4096
+elements or more), both rounded stochastically. Which code runs where:
 
 ======================  ================================================================================
 device                  path
@@ -33,12 +34,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from zerofx import moments as _moments
 from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from zerofx.device_step import DeviceStep
 
 Master = Literal["float32", "split"] | None
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+Moments = torch.dtype | Literal["8bit"]
 _SPARSE = (
     "zerofx.AdamW: a parameter of shape {} has a sparse gradient; use sparse=False in the embedding it belongs to, or "
     "torch.optim.SparseAdam for it."
@@ -71,7 +74,9 @@ class AdamW(torch.optim.AdamW):
         master: what float32 master weights of low-precision parameters are kept as: ``"float32"``, ``"split"`` (the
             16 bits that a bfloat16 weight lacks: half the memory, the same numbers), or None: none are kept, updates
             are rounded to the weights' dtype.
-        moments: dtype of both moments: ``torch.float32``, or ``torch.bfloat16``, rounded stochastically.
+        moments: what both are kept as: ``torch.float32``, ``torch.bfloat16``, or ``"8bit"``, codes with a float32 scale
+            for each block of 256 elements (Dettmers et al. 2022; `zerofx.moments` says of which parameters).
+            The latter two are rounded stochastically.
         seed: of that rounding.
 
     Attributes:
@@ -91,7 +96,7 @@ class AdamW(torch.optim.AdamW):
         *,
         max_grad_norm: float | None = None,
         master: Master = "float32",
-        moments: torch.dtype = torch.float32,
+        moments: Moments = torch.float32,
         maximize: bool = False,
         capturable: bool = False,
         seed: int = 0,
@@ -100,8 +105,8 @@ class AdamW(torch.optim.AdamW):
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping.")
         if master not in ("float32", "split", None):
             raise ValueError(f'master={master!r}: expected "float32", "split" or None.')
-        if moments not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"moments={moments!r}: expected torch.float32 or torch.bfloat16.")
+        if moments not in (torch.float32, torch.bfloat16, "8bit"):
+            raise ValueError(f'moments={moments!r}: expected torch.float32, torch.bfloat16 or "8bit".')
         self.max_grad_norm, self.master, self.moments, self.seed = max_grad_norm, master, moments, seed
         self.grad_norm: torch.Tensor | None = None
         self._spans: list[Span] | None = None
@@ -155,7 +160,9 @@ class AdamW(torch.optim.AdamW):
         return self._spans
 
     def _give_state(self, span: Span, member: Member) -> None:
-        state = {"step": self._counts[member.row]} | {name: member.like(flat) for name, flat in span.state.items()}
+        state = {"step": self._counts[member.row]} | {
+            name: member.like(flat, name) for name, flat in span.state.items()
+        }
         self.state[member.parameter].update(state)
 
     def _step_on_host(
@@ -178,18 +185,19 @@ class AdamW(torch.optim.AdamW):
         runs.sort(key=lambda run: run[:3])
         for (index, updates), together in itertools.groupby(runs, key=lambda run: run[:2]):
             members = list(together)
-            states = [{name: run.of(flat) for name, flat in run.span.state.items()} for *_, run in members]
-            # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
-            seeds = [hash((self.seed, updates, n)) + run.start for _, _, n, run in members]
+            states = [run.state() for *_, run in members]
+            exp_avgs, exp_avg_sqs, scales = zip(*map(_moments.operands, states), strict=True)
             cpu.adamw(
                 [run.of(run.span.weights()) for *_, run in members],
                 [run.flat_gradient() for *_, run in members],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                exp_avgs,
+                exp_avg_sqs,
                 [state.get("master", state.get("remainder")) for state in states],
                 _hyper(self.param_groups[index], updates + 1),
                 factor,
-                None if self.moments == torch.float32 else seeds,
+                # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
+                [hash((self.seed, updates, run.span.index)) + run.span.position + run.start for *_, run in members],
+                scales,
             )
         everywhere = len(active) == len(self._counts)
         self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
@@ -236,9 +244,8 @@ class AdamW(torch.optim.AdamW):
                 master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
                 span.version = weights._version
             return
-        for name in _MOMENTS:
-            dtype = torch.float64 if weights.dtype == torch.float64 else self.moments
-            span.state[name] = torch.zeros(span.numel, dtype=dtype, device=weights.device)
+        dtype = torch.float32 if self.moments == "8bit" else self.moments
+        span.state.update(_moments.zeros(span, torch.float64 if weights.dtype == torch.float64 else dtype))
         if weights.dtype.itemsize >= 4 or self.master is None:
             return
         if self.master == "split" and weights.dtype == torch.bfloat16:
@@ -249,7 +256,8 @@ class AdamW(torch.optim.AdamW):
 
     def _flatten(self) -> None:
         """Find the spans anew, and bring the state that parameters have already into flat buffers."""
-        spans = self._spans = find_spans(p for group in self.param_groups for p in group["params"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        spans = self._spans = find_spans(parameters, blocks=self.moments == "8bit")
         device = next(iter(spans)).weights().device
         self._device_step = None
         self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
@@ -265,8 +273,10 @@ class AdamW(torch.optim.AdamW):
                     continue
                 self._ensure_state(span)
                 self._adopt_masters(span, member, state)
+                if span.blocks and "exp_avg" in state:
+                    _quantize(member, state)
                 for name, flat in span.state.items():
-                    mine = member.like(flat)
+                    mine = member.like(flat, name)
                     if name in state and state[name] is not mine:
                         _copy(mine, state[name])
                     state[name] = mine
@@ -303,6 +313,15 @@ class AdamW(torch.optim.AdamW):
                 raise ValueError("zerofx.AdamW takes real parameters; a complex one was found: use torch.view_as_real.")
         self._spans = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``, with float32 moments where they are kept in 8 bits (a copy; no collective)."""
+        kept = self.state
+        self.state = defaultdict(dict, {p: _moments.in_float32(state) for p, state in kept.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = kept
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``, but moments and masters keep the dtype that this optimizer has for them."""
         super().load_state_dict(state_dict)
@@ -310,7 +329,7 @@ class AdamW(torch.optim.AdamW):
         mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, mine, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if name in (*_MOMENTS, "master", "remainder"):
+                if name in (*_moments.MOMENTS, "master", "remainder"):
                     self.state[p][name] = value  # torch has cast it to the parameter's dtype
         self._flatten()
 
@@ -343,6 +362,18 @@ def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
         if group.layout.world_size > 1:
             dist.all_reduce(totals[name], group=group.process_group)
     return sum(total.item() for total in totals.values())
+
+
+def _quantize(member: Member, state: dict[str, Any]) -> None:
+    """A parameter's moments as they were loaded, whole or sharded some way, become codes and scales of its part."""
+    parts = []
+    for name in _moments.MOMENTS:
+        value = state.pop(name)
+        part = member.shaped(_local(member.parameter).new_empty(member.length, dtype=torch.float32))
+        _copy(part, value)
+        parts.append(part)
+    codes = _moments.in_codes(*parts)
+    state.update({name: x if name.endswith("_scales") else member.shaped(x) for name, x in codes.items()})
 
 
 def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:

@@ -26,7 +26,9 @@ class Options:
         stage: what is sharded. 0: nothing (plain data parallelism), 1: optimizer state, 2: gradients too, 3: parameters
             too. 1 and 2 differ in nothing but what a rank keeps while it accumulates, see docs/stages.md.
         executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
-        prefetch_bytes: most gathered bytes live at once; None: each gather starts one group ahead.
+        memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. What is left of it
+            when each gather starts one group ahead keeps the last groups gathered from forward to backward, and then
+            starts gathers earlier still. None: just what one group ahead takes; ``math.inf``: all stay gathered.
         groups: see `zerofx.grouping`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
         init_sync: take rank 0's weights and buffers everywhere.
@@ -36,7 +38,7 @@ class Options:
 
     stage: int = 3
     executor: Executor = "inductor"
-    prefetch_bytes: int | None = None
+    memory_budget: float | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     mesh: DeviceMesh | None = None
     init_sync: bool = True
@@ -48,8 +50,10 @@ class Options:
             raise ValueError(f"stage={self.stage!r}: expected 0, 1, 2 or 3.")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
-        if self.prefetch_bytes is not None and not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes > 0):
-            raise ValueError(f"prefetch_bytes={self.prefetch_bytes!r}: expected a number of bytes above 0, or None.")
+        if self.memory_budget is not None and not (
+            isinstance(self.memory_budget, (int, float)) and self.memory_budget > 0
+        ):
+            raise ValueError(f"memory_budget={self.memory_budget!r}: expected a number of bytes above 0, or None.")
         if self.buckets not in BUCKETS:
             raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
         if self.buckets != "group" and self.stage != 0:

@@ -69,6 +69,9 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     parts = []
     if trace.context.stage == 3:
         parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
+        kept = sum(value.nbytes for value in trace.context.kept_gathered.values())
+        if kept:
+            parts.append(f"{format_bytes(kept)} {'stay' if trace.context.phase == 'forward' else 'came'} gathered")
     elif "refresh" in sizes:
         parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} waited for")
     for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):

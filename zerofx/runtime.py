@@ -28,10 +28,18 @@ from zerofx.passes.context import Sync
 
 
 def forward_runner(
-    compiled: Callable, kept: Sequence[int], groups: Sequence[ShardGroup], saved: dict[int, Any]
+    compiled: Callable,
+    kept: Sequence[int],
+    groups: Sequence[ShardGroup],
+    saved: dict[int, Any],
+    gathered: dict[int, ShardGroup],
 ) -> Callable:
-    """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return."""
+    """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
+
+    ``gathered``: the outputs that are whole groups, left gathered for backward.
+    """
     live = [weakref.ref(group) for group in groups]
+    left = {i: weakref.ref(group) for i, group in gathered.items()}
     saved_refs = {i: weakref.ref(parameter) for i, parameter in saved.items()}
 
     def forward(args: list[Any]) -> list[Any]:
@@ -40,6 +48,8 @@ def forward_runner(
         outputs = list(compiled(_inputs(args, kept, live)))
         for i, ref in saved_refs.items():
             outputs[i] = ref()
+        for i, group in left.items():
+            group().leave_gathered(outputs[i])  # type: ignore[union-attr]
         return outputs
 
     forward._boxed_call = True  # type: ignore[attr-defined]
@@ -73,7 +83,8 @@ class BackwardCode:
         compiled: the boxed function.
         inputs: which arguments it takes.
         groups: whose buffers it reads.
-        kept: the parameters whose kept gradients are its last inputs, with fake tensors of what it expects.
+        kept: the parameters whose kept gradients come after these, with fake tensors of what it expects.
+        gathered: which arguments are whole groups that forward left gathered, and which groups; its last inputs.
         reductions: what its extra outputs are.
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
     """
@@ -82,14 +93,20 @@ class BackwardCode:
     inputs: Sequence[int]
     groups: Sequence[weakref.ref[ShardGroup]]
     kept: Sequence[tuple[weakref.ref[ShardGroup], Slot, torch.Tensor]]
+    gathered: Sequence[tuple[int, weakref.ref[ShardGroup]]]
     reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
     keeps: bool
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
+        gathered = [args[i] for i, _ in self.gathered]
+        for buffer, (_, group) in zip(gathered, self.gathered, strict=True):
+            group().check_gathered(buffer)  # type: ignore[union-attr]
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:
             kept = group().take_kept(slot)  # type: ignore[union-attr]
             inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
+        inputs += gathered
+        gathered.clear()
         outputs = list(self.compiled(inputs))
         for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
             live = ref()

@@ -14,10 +14,18 @@ anew at every step: parameters without a gradient, of another parameter group, w
 in their step count split a span. A parameter that is not sharded is a span of its own.
 
 Padding between neighbours is in spans and runs: weights, gradients and moments are zero there and stay so.
+
+An optimizer that keeps a scale for each block of 256 elements (`zerofx.moments`) asks for spans of which all members
+have *blocks*, or none has. There every member starts on a multiple of 256, so blocks are a regular grid over the span,
+and no two parameters share one::
+
+    span        |<------ attn.weight ------>|<-attn.bias->|<------ mlp.weight ------>|
+    blocks      |  0  |  1  |  2  |  3  |  4|    none     |  0  |  1  |  2  |  3  |  4
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +33,8 @@ from typing import Any
 import torch
 
 from zerofx.group import ShardGroup
-from zerofx.layout import Slot
+from zerofx.kernels.blockwise import BLOCK, blocks_in
+from zerofx.layout import BLOCKED_NUMEL, Slot
 from zerofx.parameter import ShardedTensor
 
 
@@ -57,9 +66,13 @@ class Member:
             gradient = in_memory_order(gradient)
         self.gradient = gradient
 
-    def like(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of a flat buffer of the span, as ``optimizer.state`` has it."""
-        part = flat.narrow(0, self.start, self.length)
+    def like(self, flat: torch.Tensor, name: str = "") -> torch.Tensor:
+        """The parameter's part of a flat buffer of the span, as ``optimizer.state`` has it under ``name``."""
+        part = _part(flat, name, self.start, self.length)
+        return part if name.endswith("_scales") else self.shaped(part)
+
+    def shaped(self, part: torch.Tensor) -> torch.Tensor:
+        """``length`` elements that are this rank's part of something of the parameter's shape, as that."""
         if isinstance(self.parameter, ShardedTensor):
             return self.parameter.like(part)
         return part.as_strided(self.parameter.shape, self.parameter.stride())
@@ -72,6 +85,8 @@ class Span:
     Attributes:
         origin: where in the shard the span starts.
         numel: its length, padding between its members included.
+        index: of its group, or parameter, among the optimizer's. The same on every rank and at any world size.
+        blocks: whether its members have blocks.
         state: flat buffers by the name that ``optimizer.state[p]`` has for them.
         version: the weights' version counter when the state was brought up to date with them.
     """
@@ -80,8 +95,15 @@ class Span:
     group: ShardGroup | None
     origin: int
     numel: int
+    index: int = 0
+    blocks: bool = False
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     version: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where in the group's whole flat buffer the span starts, on this rank: what randomness may depend on."""
+        return self.origin if self.group is None else self.group.rank * self.group.layout.shard_numel + self.origin
 
     def weights(self) -> torch.Tensor:
         """The span's weights, flat: a view, so that what is written there is written to the parameters."""
@@ -110,40 +132,58 @@ class Run:
         """The run's part of a flat buffer of the span."""
         return flat.narrow(0, self.start, self.end - self.start)
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """The run's part of the span's state."""
+        length = self.end - self.start
+        return {name: _part(flat, name, self.start, length) for name, flat in self.span.state.items()}
+
     def flat_gradient(self) -> torch.Tensor:
         """The gradients of all members, and what lies between them, as one flat tensor."""
         return self.gradient.as_strided((self.end - self.start,), (1,))
 
 
-def find_spans(parameters: Iterable[torch.Tensor]) -> list[Span]:
-    """The spans of the parameters of one optimizer, in the order in which it has them, shard by shard."""
+def _part(flat: torch.Tensor, name: str, start: int, length: int) -> torch.Tensor:
+    """Elements of a span's flat buffer; where it holds scales, those of their blocks."""
+    if name.endswith("_scales"):
+        return flat.narrow(0, start // BLOCK, blocks_in(length))
+    return flat.narrow(0, start, length)
+
+
+def find_spans(parameters: Iterable[torch.Tensor], blocks: bool = False) -> list[Span]:
+    """The spans of the parameters of one optimizer, in the order in which it has them, shard by shard.
+
+    With ``blocks``, parameters that have some and parameters that have none are in spans of their own.
+    """
     by_group: dict[ShardGroup, dict[Slot, torch.Tensor]] = {}
-    spans = []
+    spans: list[Span] = []
     for parameter in parameters:
         if isinstance(parameter, ShardedTensor):
             by_group.setdefault(parameter._group, {})[parameter._slot] = parameter
         else:
-            spans.append(Span([Member(parameter, 0, parameter.numel())], None, 0, parameter.numel()))
-    for group, owned in by_group.items():
-        neighbours: list[tuple[Slot, torch.Tensor]] = []
-        for slot in [*group.layout.slots, None]:
-            if slot in owned:
-                neighbours.append((slot, owned[slot]))
-            elif neighbours:
-                spans.append(_span(group, neighbours))
-                neighbours = []
+            span = Span([Member(parameter, 0, parameter.numel())], None, 0, parameter.numel(), index=len(spans))
+            span.blocks = blocks and parameter.numel() >= BLOCKED_NUMEL and parameter.dtype != torch.float64
+            spans.append(span)
+    for index, (group, owned) in enumerate(by_group.items(), start=len(spans)):
+        keys = {slot: _has_blocks(group, slot) if blocks else False for slot in owned}
+        for key, run in itertools.groupby(group.layout.slots, key=keys.get):
+            if key is not None:
+                spans.append(_span(group, [(slot, owned[slot]) for slot in run], index, key))
     for row, member in enumerate(member for span in spans for member in span.members):
         member.row = row
     return spans
 
 
-def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]]) -> Span:
+def _has_blocks(group: ShardGroup, slot: Slot) -> bool:
+    return group.layout.dtype != torch.float64 and group.layout.keeps_blocks_whole(slot)
+
+
+def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]], index: int, blocks: bool) -> Span:
     pieces = [(parameter, group.layout.piece(slot, group.rank)) for slot, parameter in neighbours]
     held = [piece for _, piece in pieces if piece.length]
     origin = held[0].in_shard if held else 0
     end = held[-1].in_shard + held[-1].length if held else 0
     members = [Member(p, piece.in_shard - origin if piece.length else 0, piece.length) for p, piece in pieces]
-    return Span(members, group, origin, end - origin)
+    return Span(members, group, origin, end - origin, index, blocks)
 
 
 def meshes_of(spans: Iterable[Span]) -> dict[str, ShardGroup]:

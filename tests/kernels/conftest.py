@@ -12,7 +12,7 @@ from tests.kernels import interpreter
 
 if find_spec("triton") is None:  # pyproject.toml asks for it on Linux alone
     collect_ignore = ["test_adamw.py", "test_found_inf.py", "test_machine_code.py", "test_master.py", "test_norm.py"]
-    collect_ignore += ["test_rounding.py"]
+    collect_ignore += ["test_rounding.py", "test_blockwise.py"]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

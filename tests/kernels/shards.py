@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from zerofx.kernels import blockwise
 from zerofx.kernels.adamw import adamw
 from zerofx.kernels.norm import finalize, partial_sums
 from zerofx.kernels.segments import ALIGNMENT, BLOCK, make_tiles
@@ -49,17 +50,20 @@ class Shard:
         master: torch.dtype | None = None,
         block: int | None = None,
         seed: int = 0,
+        position: int = 0,
     ) -> None:
         segments = [(0, initial.numel(), 0)] if segments is None else segments
         longest = max((length for _, length, _ in segments), default=0)
-        fitting = min(LARGE_BLOCK, max(ALIGNMENT, triton.next_power_of_2(max(1, longest))))
+        least = blockwise.BLOCK if moments is torch.int8 else ALIGNMENT
+        fitting = min(LARGE_BLOCK, max(least, triton.next_power_of_2(max(1, longest))))
         self.block = block or (BLOCK if device == "cuda" else fitting)
         self.tiles = make_tiles(segments, self.block).to(device)
         self.hyper = torch.tensor([row.columns for row in rows], dtype=torch.float64, device=device)
         self.steps = torch.zeros(len(rows), device=device)
         self.control = torch.zeros(4, device=device)
         self.partial = torch.zeros(8, dtype=torch.float64, device=device)
-        self.seed = torch.tensor([seed], device=device) if moments is torch.bfloat16 else None
+        self.seed = None if moments is torch.float32 else torch.tensor([seed], device=device)
+        self.position = position
 
         initial = initial.to(device)
         self.master: torch.Tensor | None = None
@@ -70,7 +74,11 @@ class Shard:
             if master is not None:
                 self.master = initial.clone()
         self.exp_avg = torch.zeros_like(self.param, dtype=moments)
-        self.exp_avg_sq = torch.zeros_like(self.param, dtype=moments)
+        self.exp_avg_sq = torch.zeros_like(self.param, dtype=torch.uint8 if moments is torch.int8 else moments)
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        if moments is torch.int8:
+            blocks = blockwise.blocks_in(initial.numel())
+            self.scales = (torch.zeros(blocks, device=device), torch.zeros(blocks, device=device))
 
     def step(
         self,
@@ -97,7 +105,14 @@ class Shard:
 
     def update(self, grad: torch.Tensor) -> None:
         tensors = (self.param, grad, self.exp_avg, self.exp_avg_sq, self.tiles, self.hyper, self.control)
-        adamw(*tensors, master=self.master, seed=self.seed, block=self.block)
+        adamw(
+            *tensors,
+            master=self.master,
+            scales=self.scales,
+            seed=self.seed,
+            position=self.position,
+            block=self.block,
+        )
         if self.seed is not None:
             self.seed += 1
 
@@ -112,7 +127,17 @@ class Shard:
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of all that a step may change but ``control``."""
         names = ("param", "exp_avg", "exp_avg_sq", "master", "hyper", "steps")
-        return {name: getattr(self, name).clone() for name in names if getattr(self, name) is not None}
+        copies = {name: getattr(self, name).clone() for name in names if getattr(self, name) is not None}
+        return copies | {f"scales.{i}": scales.clone() for i, scales in enumerate(self.scales or ())}
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, in float32 on the CPU, however they are stored."""
+        if self.scales is None:
+            return self.exp_avg.float().cpu(), self.exp_avg_sq.float().cpu()
+        codes = {"exp_avg_codes": self.exp_avg, "exp_avg_sq_codes": self.exp_avg_sq}
+        scales = dict(zip(("exp_avg_scales", "exp_avg_sq_scales"), self.scales, strict=True))
+        first, second = blockwise.dequantize(codes | scales)
+        return first.cpu(), second.cpu()
 
 
 def torch_adamw(

@@ -32,7 +32,7 @@ KINDS = [
     (param, grad, moments, master)
     for param, masters in MASTERS.items()
     for grad in dict.fromkeys([torch.float32, param])
-    for moments in (torch.float32, torch.bfloat16)
+    for moments in (torch.float32, torch.bfloat16, torch.int8)
     for master in masters
 ]
 
@@ -103,17 +103,32 @@ def test_a_step_rounds_every_number_once(
     shard = Shard(device, torch.randn(1000), rows=[row], dtype=param, moments=moments, master=master)
     for t, g in enumerate(gradients(6, 1000), start=1):
         g = g.clamp(-100, 100).to(grad)
-        p, m, v = (x.cpu().double() for x in (shard.weights, shard.exp_avg, shard.exp_avg_sq))
+        p, m, v = (x.cpu().double() for x in (shard.weights, *shard.moments()))
         shard.step(g, max_norm=3.0, scale=128.0)
         g = g.double() * shard.control[0].item()
         *_, size = exact_step(row, t, g.abs(), m.abs(), v)  # of what may cancel
         m_before, (m, v, update) = m, exact_step(row, t, g, m, v)
         within(shard.weights, p * (1 - row.lr * row.weight_decay) - update, p, size)
+        if master is torch.float32:
+            assert_same_bits(shard.param, shard.weights.to(param))
+        if moments is torch.int8:
+            for scales, got, exact, largest in zip(
+                shard.scales or (), shard.moments(), (m, v.sqrt()), (127, 255), strict=True
+            ):
+                got = got.double() if largest == 127 else got.double().sqrt()
+                within_a_code(got, exact, scales.cpu(), largest)
+            continue
         once = 1 if moments is torch.float32 else 2  # rounded up or down, not to nearest
         within(shard.exp_avg, m, m_before, g, once=once)
         within(shard.exp_avg_sq, v, v, once=once)
-        if master is torch.float32:
-            assert_same_bits(shard.param, shard.weights.to(param))
+
+
+def within_a_code(got: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor, largest: int) -> None:
+    """``got`` is a code next to ``exact``: nothing is between them but less than a step of the code."""
+    scale = scales.double().repeat_interleave(256)[: len(exact)]
+    steps, wanted = ((x.abs() / scale).sqrt() * largest for x in (got, exact))
+    assert ((steps - wanted).abs() <= 1.001).all()
+    assert ((got == 0) | (got.sign() == exact.sign())).all()
 
 
 def exact_step(
@@ -135,7 +150,7 @@ def within(got: torch.Tensor, exact: torch.Tensor, *sizes: torch.Tensor, once: i
     assert (error <= stored + worked + subnormal).all()
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.int8])
 def test_two_runs_and_any_block_give_the_same_bits(device: str, moments: torch.dtype) -> None:
     initial, grads = torch.randn(1000), gradients(3, 1000)
     states = []
@@ -166,11 +181,16 @@ def test_what_it_cannot_step_is_refused() -> None:
     tables = (torch.zeros(0, 3, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.float64), torch.zeros(4))
     seed = torch.zeros(1, dtype=torch.int64)
     adamw(p, p, p, p, *tables)
+    codes, roots, scales = p.to(torch.int8), p.to(torch.uint8), (torch.zeros(1), torch.zeros(1))
     refused: list[tuple[FourTensors, dict[str, Any], str]] = [
         ((p.double(), p, p, p), {}, "param is float32"),
         ((p, low, p, p), {}, "grad is float32"),
         ((p, p, p, low), {}, "moments are both"),
         ((p, p, low, low), {}, "need a seed"),
+        ((p, p, codes, codes), {"seed": seed, "scales": scales}, "int8 and uint8, not torch.int8 and torch.int8"),
+        ((p, p, codes, roots), {"seed": seed}, "need scales"),
+        ((p, p, p, p), {"scales": scales}, "need scales"),
+        ((p, p, codes, roots), {"scales": scales}, "need a seed"),
         ((p, p, p, p), {"seed": seed}, "need a seed"),
         ((low, p, low, low), {"seed": seed.int()}, "one int64"),
         ((p, p, p, p), {"master": p}, "takes no torch.float32 master"),
@@ -182,6 +202,15 @@ def test_what_it_cannot_step_is_refused() -> None:
     for state in [(p, p[:31], p, p), (p, p, p[None], p), (p, torch.zeros(64)[::2], p, p)]:
         with pytest.raises(ValueError, match="32 contiguous elements"):
             adamw(*state, *tables)
+    wrong_blocks: list[tuple[dict[str, Any], str]] = [
+        ({"scales": (scales[0], torch.zeros(2))}, r"scales are contiguous float32 \[1\], not torch.float32 \[2\]"),
+        ({"scales": (scales[0], scales[1].half())}, "not torch.float16"),
+        ({"scales": scales, "block": 128}, "block=128 is a multiple of 256"),
+        ({"scales": scales, "position": 2}, "position=2"),
+    ]
+    for options, message in wrong_blocks:
+        with pytest.raises(ValueError, match=message):
+            adamw(p, p, codes, roots, *tables, seed=seed, **options)
     for i, name in enumerate(("tiles", "hyper", "control")):
         wrong = [*tables[:i], tables[i].half(), *tables[i + 1 :]]
         with pytest.raises(ValueError, match=name):

@@ -13,6 +13,7 @@ FORMATS = [
     {},
     {"dtype": torch.bfloat16, "master": torch.int16, "moments": torch.bfloat16},
     {"dtype": torch.float16, "master": torch.float32},
+    {"moments": torch.int8},
 ]
 
 

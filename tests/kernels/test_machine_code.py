@@ -25,6 +25,8 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 TABLES = {"tiles": torch.int64, "hyper": torch.float64, "control": torch.float32}
 WIDE = r"\.(?:v4\.[bf]32|v2\.[bf]64|v8\.[bf]16)\b"
@@ -86,12 +88,16 @@ def test_adamw_moves_16_bytes_at_a_time_and_spills_nothing(
     moments: torch.dtype,
     master: torch.dtype | None,
 ) -> None:
-    seed = torch.int64 if moments is torch.bfloat16 else None
-    state = {"param": param, "grad": grad, "exp_avg": moments, "exp_avg_sq": moments, "master": master}
-    kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **state, **TABLES, seed=seed, BLOCK=BLOCK)
+    codes = moments is torch.int8  # read and written 8 bytes at a time
+    state = {"param": param, "grad": grad, "exp_avg": moments, "master": master}
+    state["exp_avg_sq"] = torch.uint8 if codes else moments
+    state |= dict.fromkeys(("exp_avg_scales", "exp_avg_sq_scales"), torch.float32 if codes else None)
+    state["seed"] = None if moments is torch.float32 else torch.int64
+    kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **state, **TABLES, position="i64", BLOCK=BLOCK)
     assert_no_spills(kernel, tmp_path)
-    written = bytes_per_thread(param, moments, moments, master)
-    read = bytes_per_thread(grad, moments, moments, master if master is torch.float32 else param)
+    wide_moments = (None, None) if codes else (moments, moments)
+    written = bytes_per_thread(param, *wide_moments, master)
+    read = bytes_per_thread(grad, *wide_moments, master if master is torch.float32 else param)
     if master is torch.int16:
         read += bytes_per_thread(master)
     assert 16 * wide(kernel, "st") == written

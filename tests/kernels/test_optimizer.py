@@ -176,6 +176,65 @@ def test_moments_in_bfloat16_take_the_seed(device: str) -> None:
     assert torch.equal(trained(1), trained(1)) and not torch.equal(trained(1), trained(2))
 
 
+def with_codes(device: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """As `nets`, with matrices of 8000 and 9600 elements; the first norm between them keeps float32 moments."""
+    net = nn.Sequential(nn.Linear(100, 80), nn.LayerNorm(80), nn.Linear(80, 120)).to(device, dtype)
+    return net, copy.deepcopy(net).float()
+
+
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "split")])
+def test_moments_in_8_bits_stay_beside_torchs_and_are_saved_bit_for_bit(
+    device: str, dtype: torch.dtype, master: Any
+) -> None:
+    net, other = with_codes(device, dtype)
+    start = [p.detach().clone().float() for p in net.parameters()]
+    mine = zerofx.AdamW(groups(net), moments="8bit", max_grad_norm=0.5, master=master)
+    theirs = torch.optim.AdamW(groups(other))
+    for step in range(6):
+        set_gradients(net, other, step)
+        clip_grad_norm_(other.parameters(), 0.5)
+        mine.step()
+        theirs.step()
+    assert on_device(mine)
+    for p, q, first in zip(net.parameters(), other.parameters(), start, strict=True):
+        state = mine.state[p]
+        assert ("exp_avg_codes" in state) == (p.numel() >= 4096)
+        ours = join(p.detach(), state["remainder"]) if master else p.detach()
+        assert (ours - q.detach()).norm() < 0.05 * (q.detach() - first).norm()
+    again = zerofx.AdamW(groups(copy.deepcopy(net)), moments="8bit", master=master)
+    again.load_state_dict(copy.deepcopy(mine.state_dict()))
+    for state, loaded in zip(mine.state.values(), again.state.values(), strict=True):
+        assert state.keys() == loaded.keys()
+        for name, value in state.items():
+            assert value.dtype == loaded[name].dtype and torch.equal(value, loaded[name]), name
+
+
+def test_sharded_parameters_have_the_codes_of_plain_ones(device: str) -> None:
+    """One rank, whose shard holds padding: each parameter's codes are those it would have by itself."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Linear(512, 300, bias=False), nn.Linear(300, 500, bias=False)).to(device)
+        alone = nn.Linear(512, 300, bias=False).to(device)
+        alone.load_state_dict({"weight": net[0].weight.detach()})
+        zerofx.shard(net)
+        ours, its = (zerofx.AdamW(module.parameters(), moments="8bit") for module in (net, alone))
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for p in net.parameters():
+                p.grad = p.like(torch.randn(p.numel(), generator=generator).to(device))
+            alone.weight.grad = net[0].weight.grad.to_local().view(300, 512)
+            ours.step()
+            its.step()
+        assert torch.equal(net[0].weight.full_tensor(), alone.weight)
+        for name, value in its.state[alone.weight].items():
+            mine = ours.state[net[0].weight][name]
+            mine = mine.to_local().view(value.shape) if isinstance(mine, zerofx.ShardedTensor) else mine
+            assert torch.equal(mine, value), name
+    finally:
+        dist.destroy_process_group()
+
+
 def test_sharded_parameters_are_one_launch_per_group(device: str) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

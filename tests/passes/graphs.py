@@ -210,13 +210,13 @@ class Numbers:
 class _Checked(Interpreter):
     """A plain interpreter that also compares each tensor with what ``meta["val"]`` promises.
 
-    All-gathers that `lower` has not spelled yet go by broadcasts: several in flight, gloo's own corrupt the heap
+    All-gathers that `lower` has not spelled yet go pairwise: several in flight, gloo's own corrupt the heap
     (docs/architecture.md).
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            target = torch.ops.zerofx.all_gather_by_broadcast.default
+            target = torch.ops.zerofx.all_gather_pairwise.default
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
@@ -230,12 +230,14 @@ class _Checked(Interpreter):
 
 def run(gm: GraphModule, ctx: Context, numbers: Numbers, rank: int = 0) -> list[Any]:
     """What the graph returns, by a plain interpreter, whatever passes it has been through."""
-    layouts, args = iter(ctx.shards), []
+    layouts, gathered, args = iter(ctx.shards), iter(ctx.gathered), []
     for node in gm.graph.find_nodes(op="placeholder"):
         if "zerofx" in node.meta and node.meta["zerofx"].kind == "shard":
             layout = next(layouts)
             part = layout.shard_numel
             args.append(numbers.flats[layout][rank * part : (rank + 1) * part].clone())
+        elif "zerofx" in node.meta and node.meta["zerofx"].kind == "gathered":
+            args.append(numbers.inputs[ctx.kept_gathered[next(gathered)].saved])  # what forward left there
         elif node.name in ctx.parameters:
             ref = ctx.parameters[node.name]
             args.append(ref.layout.view(numbers.flats[ref.layout], ref.slot))

@@ -137,11 +137,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-@pytest.mark.parametrize("prefetch_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("memory_budget", [None, 1 << 20])
 @pytest.mark.parametrize("graph", [mlp_forward, mlp_backward])
-def test_a_run_frees_every_gathered_byte_and_reads_none_of_them_later(fake_world, graph, prefetch_bytes) -> None:
+def test_a_run_frees_every_gathered_byte_and_reads_none_of_them_later(fake_world, graph, memory_budget) -> None:
     fake_world(4)
-    gm, ctx = graph(4, process_group=dist.group.WORLD.group_name, prefetch_bytes=prefetch_bytes)
+    gm, ctx = graph(4, process_group=dist.group.WORLD.group_name, memory_budget=memory_budget)
     apply(gm, ctx, *up_to(discard))
     watch = Watch(gm)
     watch.run(*(torch.randn(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")))

@@ -36,8 +36,8 @@ def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
     applied = apply(gm, ctx, lower)
     assert applied.edits == 2  # with the gather
     FileCheck().check("cat_default = ").check_next(
-        "torch.ops._c10d_functional.all_to_all_single.default(cat_default, [64, 64], [64, 64], 'pg')"
-    ).check("wait_tensor.default(all_to_all_single_default)").check_next(
+        "torch.ops.zerofx.all_to_all_pairwise.default(cat_default, 2, 'pg')"
+    ).check("wait_tensor.default(all_to_all_pairwise_default)").check_next(
         "view.default(wait_tensor_default_"
     ).check_same(", [2, 64])").check_next("sum.dim_IntList(view_default, [0])").check_next(
         "mul.Tensor(sum_dim_int_list, 0.5)"
@@ -45,13 +45,13 @@ def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
     assert_documented(applied.inserted, {"reduce_scatter": {5}, "gradient": {5}})
 
 
-def test_on_gloo_an_all_gather_becomes_broadcasts() -> None:
+def test_on_gloo_an_all_gather_becomes_a_pairwise_exchange() -> None:
     gm, ctx = mlp_forward(2, layers="ab")
     apply(gm, ctx, *up_to(discard))
     before = events(gm)
     applied = apply(gm, ctx, lower)
     assert applied.edits == 2
-    FileCheck().check("torch.ops.zerofx.all_gather_by_broadcast.default(shard_a, 2, 'pg')").check(
+    FileCheck().check("torch.ops.zerofx.all_gather_pairwise.default(shard_a, 2, 'pg')").check(
         "wait_tensor.default(all_gather_into_tensor_default)"
     ).check_not("all_gather_into_tensor.default").run(gm.code)
     assert events(gm) == before
@@ -126,7 +126,7 @@ def test_inductor_gets_the_discards_as_dependences() -> None:
 
 
 def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() -> None:
-    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
+    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", memory_budget=1 << 20)
     apply(gm, ctx, *up_to(lower))
     first, *starts = edit.tagged(gm.graph, "all_gather")
     for start in starts:
@@ -135,13 +135,13 @@ def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() ->
 
 
 def test_the_first_wait_stands_behind_all_starts_that_go_ahead_of_it() -> None:
-    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", prefetch_bytes=1 << 20)
+    gm, ctx = mlp_forward(2, layers="abcd", executor="inductor", memory_budget=1 << 20)
     apply(gm, ctx, *up_to(lower))
     assert control_deps(gm) == {"wait_tensor_default": {f"all_gather_into_tensor_default_{i}" for i in (1, 2, 3)}}
 
 
 def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> None:
-    s = Sketch(executor="inductor", prefetch_bytes=2 * 256)
+    s = Sketch(executor="inductor", memory_budget=2 * 256)
     x = s.input("x", 8, 8)
     tied, a, b, c = (s.parameters(name, **{name: (8, 8)})[0] for name in ("tied", "a", "b", "c"))
     for w in (tied, a, tied, b, c):
@@ -153,7 +153,7 @@ def test_a_start_waits_for_all_that_reads_a_tied_weight_freed_before_it() -> Non
 
 
 def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> None:
-    s = Sketch(executor="inductor", prefetch_bytes=256)
+    s = Sketch(executor="inductor", memory_budget=256)
     x = s.input("x", 8, 8)
     a, b = (s.parameters(name, **{name: (8, 8)})[0] for name in "ab")
     value = s.call(aten.exp.default, a)
@@ -168,7 +168,7 @@ def test_a_value_of_a_weight_that_outlives_it_is_stored_before_it_is_read() -> N
 
 @pytest.mark.parametrize("reader", ["exp", "mm"])
 def test_what_only_the_caller_reads_of_a_weight_needs_no_other_reader(reader: str) -> None:
-    s = Sketch(executor="inductor", prefetch_bytes=256)
+    s = Sketch(executor="inductor", memory_budget=256)
     x = s.input("x", 8, 8)
     a, b = (s.parameters(name, **{name: (8, 8)})[0] for name in "ab")
     value = s.call(aten.exp.default, a) if reader == "exp" else s.call(aten.mm.default, x, a)
@@ -186,7 +186,7 @@ def generated_events(gm: GraphModule) -> list[str]:
         _, (code,) = run_and_get_code(lambda: _torch.generate_code(gm, inputs))
     found, group_of = [], {}
     for line in code.partition("def call")[2].splitlines():
-        if start := re.match(r"\s*(\w+) = torch\.ops\.\w+\.all_gather_by_broadcast\.default\(shard_(\w+),", line):
+        if start := re.match(r"\s*(\w+) = torch\.ops\.\w+\.all_gather_pairwise\.default\(shard_(\w+),", line):
             group_of[start[1]] = start[2]
             found.append(f"all_gather {start[2]}")
         elif alias := re.match(r"\s*(\w+) = (\w+)$", line):
@@ -198,11 +198,11 @@ def generated_events(gm: GraphModule) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("prefetch_bytes", [256, None, 3 * 256, 1 << 20])
+@pytest.mark.parametrize("memory_budget", [256, None, 3 * 256, 1 << 20])
 @pytest.mark.parametrize("reader", ["mm", "topk"])  # both without C++ to compile; topk returns a tuple
-def test_the_code_that_inductor_generates_keeps_the_order(fake_world, reader: str, prefetch_bytes: int | None) -> None:
+def test_the_code_that_inductor_generates_keeps_the_order(fake_world, reader: str, memory_budget: int | None) -> None:
     fake_world(2)
-    s = Sketch(executor="inductor", prefetch_bytes=prefetch_bytes, process_group=dist.group.WORLD.group_name)
+    s = Sketch(executor="inductor", memory_budget=memory_budget, process_group=dist.group.WORLD.group_name)
     x, outputs = s.input("x", 8, 8), []
     for name in "abcd":
         (w,) = s.parameters(name, **{name: (8, 8)})
@@ -234,8 +234,8 @@ def test_on_gloo_low_precision_gradients_are_summed_in_the_parameters_dtype(stag
     gm, ctx = mlp_backward(2, layers="a", stage=stage, reduce_dtype=torch.bfloat16)
     apply(gm, ctx, *up_to(discard))
     apply(gm, ctx, lower)
-    FileCheck().check("all_to_all_single.default(cat_default, [64, 64], [64, 64], 'pg')").check(
-        "wait_tensor.default(all_to_all_single_default)"
+    FileCheck().check("all_to_all_pairwise.default(cat_default, 2, 'pg')").check(
+        "wait_tensor.default(all_to_all_pairwise_default)"
     ).check_next("view.default(wait_tensor_default").check_next(
         "sum.dim_IntList(view_default, [0], dtype = torch.float32)"
     ).check_next("mul.Tensor(sum_dim_int_list, 0.5)").run(gm.code)

@@ -293,7 +293,7 @@ def test_the_first_cast_moves_to_the_top_with_its_gather() -> None:
 
 
 def test_a_budget_counts_what_is_gathered() -> None:
-    gm, ctx = autocast_forward(layers="abc", prefetch_bytes=3 * 256)
+    gm, ctx = autocast_forward(layers="abc", memory_budget=3 * 256)
     apply(gm, ctx, *up_to(prefetch))
     starts = [f"{kind} {layer}" for layer in "abc" for kind in ("narrow", "all_gather")]
     assert events(gm)[:7] == [*starts, "wait a"]

@@ -202,12 +202,12 @@ def test_both_gathers_start_one_group_ahead() -> None:
 
 def test_a_budget_counts_both_gathers() -> None:
     for layers, budget in enumerate((9472, 2 * 9472, 3 * 9472), start=1):
-        gm, ctx = blocks("abc", prefetch_bytes=budget)
+        gm, ctx = blocks("abc", memory_budget=budget)
         apply(gm, ctx, *up_to(prefetch))
         assert ctx.gathered_bytes == budget
         first = events(gm).index("wait a")
         assert events(gm)[:first] == [event for layer in "abc"[:layers] for event in starts(layer)]
-    gm, ctx = blocks("abc", prefetch_bytes=9471)
+    gm, ctx = blocks("abc", memory_budget=9471)
     with pytest.raises(ValueError, match=r"'a' alone needs 9,472 "):
         apply(gm, ctx, *up_to(prefetch))
 

@@ -42,27 +42,27 @@ def test_gathers_that_stood_behind_other_work_start_at_the_top() -> None:
 
 
 def test_an_exact_budget_for_one_group_hoists_nothing_but_the_first() -> None:
-    gm, ctx = mlp_forward(2, prefetch_bytes=512)
+    gm, ctx = mlp_forward(2, memory_budget=512)
     apply(gm, ctx, *up_to(prefetch))
     assert events(gm, *STARTS_AND_WAITS) == [f"{kind} {layer}" for layer in "abc" for kind in STARTS_AND_WAITS]
     assert ctx.gathered_bytes == 512
 
 
 def test_a_large_budget_starts_several_gathers_ahead_in_order() -> None:
-    gm, ctx = mlp_forward(2, layers="abcd", prefetch_bytes=3 * 512 + 511)
+    gm, ctx = mlp_forward(2, layers="abcd", memory_budget=3 * 512 + 511)
     apply(gm, ctx, *up_to(prefetch))
     FileCheck().check("shard_a, 2").check_next("shard_b, 2").check_next("shard_c, 2").check_next("wait_tensor").check(
         "addmm"
     ).check("shard_d, 2").check_next("wait_tensor").run(gm.code)
     assert ctx.gathered_bytes == 3 * 512
-    gm, ctx = mlp_forward(2, layers="abcd", prefetch_bytes=1 << 30)
+    gm, ctx = mlp_forward(2, layers="abcd", memory_budget=1 << 30)
     apply(gm, ctx, *up_to(prefetch))
     assert events(gm)[:5] == [*(f"all_gather {layer}" for layer in "abcd"), "wait a"]
     assert ctx.gathered_bytes == 4 * 512
 
 
 def test_a_small_group_does_not_overtake_a_large_one_that_has_to_wait() -> None:
-    s = Sketch(prefetch_bytes=4 * 256)
+    s = Sketch(memory_budget=4 * 256)
     x = s.input("x", 8, 8)
     for name, rows in {"a": 8, "b": 8, "large": 32, "small": 8}.items():
         w = s.parameters(name, **{name: (rows, 8)})[0]
@@ -74,17 +74,17 @@ def test_a_small_group_does_not_overtake_a_large_one_that_has_to_wait() -> None:
 
 
 def test_a_budget_below_the_largest_group_is_refused_by_its_name() -> None:
-    s = Sketch(prefetch_bytes=20_000)
+    s = Sketch(memory_budget=20_000)
     x = s.input("x", 4, 8)
     weights = [*s.parameters("small", w=(8, 8)), *s.parameters("h.1.big", v=(8, 800))]
     for w in weights:
         x = s.call(aten.mm.default, x, w)
     gm, ctx = s.done(x)
     apply(gm, ctx, *up_to(group))
-    with pytest.raises(ValueError, match=r"prefetch_bytes=20,000 .*'h\.1\.big'.* 25,600 ") as caught:
+    with pytest.raises(ValueError, match=r"memory_budget=20,000 .*'h\.1\.big'.* 25,600 ") as caught:
         apply(gm, ctx, prefetch)
-    ctx.prefetch_bytes = 25_600  # what the message says is enough
-    assert "at least that" in str(caught.value)
+    ctx.memory_budget = 25_600  # what the message says is enough
+    assert "at least 25,600" in str(caught.value)
     apply(gm, ctx, prefetch)
     assert ctx.gathered_bytes == 25_600
 
@@ -115,7 +115,7 @@ def test_in_backward_the_next_gather_goes_ahead_of_the_current_reduction() -> No
 
 
 def test_at_most_one_packed_gradient_is_in_flight() -> None:
-    gm, ctx = mlp_backward(2, layers="abcd", prefetch_bytes=1 << 30)
+    gm, ctx = mlp_backward(2, layers="abcd", memory_budget=1 << 30)
     apply(gm, ctx, *up_to(prefetch))
     flying: set[str] = set()
     for kind, layer in (event.split() for event in events(gm, "pack", "reduce_scatter", "wait_grad")):
@@ -183,7 +183,7 @@ class Plan:
 
         def schedule(*passes: Pass, budget: int | None = None) -> list[Event]:
             copied = GraphModule(gm, copy.deepcopy(gm.graph))
-            ctx.prefetch_bytes = budget
+            ctx.memory_budget = budget
             apply(copied, ctx, *passes)
             line = timeline(copied)
             assert prefetch not in passes or peak(line) == ctx.gathered_bytes
@@ -272,7 +272,7 @@ def test_the_wait_for_a_refresh_stays_where_it_is(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_replica_takes_nothing_of_the_budget(stage: int) -> None:
-    gm, ctx = mlp_forward(2, stage=stage, prefetch_bytes=1)
+    gm, ctx = mlp_forward(2, stage=stage, memory_budget=1)
     apply(gm, ctx, *up_to(group))
     assert_left_alone(gm, ctx, prefetch)
 

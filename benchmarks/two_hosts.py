@@ -1,0 +1,176 @@
+"""Training steps over a slow link: zerofx and its peers on hosts of their own, at several rates, for several models.
+
+    sudo python benchmarks/two_hosts.py                                                     # everything: hours
+    sudo python benchmarks/two_hosts.py --rates 1gbit --models gpt --contenders zerofx,alone,fsdp2+prefetch
+
+Hosts are network namespaces (benchmarks/hosts.py) with one rank and one core each, started by torchrun. In every run
+the contenders take turns, as in benchmarks/step.py. Beside them the same run measures what no schedule can beat:
+
+* the arithmetic: the same model, compiled, on all ranks, without any communication (contender ``alone``);
+* the wire: what the link carries in both directions at once, through plain sockets, times the bytes of a step.
+
+The larger of the two is the *bound*; a contender's time over its bound says how much of the other is exposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks import step  # noqa: E402
+from benchmarks.hosts import Hosts  # noqa: E402
+
+MODELS = {
+    "gpt": {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 256, "batch": 2},
+    "deep": {"layers": 24, "dim": 256, "heads": 4, "vocab": 2048, "length": 256, "batch": 2},
+    "wide": {"layers": 2, "dim": 1024, "heads": 16, "vocab": 2048, "length": 256, "batch": 2},
+    "embedding": {"layers": 4, "dim": 256, "heads": 4, "vocab": 32768, "length": 128, "batch": 2},
+}
+RATES = {"loopback": 2e9, "10gbit": 1.25e9, "1gbit": 1.25e8, "250mbit": 3.125e7}
+"""Names, as tc knows them, and bytes per second to expect."""
+
+
+def main() -> int:
+    args = parse()
+    if dist.is_torchelastic_launched():
+        be_a_rank(args)
+    runs = []
+    for model in args.models:
+        for rate in args.rates:
+            result = {"model": model, "rate": rate, **race(args, model, rate)}
+            runs.append(result)
+            print(report(result), flush=True)
+            write(args, runs)
+    return int(any(run["failed"] or not run["largest_relative_difference_of_losses"] <= 1e-4 for run in runs))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Training steps over a slow link, zerofx beside its peers.")
+    parser.add_argument("--contenders", default=",".join(step.CONTENDERS), type=lambda text: text.split(","))
+    parser.add_argument("--models", default=list(MODELS), type=lambda text: text.split(","))
+    parser.add_argument("--rates", default=list(RATES), type=lambda text: text.split(","))
+    for name, value in {"world": 2, "rounds": 4, "steps": 3, "warmup": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "two_hosts.json")
+    parser.add_argument("--answer", help=argparse.SUPPRESS)  # of a rank: where its results go
+    parser.add_argument("--device", default="cpu", choices=("cpu",))
+    args = parser.parse_args()
+    for name, known in (("contenders", step.CONTENDERS), ("models", MODELS), ("rates", RATES)):
+        if not set(getattr(args, name)) <= set(known):
+            parser.error(f"--{name}: expected some of {', '.join(known)}")
+    return args
+
+
+def race(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
+    """One run: the ranks of ``args.world`` hosts, and what they found."""
+    with Hosts(args.world, None if rate == "loopback" else rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        ranks = []
+        for host in range(args.world):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={args.world}", f"--node-rank={host}"]
+            torchrun += [f"--master-addr={hosts.address(0)}", "--master-port=29511"]
+            command = [__file__, f"--contenders={','.join(args.contenders)}", f"--models={model}", f"--rates={rate}"]
+            command += [f"--{name}={getattr(args, name)}" for name in ("world", "rounds", "steps", "warmup")]
+            env = os.environ | {"GLOO_SOCKET_IFNAME": hosts.interface, "ZEROFX_HOSTS": hosts.address(host)}
+            command = [*hosts.inside(host), *torchrun, *command, f"--answer={answer}"]
+            ranks.append(subprocess.Popen(command, env=env))
+        try:
+            codes = [rank.wait(timeout=3600) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"{model} at {rate}: the hosts ended with {codes}")
+        return json.loads(answer.read_text())
+
+
+def be_a_rank(args: argparse.Namespace) -> None:
+    """What torchrun starts on each host. Does not return."""
+    rank = int(os.environ["RANK"])
+    for name, value in MODELS[args.models[0]].items():
+        setattr(args, name, value)
+    device = step.join(rank, args, "env://")
+    link = [link_rate(rank, args.world, RATES[args.rates[0]])]
+    result = step.take_turns(rank, args, device)
+    link.append(link_rate(rank, args.world, RATES[args.rates[0]]))
+    if rank == 0:
+        result["link_bytes_per_s"] = max(link)
+        result["largest_relative_difference_of_losses"] = step.spread_of_losses(result["contenders"])
+        Path(args.answer).write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def link_rate(rank: int, world: int, expected: float) -> float:
+    """Bytes per second that this host sends while it receives as many: plain TCP sockets, the hosts in a ring."""
+    nbytes, chunk = int(expected / 2), bytearray(1 << 20)
+    server = socket.create_server((os.environ["ZEROFX_HOSTS"], 0))
+    addresses: list[Any] = [None] * world
+    dist.all_gather_object(addresses, server.getsockname())
+    out = socket.create_connection(addresses[(rank + 1) % world])
+    into, _ = server.accept()
+
+    def send() -> None:
+        for start in range(0, nbytes, len(chunk)):
+            out.sendall(memoryview(chunk)[: nbytes - start])
+
+    best, inbox = 0.0, bytearray(1 << 20)
+    for _ in range(3):
+        dist.barrier()
+        sender, got, start = threading.Thread(target=send), 0, time.perf_counter()
+        sender.start()
+        while got < nbytes:
+            got += into.recv_into(inbox, min(len(inbox), nbytes - got))
+        sender.join()
+        best = max(best, nbytes / (time.perf_counter() - start))
+    for end in (out, into, server):
+        end.close()
+    return best
+
+
+def report(result: dict[str, Any]) -> str:
+    """The table of one run."""
+    contenders, link = result["contenders"], result["link_bytes_per_s"]
+    arithmetic = contenders["alone"]["median_s"] if "alone" in contenders else 0.0
+    lines = [f"{result['model']} at {result['rate']}: the link carries {link / 1e6:.1f} MB/s each way"]
+    lines += [f"{'contender':24} {'median s':>9} {'min':>7} {'max':>7} {'wire s':>7} {'bound':>7} {'/ bound':>7}"]
+    for name, c in sorted(contenders.items(), key=lambda item: item[1]["median_s"]):
+        c["wire_s"] = c["wire_bytes_per_step"] / link
+        c["bound_s"] = max(c["wire_s"], arithmetic)
+        line = f"{name:24} {c['median_s']:9.3f} {c['min_s']:7.3f} {c['max_s']:7.3f}"
+        lines.append(f"{line} {c['wire_s']:7.3f} {c['bound_s']:7.3f} {c['median_s'] / c['bound_s']:7.2f}")
+    return "\n".join([*lines, f"losses differ by at most {result['largest_relative_difference_of_losses']:.1e}", ""])
+
+
+def write(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
+    facts = {
+        "command": " ".join(["python benchmarks/two_hosts.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "processor": step.processor("cpu"),
+        "models": {name: MODELS[name] for name in args.models},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

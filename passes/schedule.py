@@ -1,0 +1,79 @@
+"""Gathered buffers over time: what `keep` and `prefetch` plan with.
+
+The waits of gathers cut a graph into *segments*; segment 0 lies before the first wait. A gather that starts in a
+segment stands where that begins. Its buffer is live from there to the end of the segment of its last use, and a
+segment's live bytes are those of all buffers live in it::
+
+    start A    start B  wait A  use A    start C  wait B  use B    wait C  use C
+    |-- 0 --|  |--------- 1 --------|    |--------- 2 --------|    |---- 3 ----|
+    A ###############################
+    B          ###############################################
+    C                                    #######################################
+
+Where `narrow` made two gathers of a group, they start together and are waited for one after the other; here they count
+as one. What forward left gathered for backward (`keep`) is live from the beginning.
+
+All of it follows from the graph's order and from bytes, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from zerofx.passes import edit
+
+
+@dataclass
+class Gather:
+    """One group's gathered buffers.
+
+    Attributes:
+        waits: for them. Those of gather i begin segment i + 1.
+        nbytes: of the buffers.
+        last: the segment of the last use; the last of all where a buffer leaves the graph.
+    """
+
+    waits: list[Node]
+    nbytes: int
+    last: int
+
+    @property
+    def group(self) -> str:
+        return self.waits[0].meta["zerofx"].group
+
+
+def find_gathers(graph: Graph) -> tuple[list[Gather], list[Gather]]:
+    """The gathers of a graph in the order of their waits; and the buffers that came with its inputs (last use only)."""
+    order = edit.positions(graph)
+    by_group: dict[str, list[Node]] = {}
+    for wait in edit.tagged(graph, "wait"):
+        by_group.setdefault(wait.meta["zerofx"].group, []).append(wait)
+    opens = [order[waits[0]] for waits in by_group.values()]
+
+    def describe(buffers: list[Node]) -> Gather:
+        ends = [order.get(edit.last_use(node, order), len(order)) for node in buffers]  # type: ignore[arg-type]
+        values = [node.meta["val"] for node in buffers]
+        nbytes = sum(value.numel() * value.dtype.itemsize for value in values)
+        return Gather(buffers, nbytes, bisect_right(opens, max(ends)))
+
+    held = [describe([node]) for node in edit.tagged(graph, "gathered")]
+    return [describe(waits) for waits in by_group.values()], held
+
+
+def one_ahead(gathers: list[Gather]) -> list[int]:
+    """The segment in which each gather starts, if each starts one group ahead of its use."""
+    return list(range(len(gathers)))
+
+
+def live_bytes(gathers: list[Gather], starts: list[int], held: list[Gather]) -> list[int]:
+    """Bytes live in each segment, when gather i starts in segment ``starts[i]``."""
+    live = [0] * (len(gathers) + 2)
+    for gather, start in zip([*gathers, *held], [*starts, *(0 for _ in held)], strict=True):
+        live[start] += gather.nbytes
+        live[gather.last + 1] -= gather.nbytes
+    for i in range(1, len(live)):
+        live[i] += live[i - 1]
+    return live[:-1]
