@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest lint format bench gpu clean
+.PHONY: help demo test test-matrix pytest slow faults lint format bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,7 +27,13 @@ test: lint pytest  ## lint, type-check and run the tests
 test-matrix: $(MATRIX:%=pytest-%)  ## run the tests with every torch version supported
 
 pytest: $(VENV)/dev.stamp  ## run the tests alone
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
+
+slow: $(VENV)/dev.stamp  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+faults: $(VENV)/dev.stamp  ## kill a training run a hundred times
+	$(BIN)/python -m tests.checkpoint.faults $(ARGS)
 
 pytest-%:
 	$(MAKE) pytest TORCH=$* VENV=.venv-$*

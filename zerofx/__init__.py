@@ -2,6 +2,7 @@
 
 from zerofx.api import compile, drop_kept, graphs, no_sync
 from zerofx.calibrate import calibrate
+from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.grouping import Grouping
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
@@ -14,6 +15,7 @@ from zerofx.shard import shard
 __version__ = "0.1.0"
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "Grouping",
     "MixedPrecision",
     "Prediction",
@@ -23,10 +25,15 @@ __all__ = [
     "calibrate",
     "compile",
     "drop_kept",
+    "export_safetensors",
+    "full_state_dict",
     "graphs",
+    "latest",
+    "load",
     "no_sync",
     "plan",
     "predict",
+    "save",
     "shard",
 ]
 del _ops

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload as OpOverload
+from torch.distributed.checkpoint import metadata as _metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION  # noqa: F401
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -286,6 +289,11 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def default_store() -> dist.Store:
+    """The store by which all ranks found each other (2.11, 2.13, 2.15)."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
     """``_c10d_functional.wait_tensor`` of ``tensor``, or of a view of it, waits for ``work`` too (2.11, 2.13, 2.15)."""
     torch._C._distributed_c10d._register_work(tensor, work)
@@ -294,3 +302,33 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
     return group._get_backend(device).name()
+
+
+def index_class(module: str, name: str) -> Any:
+    """What a checkpoint's index (``.metadata``) may name; None for anything else (2.11, 2.13, 2.15).
+
+    Data classes, an enumeration, dtypes, sizes and layouts. The path that the folder once had becomes a string.
+    """
+    if module == _metadata.__name__ and name in _INDEX_CLASSES:
+        return getattr(_metadata, name)
+    if (module, name) == (StorageInfo.__module__, StorageInfo.__name__):
+        return StorageInfo
+    if (module, name) == ("torch.serialization", "_get_layout"):
+        return torch.serialization._get_layout
+    if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        return getattr(torch, name)
+    if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "PurePosixPath"):
+        return lambda *parts: "/".join(map(str, parts))
+    return None
+
+
+_INDEX_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zerofx._torch import DisableTorchFunction, gradient_edge, pytree
 from zerofx.norms import all_reduce, norm, norms
 from zerofx.ondemand import is_in_place, readonly, unshard
-from zerofx.parameter import ShardedParameter, ShardedTensor, detach
+from zerofx.parameter import ShardedParameter, ShardedTensor, count_write, detach
 
 _NAMED = """
     abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
@@ -41,7 +41,7 @@ LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 METADATA = frozenset(
     """
     _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__
-    data_ptr dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
+    dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
     is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage
     is_tensor ndimension nelement numel register_post_accumulate_grad_hook requires_grad_ result_type
     retain_grad size storage_offset stride untyped_storage
@@ -65,6 +65,10 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
     if name in METADATA:
         return _as_is(func, args, kwargs)
+    if name == "data_ptr":
+        return 0  # there is no memory of this shape: whoever copies memory must copy the slice
+    if name == "new_empty" and isinstance(args[0], ShardedTensor):
+        return _new_empty(*args, **kwargs)
     if name in ("__repr__", "__str__"):
         return ShardedTensor.__repr__(args[0])
     if name == "detach" and isinstance(args[0], ShardedTensor):
@@ -119,6 +123,14 @@ def _backward(*args: Any, inputs: Any = (), **kwargs: Any) -> None:
     """``backward(inputs=parameters)``: by their edges in the autograd graph, which is all the engine needs of them."""
     edges = [gradient_edge(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
     torch.autograd.backward(*args, **kwargs, inputs=edges)  # type: ignore[misc]
+
+
+def _new_empty(like: ShardedTensor, *size: Any, **kwargs: Any) -> torch.Tensor:
+    """Memory for a tensor like this one: sharded, where it is to have its shape. What async savers copy to."""
+    shape = torch.Size(size[0] if size and isinstance(size[0], (list, tuple)) else kwargs.pop("size", size))
+    if shape == like.shape:
+        return like.like(like._local.new_empty(like._local.shape, **kwargs))
+    return like._local.new_empty(shape, **kwargs)
 
 
 def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
@@ -178,7 +190,7 @@ def _on_slices(
         return NotImplemented
     result = func(*local_args, **local_kwargs)
     if written is not None:
-        _wrote(like)
+        count_write(like)
         return like
     if result is like._local:
         return like
@@ -203,7 +215,7 @@ def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sh
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
     if name.endswith("_"):
         for x in sharded:
-            _wrote(x)
+            count_write(x)
         return result
     likes = args[0] if isinstance(args[0], (list, tuple)) else args[1]
     return type(result)(
@@ -280,15 +292,6 @@ def _check_leaf(tensor: Any) -> None:
             f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
             "torch.no_grad()."
         )
-
-
-def _wrote(tensor: ShardedTensor) -> None:
-    """Count a write, so that a backward that saved the old value raises, and replicas are refreshed.
-
-    The slice's too: PyTorch's fused optimizers count none.
-    """
-    with DisableTorchFunction():
-        torch.autograd.graph.increment_version([tensor, tensor._local])
 
 
 class _Mismatch(Exception):

@@ -114,6 +114,10 @@ class ShardGroup:
         else:
             self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
 
+    def __deepcopy__(self, memo: dict) -> ShardGroup:
+        """The group itself: a copy of a sharded tensor is one more tensor of the same group."""
+        return self
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that share the group. Do not keep it."""

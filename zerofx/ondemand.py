@@ -40,7 +40,8 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
         if rank == group.rank:
             part.copy_(tensor._local)
         if piece.length and group.layout.world_size > 1:
-            dist.broadcast(part, group=group.process_group, group_src=rank)
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(part.view(torch.uint8), group=group.process_group, group_src=rank)
     return flat.view(slot.shape)
 
 

@@ -71,6 +71,24 @@ class ShardedTensor(torch.Tensor):
         shell = local.new_empty(()).expand(self._slot.shape)
         return _dress(shell.as_subclass(ShardedTensor), self._group, self._slot, local)
 
+    # What torch.distributed.checkpoint asks of a tensor; see `zerofx.checkpoint.dcp`.
+
+    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
+        from zerofx.checkpoint.dcp import write_items
+
+        return write_items(self, name)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from zerofx.checkpoint.dcp import chunk_list
+
+        count_write(self)  # what is asked for here is written to next, on some ranks: all must refresh replicas alike
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from zerofx.checkpoint.dcp import tensor_shard
+
+        return tensor_shard(self, index)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held, ranks = self._local.numel(), self._group.layout.world_size
         return (
@@ -82,7 +100,7 @@ class ShardedTensor(torch.Tensor):
         self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickling (torch.save)", "save full_tensor() of it, which every rank must call")
+        self._refuse("pickling (torch.save)", "use zerofx.save, or zerofx.full_state_dict, which every rank must call")
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # PyTorch does not dispatch it
         self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
@@ -205,6 +223,15 @@ def _check_backend(what: str) -> None:
 def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
     tensor._group, tensor._slot, tensor._local = group, slot, local
     return tensor
+
+
+def count_write(tensor: ShardedTensor) -> None:
+    """Count a write, so that a backward that saved the old value raises, and replicas are refreshed.
+
+    The slice's too: PyTorch's fused optimizers count none.
+    """
+    with DisableTorchFunction():
+        torch.autograd.graph.increment_version([tensor, tensor._local])
 
 
 def detach(tensor: ShardedTensor) -> ShardedTensor:

@@ -1,0 +1,26 @@
+"""Checkpoints: `save`, `load`, `latest`, and weights for other programs.
+
+============  ======================================================================================
+file          what it knows
+============  ======================================================================================
+boxes         a flat slice as rectangles
+dcp           torch.distributed.checkpoint's protocol, and its index read safely
+ranks         an error of one rank is an error of all
+folder        a checkpoint is whole or not there
+state         module and optimizer by name
+extra         random generators, schedulers, plain values
+saving        from states to a folder
+sources       what can be loaded: four formats in one view
+restore       what goes where
+loading       from a folder to states
+export        unsharded weights
+deepspeed     ZeRO's checkpoints
+============  ======================================================================================
+"""
+
+from zerofx.checkpoint.export import export_safetensors, full_state_dict
+from zerofx.checkpoint.loading import latest, load
+from zerofx.checkpoint.ranks import CheckpointError
+from zerofx.checkpoint.saving import Saving, save
+
+__all__ = ["CheckpointError", "Saving", "export_safetensors", "full_state_dict", "latest", "load", "save"]

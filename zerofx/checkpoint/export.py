@@ -1,0 +1,199 @@
+"""Ordinary, unsharded weights: in memory, or as safetensors that Hugging Face reads.
+
+Weights come to rank 0 one at a time, each rank sending its slice::
+
+    rank 0    ####┐          one weight whole ──▶ the file
+    rank 1    ####┼── send ──▶
+    rank 2    ####┘
+
+so nobody ever holds more than its shard and one weight. A safetensors file begins with a header that says where
+everything will be, then come the bytes in that order: shapes are known, so it is written front to back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofx._torch import resolve_process_group
+from zerofx.checkpoint.folder import sync, writing
+from zerofx.checkpoint.ranks import CheckpointError, Ranks
+from zerofx.checkpoint.saving import wait_for_pending
+from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
+from zerofx.checkpoint.state import model_state, names_of, unwrapped
+from zerofx.parameter import ShardedTensor
+
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
+
+
+def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, Any]:
+    """``module.state_dict()`` as if it had never been sharded: plain tensors on the CPU. A collective.
+
+    Args:
+        module: sharded in any stage.
+        rank0_only: the others get an empty dictionary. False: everything, on every rank.
+    """
+    ranks = Ranks.of(module)
+    wait_for_pending(ranks)
+    full: dict[int, torch.Tensor] = {}
+    result: dict[str, Any] = {}
+    for name, value in unwrapped(module).state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in full:
+            whole = _bring(value.detach(), everywhere=not rank0_only)
+            if whole is not None:
+                full[id(value)] = whole
+        result[name] = full.get(id(value)) if isinstance(value, torch.Tensor) else value
+    return result if ranks.rank == 0 or not rank0_only else {}
+
+
+def export_safetensors(
+    module: nn.Module,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write the weights as a Hugging Face folder: ``from_pretrained`` reads it, `zerofx.load` too. A collective.
+
+    ``model.safetensors``, or several with ``model.safetensors.index.json``; and ``config.json`` where the module has a
+    Hugging Face configuration. Tied weights are written once, under their first name.
+
+    Args:
+        module: sharded in any stage.
+        path: the folder; other files in it are left alone. Weights that are there are replaced once all new files are
+            written.
+        dtype: of floating-point weights in the file; None: as they are (with ``MixedPrecision`` the masters).
+        max_file_bytes: start a new file when one would be larger.
+
+    Raises:
+        CheckpointError: on every rank: rank 0 could not write, or safetensors has no name for a dtype.
+    """
+    ranks, folder = Ranks.of(module), Path(path)
+    what = f"Exporting to {folder}"
+    wait_for_pending(ranks)
+    entries: list[tuple[str, torch.Tensor, torch.dtype]] = []
+
+    def collect() -> None:
+        aliases = {alias for names in names_of(module).values() for alias in names[1:]}
+        for name, value in model_state(module).items():
+            if isinstance(value, torch.Tensor) and name not in aliases:
+                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                if kind not in _DTYPE_NAMES:
+                    raise CheckpointError(f"{name} is {kind}, which safetensors cannot hold: pass dtype=")
+                entries.append((name, value, kind))
+        folder.mkdir(parents=True, exist_ok=True)
+
+    ranks.together(what, collect)
+    files = _divide(entries, max_file_bytes)
+    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    names = ["model.safetensors"] if len(files) == 1 else names
+    for name, members in zip(names, files, strict=True):
+        _write_file(folder / f".{name}.tmp", members, ranks, what)
+
+    def publish() -> None:
+        stale = set(folder.glob("model*.safetensors")) - {folder / name for name in names}
+        for name in names:
+            os.replace(folder / f".{name}.tmp", folder / name)
+        (folder / SAFETENSORS_INDEX).unlink(missing_ok=True)
+        if len(files) > 1:
+            where = {entry[0]: name for name, members in zip(names, files, strict=True) for entry in members}
+            index = {"metadata": {"total_size": sum(map(_nbytes, entries))}, "weight_map": where}
+            with writing(folder / f".{SAFETENSORS_INDEX}.tmp") as file:
+                file.write(json.dumps(index, indent=1).encode())
+            os.replace(folder / f".{SAFETENSORS_INDEX}.tmp", folder / SAFETENSORS_INDEX)
+        for path in stale:
+            path.unlink()
+        config: Any = getattr(unwrapped(module), "config", None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)
+        sync(folder)
+
+    ranks.together(what, publish, only=0)
+
+
+def _divide(
+    entries: list[tuple[str, torch.Tensor, torch.dtype]], limit: int
+) -> list[list[tuple[str, torch.Tensor, torch.dtype]]]:
+    """Consecutive entries of ``limit`` bytes at most, or one that is larger."""
+    files: list[list[tuple[str, torch.Tensor, torch.dtype]]] = [[]]
+    room = limit
+    for entry in entries:
+        if _nbytes(entry) > room and files[-1]:
+            files.append([])
+            room = limit
+        files[-1].append(entry)
+        room -= _nbytes(entry)
+    return files
+
+
+def _nbytes(entry: tuple[str, torch.Tensor, torch.dtype]) -> int:
+    return math.prod(entry[1].shape) * entry[2].itemsize
+
+
+def _write_file(path: Path, entries: list[tuple[str, torch.Tensor, torch.dtype]], ranks: Ranks, what: str) -> None:
+    """One file, on rank 0, while the others send. A write that fails is reported once all have sent."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, value, dtype in entries:
+        end = at + math.prod(value.shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(value.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    incoming = ((_bring(value), dtype) for _, value, dtype in entries)
+
+    def write() -> None:
+        path.unlink(missing_ok=True)
+        with writing(path) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for whole, dtype in incoming:
+                assert whole is not None, "rank 0 has them all"
+                file.write(whole.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+                del whole  # before the next one comes
+
+    error: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            write()
+        except Exception as e:
+            path.unlink(missing_ok=True)
+            error = e
+    for _ in incoming:  # what is left to send, or to receive where writing has failed
+        pass
+    ranks.together(what, lambda: _raise(error))
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
+    """The whole of ``tensor`` on the CPU of rank 0 (or of every rank), None elsewhere."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor.detach().to("cpu", copy=True)
+    if everywhere:
+        return tensor.full_tensor().cpu()
+    group, slot, layout = tensor._group, tensor._slot, tensor._group.layout
+    process_group = resolve_process_group(group.group_name)
+    if group.rank != 0:
+        if tensor._local.numel():
+            # As bytes: gloo does not know every dtype.
+            dist.send(tensor._local.view(torch.uint8), group=process_group, group_dst=0)
+        return None
+    flat = tensor._local.new_empty(slot.numel)
+    for rank in range(layout.world_size):
+        piece = layout.piece(slot, rank)
+        part = flat.narrow(0, piece.in_parameter, piece.length)
+        if rank == 0:
+            part.copy_(tensor._local)
+        elif piece.length:
+            dist.recv(part.view(torch.uint8), group=process_group, group_src=rank)
+    return flat.view(slot.shape).cpu()

@@ -1,0 +1,167 @@
+"""The ranks that save or load together, and how an error of one becomes an error of all.
+
+::
+
+    rank 0    work ── fine ──────────┐             ┌── CheckpointError: rank 1: no space left on device
+    rank 1    work ── no space left ─┤ all-gather  ├── CheckpointError: rank 1: no space left on device
+    rank 2    work ── fine ──────────┘             └── CheckpointError: rank 1: no space left on device
+
+Work that may fail holds no collective of its own, so that no rank waits for one that has given up.
+
+A save in the background must not come between the collectives of training. It talks through the store by which the
+ranks once found each other (`Aside`). A process group of its own would do too, but not in a run that `torchrun` has
+restarted: the store keeps the addresses of the dead, and a second gloo group tries to connect to them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from zerofx._torch import default_store, resolve_process_group
+from zerofx.shard import groups_of
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be saved or loaded: the same on every rank."""
+
+
+class Ranks:
+    """The ranks that share a module, or this process alone.
+
+    Attributes:
+        rank: this one's place among them.
+        size: how many they are.
+    """
+
+    def __init__(self, group_name: str | None) -> None:
+        self._name = group_name  # see `zerofx.group.ShardGroup.group_name`
+        self.rank = 0 if group_name is None else self._group.rank()
+        self.size = 1 if group_name is None else self._group.size()
+
+    @staticmethod
+    def of(module: nn.Module) -> Ranks:
+        """The ranks that ``module`` is sharded over; for a plain one, all there are."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks(None)
+        groups = groups_of(module)
+        shared = groups[0].process_group if groups else dist.group.WORLD
+        assert shared is not None
+        return Ranks(None if shared.size() == 1 else shared.group_name)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self._name is not None
+        return resolve_process_group(self._name)
+
+    @property
+    def key(self) -> str:
+        """What tells these ranks from others of this process."""
+        return self._name or ""
+
+    def aside(self) -> Ranks:
+        """The same ranks for a thread in the background. A collective."""
+        if self._name is None:
+            return self
+        return Aside(self._name, self.all_gather(uuid.uuid4().hex)[0])
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, on every rank."""
+        values = [value] * self.size
+        if self._name is not None:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value`` on rank 0; nothing elsewhere."""
+        if self._name is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values or []
+
+    def scatter(self, values: list[T]) -> T:
+        """The one of rank 0's ``values`` that is this rank's."""
+        if self._name is None:
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values if self.rank == 0 else None, group=self._group, group_src=0)
+        return mine[0]
+
+    def together(self, what: str, work: Callable[[], T], *, only: int | None = None) -> list[T]:
+        """Do ``work`` on every rank (or on rank ``only``) and return every rank's result.
+
+        Raises:
+            CheckpointError: on all ranks, where one of them failed: ``what`` was done, and why it failed.
+        """
+        result: Any = None
+        error: Exception | None = None
+        if only is None or only == self.rank:
+            try:
+                result = work()
+            except Exception as e:
+                error = e
+        answers = self.all_gather((result, _describe(error)))
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+        if failed:
+            same = all(text == answers[0][1] for _, text in answers)
+            raise CheckpointError(f"{what} failed: {answers[0][1] if same else '; '.join(failed)}") from error
+        return [answer for answer, _ in answers]
+
+
+def _describe(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+class Aside(Ranks):
+    """Ranks that talk through the store, in a thread beside their collectives.
+
+    Each exchange has a number; a rank's value in it is the key ``<number>/<rank>``. Nobody is told when a rank dies:
+    whoever waits gives up when its own program has ended, or after ``PATIENCE`` seconds.
+    """
+
+    PATIENCE = 30 * 60.0
+
+    def __init__(self, group_name: str, name: str) -> None:
+        super().__init__(group_name)
+        self._store = dist.PrefixStore(f"zerofx/{name}", default_store())
+        self._number = 0
+
+    def all_gather(self, value: T) -> list[T]:
+        return self._exchange({self.rank: value}, range(self.size))
+
+    def gather(self, value: T) -> list[T]:
+        return self._exchange({self.rank: value}, range(self.size) if self.rank == 0 else [])
+
+    def scatter(self, values: list[T]) -> T:
+        given = dict(enumerate(values)) if self.rank == 0 else {}
+        return self._exchange(given, [self.rank])[0]
+
+    def _exchange(self, given: dict[int, Any], wanted: Iterable[int]) -> list[Any]:
+        self._number += 1
+        for rank, value in given.items():
+            self._store.set(f"{self._number}/{rank}", pickle.dumps(value))  # type: ignore[arg-type]
+        return [pickle.loads(self._get(f"{self._number}/{rank}")) for rank in wanted]
+
+    def _get(self, key: str) -> bytes:
+        """Asks again and again: a wait would keep the store from the program's other threads."""
+        start, pause = time.monotonic(), 0.001
+        while not self._store.check([key]):
+            if not threading.main_thread().is_alive():
+                raise CheckpointError("the program ended before it was done")
+            if time.monotonic() - start > self.PATIENCE:
+                raise CheckpointError(f"another rank has not answered for {self.PATIENCE:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return self._store.get(key)

@@ -1,0 +1,261 @@
+"""What of a checkpoint goes where in a module and its optimizer.
+
+Names must match, and shapes; dtypes need not. Where the precision of weights changes, the most precise number there is
+counts, the *master*, wherever a checkpoint keeps it:
+
+=========================  ================================  ==========================================
+in the checkpoint          loaded into a float32 weight      loaded into a low-precision weight whose
+                                                             optimizer is a `zerofx.AdamW`
+=========================  ================================  ==========================================
+float32 weight             the weight                        weight rounded; the master is the weight
+bfloat16 weight, master    the master                        both
+bfloat16 weight,           weight and remainder, joined      both (or joined, as the optimizer has it)
+remainder
+bfloat16 weight alone      the weight                        the weight; the master is its value
+=========================  ================================  ==========================================
+
+Optimizer state is matched by parameter. Whether ``torch.optim.AdamW`` or `zerofx.AdamW` wrote it makes no difference;
+that an Adam's is loaded into an SGD is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.checkpoint.ranks import CheckpointError
+from zerofx.checkpoint.sources import Entry, Source
+from zerofx.checkpoint.state import local, names_of, new_like, owned, unwrapped
+from zerofx.kernels.split import join
+from zerofx.optim import AdamW
+from zerofx.parameter import ShardedTensor
+
+MASTERS = ("master", "remainder")
+SCALARS = ("step", "eta", "mu", "mu_product")
+"""State that PyTorch's optimizers keep once per parameter. (Of a parameter without dimensions all state looks so.)"""
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how an optimizer computes, not what: the running program's count."""
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Options that learning-rate schedulers add."""
+
+
+class Binding:
+    """All that is to be read, and what to do with it then.
+
+    Attributes:
+        reads: entries, and the tensors to fill from them in place.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.reads: list[tuple[Entry, torch.Tensor]] = []
+        self.joins: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.values: dict[str, Any] = {}
+        self.numbered: dict[str, Any] | None = None
+        self._module, self._optimizer = unwrapped(module), optimizer
+
+    def finish(self) -> None:
+        """Hand what was read to module and optimizer, through their own ``load_state_dict``.
+
+        That runs their hooks; a value that was filled in place is recognised, and counted as written on every rank.
+        """
+        for weight, remainder in self.joins:
+            local(weight).copy_(join(local(weight).bfloat16(), local(remainder)))
+        self._module.load_state_dict(self.values)
+        if self._optimizer is not None:
+            assert self.numbered is not None
+            self._optimizer.load_state_dict(self.numbered)
+
+
+def bind(module: nn.Module, optimizer: torch.optim.Optimizer | None, source: Source) -> Binding:
+    """Check ``source`` against ``module`` and ``optimizer``; nothing is read yet, and nothing has changed.
+
+    Raises:
+        CheckpointError: what does not fit, by name.
+    """
+    binding = Binding(module, optimizer)
+    _bind_model(binding, module, source)
+    if optimizer is not None:
+        _bind_optimizer(binding, module, optimizer, source)
+    return binding
+
+
+def _bind_model(binding: Binding, module: nn.Module, source: Source) -> None:
+    state = unwrapped(module).state_dict()
+    aliases = {name: names for names in names_of(module).values() for name in names}
+    missing: list[str] = []
+    done: set[str] = set()
+    for name, value in state.items():
+        known = [name, *aliases.get(name, [])]
+        if not isinstance(value, torch.Tensor):
+            if name not in source.values:
+                missing.append(name)
+            value = source.values.get(name)
+        elif not any(n in source.model for n in known):
+            missing.append(name)
+        elif not done & set(known):  # tied weights once
+            key = next(n for n in known if n in source.model)
+            _bind_weight(binding, source, name, key, value)
+            done.add(name)
+        binding.values[name] = value
+    unexpected = sorted((source.model.keys() | source.values.keys()) - state.keys())
+    if missing or unexpected:
+        parts = [f"it lacks {_some(missing)}"] if missing else []
+        parts += [f"it has {_some(unexpected)}, which the module has not"] if unexpected else []
+        raise CheckpointError(f"{source.where} is not of this {type(unwrapped(module)).__name__}: {'; '.join(parts)}.")
+
+
+def _bind_weight(binding: Binding, source: Source, name: str, key: str, value: torch.Tensor) -> None:
+    entry = source.model[key]
+    _check(source, name, entry, value)
+    state = (source.optimizer or {}).get(key, {})
+    if value.dtype.itemsize >= 4 and value.is_floating_point() and entry.dtype.itemsize < 4:
+        if isinstance(state.get("master"), Entry):
+            _check(source, f"the master of {name}", state["master"], value)
+            entry = state["master"]
+        elif isinstance(state.get("remainder"), Entry) and entry.dtype == torch.bfloat16:
+            _check(source, f"the remainder of {name}", state["remainder"], value, whole=True)
+            remainder = new_like(value, torch.int16)
+            binding.reads.append((state["remainder"], remainder))
+            binding.joins.append((value, remainder))
+    binding.reads.append((entry, value))
+
+
+def _check(source: Source, name: str, entry: Entry, value: torch.Tensor, *, whole: bool = False) -> None:
+    if entry.shape != tuple(value.shape):
+        raise CheckpointError(
+            f"{source.where} is not of this module: {name} has shape {list(entry.shape)} there, "
+            f"{list(value.shape)} here."
+        )
+    same_kind = entry.dtype.is_floating_point == value.dtype.is_floating_point
+    if not whole and entry.dtype != value.dtype and not (same_kind and value.dtype.is_floating_point):
+        raise CheckpointError(f"{source.where}: {name} is {entry.dtype} there, {value.dtype} here.")
+
+
+def _bind_optimizer(binding: Binding, module: nn.Module, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    if source.optimizer is None:
+        raise CheckpointError(
+            f"{source.where} holds no optimizer's state: load without the optimizer for weights alone."
+        )
+    aliases = {names[0]: names for names in names_of(module).values()}
+    mine = {name: (number, p) for number, name, p in owned(module, optimizer)}
+    found = {name: next((n for n in aliases[name] if n in source.options), None) for name in mine}
+    strangers = sorted(source.optimizer.keys() - {n for name in mine for n in aliases[name]})
+    lacking = sorted(name for name in mine if found[name] is None)
+    if strangers or lacking:
+        parts = [f"{_some(lacking)} of this optimizer had none when it was saved"] if lacking else []
+        parts += [f"it has state of {_some(strangers)}, which this optimizer does not have"] if strangers else []
+        raise CheckpointError(f"{source.where} is of an optimizer of other parameters: {'; '.join(parts)}.")
+    numbered = {p: (number, name) for name, (number, p) in mine.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        members = [numbered[p] for p in group["params"]]
+        options = _options(source, optimizer, group, [str(found[name]) for _, name in members])
+        groups.append({**options, "params": [number for number, _ in members]})
+    states = {}
+    per_element = _per_element(source.optimizer, {n: p for name, (_, p) in mine.items() for n in aliases[name]})
+    for name, (number, parameter) in mine.items():
+        saved = next((source.optimizer[n] for n in aliases[name] if n in source.optimizer), None)
+        if saved:
+            if lost := per_element.keys() - saved.keys() - set(MASTERS):
+                raise CheckpointError(f"{source.where} is damaged: it lacks {sorted(lost)[0]} of {name}.")
+            states[number] = _bind_state(binding, source, optimizer, name, parameter, saved, per_element)
+    binding.numbered = {"state": states, "param_groups": groups}
+
+
+def _per_element(states: dict[str, dict[str, Any]], parameters: dict[str, torch.Tensor]) -> dict[str, bool]:
+    """Which names of state stand for a number per element of the parameter (True), which for one in all."""
+    found: dict[str, bool] = {}
+    for name, state in states.items():
+        for what, value in state.items():
+            one = not isinstance(value, Entry) or math.prod(value.shape) == 1 != parameters[name].numel()
+            found[what] = found.get(what, what not in SCALARS) and not one
+    return found
+
+
+def _bind_state(
+    binding: Binding,
+    source: Source,
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    parameter: torch.Tensor,
+    saved: dict[str, Any],
+    per_element: dict[str, bool],
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    low = parameter.is_floating_point() and parameter.dtype.itemsize < 4
+    keeps_masters = isinstance(optimizer, AdamW) and optimizer.master is not None and low
+    if keeps_masters and not set(MASTERS) & set(saved):
+        weight = source.model.get(name)
+        if weight is not None and weight.dtype.itemsize >= 4:
+            saved = {**saved, "master": weight}
+    for what, value in saved.items():
+        if what in MASTERS and not keeps_masters:
+            continue  # the weight is the master, or nobody keeps one
+        if not isinstance(value, Entry):
+            state[what] = value
+        elif per_element.get(what, True) and (value.shape == parameter.shape or isinstance(parameter, ShardedTensor)):
+            _check(source, f"{what} of {name}", value, parameter, whole=True)
+            state[what] = _target(optimizer, parameter, what, value.dtype)
+            binding.reads.append((value, state[what]))
+        else:
+            state[what] = torch.empty(value.shape, dtype=value.dtype)
+            binding.reads.append((value, state[what]))
+    return state
+
+
+def _target(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, what: str, dtype: torch.dtype) -> torch.Tensor:
+    """Where to read state to: where the optimizer has it already, else a new tensor, which it takes over."""
+    there = optimizer.state.get(parameter, {}).get(what)
+    fits = isinstance(there, torch.Tensor) and there.shape == parameter.shape and there.dtype == dtype
+    if fits and isinstance(there, ShardedTensor) == isinstance(parameter, ShardedTensor):
+        return there
+    return new_like(parameter, dtype)
+
+
+def _options(
+    source: Source, optimizer: torch.optim.Optimizer, group: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
+    """The options of a parameter group: those that were saved for its parameters, which must agree."""
+    current = {k: v for k, v in group.items() if k != "params"}
+    if not names:
+        return current
+    saved = [source.options[name] for name in names]
+    for name, options in zip(names, saved):
+        for option, value in options.items():
+            if option not in IMPLEMENTATION and not _equal(value, saved[0].get(option)):
+                raise CheckpointError(
+                    f"{source.where}: {names[0]} and {name} are in one parameter group of this optimizer and were in "
+                    f"two when it was saved, with {option}={saved[0].get(option)!r} and {value!r}. Group them as then."
+                )
+    ours = current.keys() - set(IMPLEMENTATION) - set(SCHEDULED)
+    theirs = saved[0].keys() - set(IMPLEMENTATION) - set(SCHEDULED)
+    if ours - theirs and theirs - ours:
+        raise CheckpointError(
+            f"{source.where} holds the state of another kind of optimizer than {type(optimizer).__name__}: it has the "
+            f"options {sorted(theirs - ours)} and not {sorted(ours - theirs)}."
+        )
+    taken = {k: _as(v, current.get(k)) for k, v in saved[0].items() if k in ours or k in SCHEDULED}
+    return {**current, **taken}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return b is not None and a is not None and bool(torch.as_tensor(a) == torch.as_tensor(b))
+    return (tuple(a) == tuple(b)) if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) else a == b
+
+
+def _as(value: Any, current: Any) -> Any:
+    """``value`` as a tensor or a number, as the running optimizer has it."""
+    if isinstance(current, torch.Tensor):
+        return torch.as_tensor(value, dtype=current.dtype, device=current.device).clone()
+    if isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
+        return value.item()
+    return value
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

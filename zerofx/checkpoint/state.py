@@ -1,0 +1,105 @@
+"""What a module and its optimizer are made of, by name.
+
+Everything is known by the name that the module's own ``state_dict()`` has for it, as in FSDP2::
+
+    model.<name>                      a parameter or buffer
+    optim.state.<name>.<what>         exp_avg, momentum_buffer, step, ...
+    optim.param_groups.<i>.<option>   lr, betas, ..., and params: the names in the group
+
+as ``torch.distributed.checkpoint`` writes the two dictionaries that its ``state_dict.get_state_dict`` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.parameter import ShardedTensor
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """``module`` without DistributedDataParallel and ``torch.compile`` around it, which prefix its names."""
+    while True:
+        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else None
+        inner = inner or getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def model_state(module: nn.Module) -> dict[str, Any]:
+    """What ``module.state_dict()`` has: parameters and buffers, sharded ones as they are, and extra state."""
+    state = unwrapped(module).state_dict(keep_vars=True)
+    return {name: plain(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without autograd and, in stage 0, without its class; the same memory."""
+    return tensor.detach() if not isinstance(tensor, ShardedTensor) else tensor
+
+
+def names_of(module: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """The names of each parameter: several where it is tied."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, value in unwrapped(module).state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, []).append(name)
+    return names
+
+
+def owned(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """``optimizer``'s parameters in its order: number, name, parameter.
+
+    Raises:
+        ValueError: one that is not the module's.
+    """
+    names = names_of(module)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(parameters):
+        if p not in names:
+            raise ValueError(
+                f"parameter {number} of {type(optimizer).__name__}, of shape {list(p.shape)}, is not one of "
+                f"{type(module).__name__}'s: pass the module whose parameters the optimizer was made with."
+            )
+        yield number, names[p][0], p
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with names in the place of numbers; parameters without a state have none here."""
+    name_of = {number: name for number, name, _ in owned(module, optimizer)}
+    numbered = optimizer.state_dict()
+    groups = [
+        {**group, "params": [name_of[number] for number in group["params"]]} for group in numbered["param_groups"]
+    ]
+    return {
+        "state": {name_of[number]: dict(state) for number, state in numbered["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def new_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of ``dtype`` for each element of ``parameter``, sharded as it is."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.like(torch.empty_like(parameter._local, dtype=dtype))
+    return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+
+
+def non_finite(state: dict[str, Any]) -> str | None:
+    """The name of the first tensor of ``state`` of which this rank holds an element that is NaN or infinite.
+
+    A sum finds it at the speed of memory; where that is not finite it may just have overflowed, so one looks again.
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            mine = local(value).detach()
+            if not mine.sum(dtype=torch.float32).isfinite() and not mine.isfinite().all():
+                return name
+    return None
