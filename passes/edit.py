@@ -70,14 +70,12 @@ def after_inputs(node: Node) -> Node:
     return last
 
 
-def placeholder(graph: Graph, name: str, value: Any, tag: Tag) -> Node:
-    """A new last input of the graph."""
-    name, taken = re.sub(r"\W", "_", name), {node.name for node in graph.nodes}
-    while name in taken:
-        name += "_"
-    last = last_placeholder(graph)
+def placeholder(graph: Graph, name: str, value: Any, tag: Tag, last: Node | None = None) -> Node:
+    """A new last input of the graph. ``last``: the one before it, for callers who know and add many."""
+    last = last or last_placeholder(graph)
     with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
-        node = graph.placeholder(name)
+        node = graph.placeholder(re.sub(r"\W", "_", name))
+    node.target = node.name  # unlike the target, the graph made it unique
     node.meta |= {"zerofx": tag, "val": value}
     return node
 

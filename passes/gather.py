@@ -44,19 +44,21 @@ def gather(gm: GraphModule, ctx: Context) -> int:
     order = edit.positions(graph)
     for node in sorted((n for n in placeholders if n.users), key=lambda n: min(order[u] for u in n.users)):
         by_group.setdefault(ctx.parameters[node.name].layout, []).append(node)
+    last = edit.last_placeholder(graph)
     for layout, nodes in by_group.items():
-        _bring(graph, ctx, layout, nodes)
+        last = _bring(graph, ctx, layout, nodes, last)
     for node in placeholders:
         graph.erase_node(node)
     return edit.finish(gm, len(placeholders))
 
 
-def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -> None:
+def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], last: Node | None) -> Node:
+    """Bring the parameters of one group; returns the placeholder of its buffer, which comes behind ``last``."""
     sharded = ctx.stage == 3
     kind = "shard" if sharded else "replica"
     dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
     value = nodes[0].meta["val"].new_empty(layout.shard_numel if sharded else layout.numel, dtype=dtype)
-    buffer = edit.placeholder(graph, f"{kind}_{layout.name}", value, Tag(kind, layout.name))
+    buffer = edit.placeholder(graph, f"{kind}_{layout.name}", value, Tag(kind, layout.name), last)
     ctx.shards.append(layout)
 
     first_use = min(min(n.users) for n in nodes)
@@ -74,6 +76,7 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node]) -
                     weight = edit.insert(graph, edit.CAST, (weight, layout.dtype), tag=tag, near=first_use)
                 brought[ref] = weight
             node.replace_all_uses_with(brought[ref])
+    return buffer
 
 
 def _drop_saved(graph: Graph, ctx: Context) -> None:

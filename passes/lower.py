@@ -73,7 +73,7 @@ def lower(gm: GraphModule, ctx: Context) -> int:
 def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     """Node -> nodes that must come before it, besides those it reads (and, if it reads them, be stored first)."""
     after: dict[Node, list[Node]] = defaultdict(list)
-    order = edit.positions(gm.graph)
+    order, nodes = edit.positions(gm.graph), list(gm.graph.nodes)
     dead: list[Node] = []
     started: list[Node] = []  # since the last wait
     previous: list[Node] = []
@@ -84,14 +84,15 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "all_gather":
             for buffer in dead:
-                uses, stored = _uses_before(buffer, node, order)
+                uses, stored = _uses_before(buffer, node, order, nodes)
                 after[node] += uses
                 for value in stored:
                     first = min(value.users, key=order.__getitem__)
                     if first.op != "output":
                         after[first].append(value)
             after[node] += previous
-            dead, started, previous = [], [*started, node], [node]
+            dead, previous = [], [node]
+            started.append(node)
         else:
             if node.meta["zerofx"].group != waited:
                 waited, ahead, started = node.meta["zerofx"].group, started, []
@@ -99,7 +100,7 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
 
 
-def _uses_before(buffer: Node, node: Node, order: dict[Node, int]) -> tuple[list[Node], list[Node]]:
+def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[Node]) -> tuple[list[Node], list[Node]]:
     """What must have run for ``buffer`` to be free at ``node``, and which of it must be stored.
 
     The first are the kernels that read ``buffer``, or values that Inductor may compute inside of the kernels that read
@@ -108,10 +109,9 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int]) -> tuple[list
     uses, stored = [], []
     views = edit.aliases(buffer)
     todo = sorted({order[user] for view in views for user in view.users} - {order[view] for view in views})
-    at = {i: n for n, i in order.items()}
     seen = set(todo)
     while todo:
-        user = at[heappop(todo)]
+        user = nodes[heappop(todo)]
         if user.meta.get("zerofx", Tag("", "")).kind == "discard":
             continue
         if is_kernel(user):

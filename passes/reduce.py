@@ -61,7 +61,10 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
             outputs[i] = None
     edit.set_output_values(gm.graph, outputs)
     if ctx.sync == "merge":
-        found = [(ref, _add_kept(gm.graph, ctx, grad, ref)) for ref, grad in found]
+        last = edit.last_placeholder(gm.graph)
+        for i, (ref, grad) in enumerate(found):
+            last = _kept(gm.graph, ctx, grad, ref, last)
+            found[i] = ref, _add(gm.graph, grad, last, ref)
     return found
 
 
@@ -91,9 +94,12 @@ def _is_widening(node: Node) -> bool:
     return edit.is_cast(node) and node.all_input_nodes[0].meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
 
 
-def _add_kept(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) -> Node:
-    tag = Tag("kept", ref.layout.name)
-    kept = edit.placeholder(graph, f"kept_{ref.slot.name}", torch.empty_like(grad.meta["val"]), tag)
+def _kept(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef, last: Node | None) -> Node:
     ctx.kept.append(ref)
+    value, tag = torch.empty_like(grad.meta["val"]), Tag("kept", ref.layout.name)
+    return edit.placeholder(graph, f"kept_{ref.slot.name}", value, tag, last)
+
+
+def _add(graph: Graph, grad: Node, kept: Node, ref: ParameterRef) -> Node:
     with graph.inserting_after(edit.after_inputs(grad)):
         return edit.insert(graph, _aten.add.Tensor, (grad, kept), tag=Tag("prepare", ref.layout.name), near=grad)

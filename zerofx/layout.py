@@ -102,6 +102,10 @@ class GroupLayout:
         if self.numel < end or self.numel % self.world_size or self.shard_numel % align:
             raise ValueError(f"group {self.name!r}: {self.numel} elements do not divide over {self.world_size} ranks")
 
+    def __hash__(self) -> int:
+        """Of its name and size: two layouts that agree in these are rarely different, and slots may be thousands."""
+        return hash((self.name, self.dtype, self.requires_grad, self.world_size, self.numel))
+
     @property
     def shard_numel(self) -> int:
         return self.numel // self.world_size
