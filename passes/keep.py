@@ -104,9 +104,9 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
         wait.replace_all_uses_with(buffer)
         ctx.gathered.append(group)
         _erase(graph, wait)
-        brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard")}
-        ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
         yield buffer
+    brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard")}
+    ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
 
 
 def _erase(graph: Graph, node: Node) -> None:
