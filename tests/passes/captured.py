@@ -82,7 +82,9 @@ class Pair:
     flats: Flats
     context: Context
 
-    def get(self, phase: str, recipes: dict[str, Recipe], kept: dict[str, Gathered]) -> tuple[GraphModule, Context]:
+    def get(
+        self, phase: str, recipes: dict[str, Recipe], kept: dict[str, Gathered] | None = None
+    ) -> tuple[GraphModule, Context]:
         gm = GraphModule(self.graphs[phase], copy.deepcopy(self.graphs[phase].graph))
         output, index_of = gm.graph.output_node(), _torch.input_index
         parameters = {n.name: self.refs[i] for n in _placeholders(gm) if (i := index_of(n)) in self.refs}
@@ -94,7 +96,7 @@ class Pair:
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients={position: self.refs[i] for position, i in grads if i in self.refs},
             recipes=recipes,
-            kept_gathered=kept,
+            kept_gathered={} if kept is None else kept,
             shards=[],
             saved_names={},
             saved_parameters={},
