@@ -105,7 +105,7 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
         ctx.gathered.append(group)
         _erase(graph, wait)
         yield buffer
-    brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard")}
+    brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
     ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
 
 

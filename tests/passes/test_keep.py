@@ -130,10 +130,13 @@ def test_backward_gathers_anew_what_came_in_another_dtype() -> None:
     assert_left_alone(gm, ctx, keep)
 
 
-def test_backward_of_a_forward_that_kept_nothing_is_left_alone() -> None:
-    gm, ctx = mlp_backward(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_backward_of_a_forward_that_kept_nothing_is_left_alone(stage: int) -> None:
+    gm, ctx = mlp_backward(2, stage=stage)
     apply(gm, ctx, *BEFORE)
+    inputs = list(ctx.shards)
     assert_left_alone(gm, ctx, keep)
+    assert ctx.shards == inputs and inputs
 
 
 def test_a_group_that_is_gathered_in_two_parts_is_not_kept() -> None:
