@@ -96,11 +96,12 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
     waits: dict[str, list[Node]] = {}
     for wait in edit.tagged(graph, "wait"):
         waits.setdefault(wait.meta["zerofx"].group, []).append(wait)
+    buffer: Node | None = None
     for group, (wait, *more) in waits.items():
         value, kept = wait.meta["val"], ctx.kept_gathered.get(group)
         if kept is None or more or (value.numel(), value.dtype) != (kept.numel, kept.dtype):
             continue
-        buffer = edit.placeholder(graph, f"gathered_{group}", value, Tag("gathered", group))
+        buffer = edit.placeholder(graph, f"gathered_{group}", value, Tag("gathered", group), last=buffer)
         wait.replace_all_uses_with(buffer)
         ctx.gathered.append(group)
         _erase(graph, wait)

@@ -57,7 +57,7 @@ def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[
         budget = ctx.memory_budget - ctx.held_elsewhere
     starts = [i + 1 for i in range(len(gathers))]
     live = live_bytes(gathers, starts, held)
-    if max(live) > budget:
+    if gathers and max(live) > budget:
         group = gathers[max(0, live.index(max(live)) - 1)].group
         elsewhere = f" beside the {ctx.held_elsewhere:,} that other graphs keep" if ctx.held_elsewhere else ""
         raise ValueError(

@@ -317,3 +317,16 @@ def test_a_function_around_the_backend_is_known_by_functools_wraps(fake_world: C
     module = zerofx.shard(Gain(), stage=3)
     assert torch.compile(module, backend=watched)(torch.ones(300, 100)).eq(1).all()
     assert len(seen) == 1
+
+
+def refuse_gloo_on_a_gpu() -> str:
+    from zerofx.shard import check_backend
+
+    check_backend(dist.group.WORLD, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r'parameters on cuda with the backend gloo: .*init_process_group\("nccl"\)'):
+        check_backend(dist.group.WORLD, torch.device("cuda"))
+    return "refused"
+
+
+def test_gloo_with_parameters_on_a_gpu_is_refused(workers2: Workers) -> None:
+    assert workers2.run(refuse_gloo_on_a_gpu) == ["refused"] * 2

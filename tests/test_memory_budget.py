@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
@@ -77,3 +78,52 @@ def test_over_ten_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(wor
     for budget, result in results:
         assert result["live"] <= budget
         assert result["losses"] == results[0][1]["losses"]
+
+
+class TwoGraphs(nn.Module):
+    """Six layers, and a break that Dynamo cannot trace through between the third and the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        self.second = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def keep_in_two_graphs(groups_in_budget: int) -> list[dict[str, Any]]:
+    """What each graph keeps and has live, after an inference between the two backwards as well."""
+    torch.manual_seed(0)
+    net = TwoGraphs()
+    nbytes = (16 * 16 + 64) * 4  # of a group: a weight, a bias, and padding
+    options: dict[str, Any] = {"executor": "eager", "groups": zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)}
+    zerofx.compile(net, memory_budget=groups_in_budget * nbytes, **options)
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        net(x)  # graphs of its own, which keep nothing
+    net(x).backward()
+    with torch.no_grad():
+        net(x[:2])
+    net(x[:3]).backward()  # compiled anew
+    traces = [trace for record in zerofx.graphs(net) for trace in record.traces() if record.forward is not None]
+    return [
+        {
+            "phase": trace.context.phase,
+            "kept": len(trace.context.kept_gathered),
+            "elsewhere": trace.context.held_elsewhere / nbytes,
+            "live": trace.context.gathered_bytes / nbytes,
+        }
+        for trace in traces
+    ]
+
+
+@pytest.mark.parametrize("budget", [2, 3, 4, 5])
+def test_what_two_graphs_keep_is_within_one_budget(workers2: Workers, budget: int) -> None:
+    for traces in workers2.run(keep_in_two_graphs, budget, timeout=120):
+        first, _, second, _ = (trace for trace in traces if trace["phase"] == "forward")  # each for two batch sizes
+        assert first["kept"] > 0 and second["elsewhere"] == first["kept"]
+        for trace in traces:
+            assert trace["live"] + trace["elsewhere"] <= budget

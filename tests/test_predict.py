@@ -103,7 +103,8 @@ def test_peak_live_bytes_are_within_3_percent_of_those_measured(
         assert rank["predicted peak"] == pytest.approx(rank["peak"], rel=0.03)
 
 
-LOW = pytest.mark.xfail(reason="the peak is predicted a tenth too low, docs/predictions.md says so")
+# oneDNN's products in bfloat16 take memory of their own, more than their results in a model this small.
+LOW = pytest.mark.xfail(reason="what kernels take inside is not predicted, see docs/predictions.md", strict=False)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=LOW), pytest.param(3, marks=LOW)])

@@ -135,10 +135,10 @@ class _CompiledGraph:
             return self._compile_backward(gm, example_inputs, execute, static)
         ctx = self._context(gm, phase)
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
-        _torch.forget_output_strides(gm, [value.position for value in self.kept_gathered.values()])
         setattr(self.record, phase, trace)
-        family = next(iter(self.groups.values())).family
-        family.gathered[self.names] = sum(kept.nbytes for kept in self.kept_gathered.values())
+        if phase == "forward":
+            family = next(iter(self.groups.values())).family
+            family.gathered[self.names] = sum(left.nbytes for left in self.kept_gathered.values())
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
@@ -202,9 +202,10 @@ class _CompiledGraph:
         inputs = [examples[i] for i in kept] + new
         fixed = [k for k, i in enumerate(kept) if i in set(static)]
         fixed += range(len(kept), len(kept) + len(ctx.shards))
-        if ctx.phase == "forward":
-            _torch.forget_output_strides(gm, [value.position for value in self.kept_gathered.values()])
+        moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
+        _torch.forget_output_strides(gm, moved)
         compiled = execute(gm, inputs, fixed)
+        _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
         return compiled, kept, trace
 

@@ -167,8 +167,8 @@ class ShardGroup:
         self._gathered_at[buffer.data_ptr()] = self.shard._version
 
     def check_gathered(self, buffer: torch.Tensor) -> None:
-        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered."""
-        if self._gathered_at.get(buffer.data_ptr(), self.shard._version) != self.shard._version:
+        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered. Once."""
+        if self._gathered_at.pop(buffer.data_ptr(), self.shard._version) != self.shard._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of the group {self.layout.name!r}, between forward and backward. Run backward before the "

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zerofx._torch import backend_name
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.layout import GroupLayout
@@ -121,6 +122,15 @@ def _check(module: nn.Module) -> None:
             )
 
 
+def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse what gloo cannot do: it sends from and receives into host memory alone."""
+    if device.type != "cpu" and backend_name(process_group, device) == "gloo":
+        raise ValueError(
+            f"parameters on {device.type} with the backend gloo: expected one that works on that device. Call "
+            'torch.distributed.init_process_group("nccl"), or keep the module on the CPU.'
+        )
+
+
 def _plan_alike(
     module: nn.Module, options: Options, process_group: dist.ProcessGroup
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
@@ -130,6 +140,7 @@ def _plan_alike(
     planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
     try:
         _check(module)
+        check_backend(process_group, next(module.parameters()).device)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
