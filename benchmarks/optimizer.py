@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import tempfile
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,11 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
     os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
 
 
+def paired(times: list[float], base: list[float]) -> float:
+    """How many times as long as ``base``: the median over rounds, within which a noisy machine changes least."""
+    return statistics.median(map(truediv, times, base))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time of the optimizer's step, zerofx.AdamW beside its peers.")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), type=lambda text: text.split(","))
@@ -288,7 +294,7 @@ def main() -> int:
     out = args.out or ROOT / "benchmarks" / "results" / f"optimizer-{args.device}-{args.world}.json"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        torch.multiprocessing.spawn(run, (args, f"{folder}/store", str(answer)), nprocs=args.world)
+        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
         found = json.loads(answer.read_text())
 
     shard = found["parameters"] / args.world
@@ -299,12 +305,16 @@ def main() -> int:
             **{"median_s": median, "min_s": min(times), "max_s": max(times), "n": len(times)},
             **{"bytes_per_parameter": moved, "gb_per_s_and_rank": moved * shard / median / 1e9},
         }
-    base = rows.get("zerofx", next(iter(rows.values())))["median_s"]
-    print(f"{'contender':24} {'median ms':>9} {'min':>8} {'max':>8} {'/zerofx':>8} {'B/param':>8} {'GB/s':>6}")
+    yardsticks = [name for name in ("zerofx", "zerofx unclipped") if name in rows]
+    for name, row in rows.items():
+        row["times_as_long_as"] = {base: paired(found["times"][name], found["times"][base]) for base in yardsticks}
+    heads = "".join(f" {'/ ' + base:>18}" for base in yardsticks)
+    print(f"{'contender':24} {'median ms':>9} {'min':>8} {'max':>8} {'B/param':>8} {'GB/s':>6}{heads}")
     for name, row in sorted(rows.items(), key=lambda item: item[1]["median_s"]):
         line = f"{name:24} {1e3 * row['median_s']:9.2f} {1e3 * row['min_s']:8.2f} {1e3 * row['max_s']:8.2f}"
         moved, speed = row["bytes_per_parameter"], row["gb_per_s_and_rank"]
-        print(f"{line} {row['median_s'] / base:8.2f} {moved:8} {speed:6.1f}")
+        ratios = "".join(f" {ratio:18.2f}" for ratio in row["times_as_long_as"].values())
+        print(f"{line} {moved:8} {speed:6.1f}{ratios}")
     result = {
         "contenders": rows,
         "parameters": found["parameters"],
