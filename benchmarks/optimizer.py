@@ -174,6 +174,10 @@ class TorchFused(TorchOnShards):
     options = {"fused": True}
 
 
+class TorchFusedUnclipped(TorchFused):
+    kind, clip = "fp32", False
+
+
 class Fsdp2(Contender):
     """The step that FSDP2's users run: clip_grad_norm_ and AdamW on DTensors."""
 
@@ -231,6 +235,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "torch foreach": TorchForeach,
     "torch foreach unclipped": TorchForeachUnclipped,
     "torch fused": TorchFused,
+    "torch fused unclipped": TorchFusedUnclipped,
     "fsdp2": Fsdp2,
     "fsdp2 fused": Fsdp2Fused,
     "deepspeed cpu": DeepSpeedCpu,

@@ -53,10 +53,6 @@ if TYPE_CHECKING:
 
 Master = Literal["float32", "split"] | None
 Moments = torch.dtype | Literal["8bit"]
-_SPARSE = (
-    "zerofx.AdamW: a parameter of shape {} has a sparse gradient; use sparse=False in the embedding it belongs to, or "
-    "torch.optim.SparseAdam for it."
-)
 _OPTIONS = ("max_grad_norm", "master", "moments", "seed")
 
 
@@ -146,9 +142,6 @@ class AdamW(torch.optim.AdamW):
         assert self._spans is not None
         members = [member for span in self._spans for member in span.members]
         with DisableTorchFunction():
-            for member in members:
-                if member.parameter.grad is not None and member.parameter.grad.is_sparse:
-                    raise RuntimeError(_SPARSE.format(list(member.parameter.shape)))
             for member in members:
                 member.take_gradient()
         for span in self._spans:

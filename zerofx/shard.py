@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import torch
@@ -181,15 +182,14 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
     So is a step while gradients are kept back: the optimizer would not see them.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            shards = getattr(parameter, "_group", None)
-            if isinstance(shards, ShardGroup) and shards.has_kept():
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
-                    f"{shards.kept_slots()[0].name!r}, for one): run the last backward outside of zerofx.no_sync, or "
-                    "give them up with zerofx.drop_kept(module)."
-                )
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for shards in {getattr(parameter, "_group", None) for parameter in parameters}:
+        if isinstance(shards, ShardGroup) and shards.has_kept():
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
+                f"{shards.kept_slots()[0].name!r}, for one): run the last backward outside of zerofx.no_sync, or "
+                "give them up with zerofx.drop_kept(module)."
+            )
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
     if uses is None:

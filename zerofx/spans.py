@@ -56,11 +56,20 @@ class Member:
     row: int = 0
 
     def take_gradient(self) -> None:
-        """Look what ``parameter.grad`` is at this step."""
+        """Look what ``parameter.grad`` is at this step.
+
+        Raises:
+            RuntimeError: it is sparse.
+        """
         gradient = self.parameter.grad
         if isinstance(gradient, ShardedTensor):
             gradient = gradient._local
         elif gradient is not None:
+            if gradient.is_sparse:
+                raise RuntimeError(
+                    f"zerofx.AdamW: a parameter of shape {list(self.parameter.shape)} has a sparse gradient; use "
+                    "sparse=False in the embedding it belongs to, or torch.optim.SparseAdam for it."
+                )
             if gradient.stride() != self.parameter.stride():
                 gradient = torch.empty_like(self.parameter).copy_(gradient)
             gradient = in_memory_order(gradient)
@@ -216,7 +225,7 @@ def _continues(run: Run, member: Member, gradient: torch.Tensor) -> bool:
     first = run.gradient
     return (
         gradient.dtype == first.dtype
-        and gradient.data_ptr() - first.data_ptr() == (member.start - run.start) * first.element_size()
+        and gradient.data_ptr() == first.data_ptr() + (member.start - run.start) * first.itemsize
         and gradient.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     )
 
