@@ -182,7 +182,7 @@ def main() -> int:
         answer = Path(folder) / "answer.json"
         spawn: Any = torch.multiprocessing.spawn
         start = time.perf_counter()
-        spawn(run, (args, f"{folder}/rendezvous", str(answer)), nprocs=args.world)
+        spawn(run, (args, f"file://{folder}/rendezvous", str(answer)), nprocs=args.world)
         result = json.loads(answer.read_text())
     result |= {
         "command": " ".join(["python benchmarks/checkpoint.py", *sys.argv[1:]]),
