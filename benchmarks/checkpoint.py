@@ -4,8 +4,8 @@
     python benchmarks/checkpoint.py --folder /mnt/disk --rounds 9
 
 Both hold the same model, sharded over the same ranks, in float32. In every round each saves to a new folder and loads
-it again, in an order that rotates. All files are forced to the disk; zerofx writes and checks CRCs besides. The time is
-that of the slowest rank. ``stops`` is how long training stands still while a save goes on in the background.
+it again, in an order that rotates. All files are forced to the disk; zerofx writes and checks checksums besides. The
+time is that of the slowest rank. ``stops`` is how long training stands still while a save goes on in the background.
 
 What is loaded is compared with what was saved, bit for bit, at the end.
 """

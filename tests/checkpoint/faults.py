@@ -7,7 +7,7 @@ and save at every step, in the background at every second one. A kill (SIGKILL) 
 they start, load, train or save. After each:
 
 * a checkpoint is there, whole, and not older than the last one whose save had returned;
-* the next life loads it, which checks every CRC;
+* the next life loads it, which checks every checksum;
 * every loss, also of steps that were done again, is the one of a run that nobody disturbed: bit for bit at the same
   world size, within ``TOLERANCE`` where world sizes alternate.
 

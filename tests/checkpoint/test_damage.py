@@ -21,6 +21,7 @@ from torch import nn
 import zerofx
 from tests.checkpoint.nets import EACH_GROUP, Net, differing, digests, full_state, train
 from tests.workers import Workers
+from zerofx.checkpoint.checksum import checksum_of
 
 LIMIT = 30  # seconds, for every rank to hear of it
 
@@ -91,7 +92,7 @@ def flip_extra(folder: Path) -> list[str]:
     data = bytearray(path.read_bytes())
     data[-200] ^= 1
     path.write_bytes(data)
-    return ["extra_1.pt", "CRC"]
+    return ["extra_1.pt", "checksum"]
 
 
 def lose(folder: Path) -> list[str]:
@@ -153,7 +154,7 @@ def code_in_an_option(folder: Path) -> list[str]:
 
 
 def code_in_a_tensor(folder: Path) -> list[str]:
-    (folder / "zerofx.json").unlink()  # or its CRC would tell
+    (folder / "zerofx.json").unlink()  # or its checksum would tell
     _replace(folder, "model.embedding.weight", Evil(folder / "executed"))
     return ["cannot be read"]
 
@@ -161,10 +162,8 @@ def code_in_a_tensor(folder: Path) -> list[str]:
 def code_in_the_extra(folder: Path) -> list[str]:
     torch.save(Evil(folder / "executed"), folder / "extra_0.pt")
     mark = json.loads((folder / "zerofx.json").read_text())
-    import zlib
-
-    data = (folder / "extra_0.pt").read_bytes()
-    mark["files"]["extra_0.pt"] = [len(data), zlib.crc32(data)]
+    path = folder / "extra_0.pt"
+    mark["files"][path.name] = [path.stat().st_size, checksum_of(path)]
     (folder / "zerofx.json").write_text(json.dumps(mark))
     return ["weights_only"]
 

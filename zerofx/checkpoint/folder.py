@@ -9,7 +9,7 @@
     │   ├── __1_0.distcp
     │   ├── extra_0.pt          what rank 0 saved besides: its random generators, the scheduler, ...
     │   ├── extra_1.pt
-    │   └── zerofx.json         version, step, and size and CRC of every other file
+    │   └── zerofx.json         version, step, and size and checksum of every other file
     ├── step-00000200/
     └── .step-00000300.tmp/     being written, or of a save that died: nobody reads it
 
@@ -26,8 +26,8 @@ rename ``.c.tmp`` to ``c``          ``.c.old``, ``c``                    ``c``
 remove ``.c.old``                   ``c``                                ``c``
 ==================================  ===================================  ==========================
 
-CRCs find what hardware and accidents do to files. Whoever can write to the folder can make them right again: it is
-`zerofx.checkpoint.dcp` that keeps a forged file from running code.
+Checksums find what hardware and accidents do to files. Whoever can write to the folder can make them right again: it
+is `zerofx.checkpoint.dcp` that keeps a forged file from running code.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from zerofx.checkpoint.checksum import Checksum, checksum_of
 from zerofx.checkpoint.dcp import INDEX, is_plain_name
 from zerofx.checkpoint.ranks import CheckpointError
 
 MARK = "zerofx.json"
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})")
-_CHUNK = 256 << 10  # it should still be in the cache when its CRC is taken
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Mark:
         zerofx, torch: the versions that wrote it.
         step: of training, if one was given.
         world_size: how many ranks wrote it.
-        files: size in bytes and CRC-32 of every other file.
+        files: size in bytes and checksum (`zerofx.checkpoint.checksum`) of every other file.
     """
 
     zerofx: str
@@ -91,7 +90,7 @@ class Mark:
             found = json.loads(path.read_text())
             newer = found["format"] > FORMAT
             mark = None if newer else Mark(**found)
-            names = [] if mark is None else [str(name) for name, (_size, _crc) in mark.files.items()]
+            names = [] if mark is None else [str(name) for name, (_size, _checksum) in mark.files.items()]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
             raise CheckpointError(f"{path} cannot be read: {type(e).__name__}: {e}.") from e
         if mark is None:
@@ -108,10 +107,10 @@ class Mark:
         """Whether the files of these ``names`` are what was written.
 
         Raises:
-            CheckpointError: one is missing, or has another size or CRC.
+            CheckpointError: one is missing, or has another size or checksum.
         """
         for name in names:
-            size, crc = self.files[name]
+            size, checksum = self.files[name]
             path = folder / name
             if not path.is_file() or path.is_symlink():
                 raise CheckpointError(f"{path} is missing.{_others(folder)}")
@@ -120,22 +119,23 @@ class Mark:
                     f"{path} has {path.stat().st_size} bytes, {size} were written: it is truncated or was changed."
                     + _others(folder)
                 )
-            if (found := _crc_of(path)) != crc:
+            if (found := checksum_of(path)) != checksum:
                 raise CheckpointError(
-                    f"{path} is damaged or was changed: its CRC is {found:08x}, {crc:08x} was written.{_others(folder)}"
+                    f"{path} is damaged or was changed: its checksum is {found:08x}, {checksum:08x} was written."
+                    + _others(folder)
                 )
 
 
 class Written:
-    """A new file whose size and CRC are known once it is written; `close` forces it to the disk."""
+    """A new file whose size and checksum are known once it is written; `close` forces it to the disk."""
 
     def __init__(self, path: Path) -> None:
-        self.name, self.size, self.crc = path.name, 0, 0
+        self.name, self.size, self._checksum = path.name, 0, Checksum()
         self._file: BinaryIO = path.open("xb")
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
+        self._checksum.update(view)
         self.size += len(view)
         at = 0
         while at < len(view):
@@ -153,7 +153,7 @@ class Written:
     @property
     def facts(self) -> tuple[str, tuple[int, int]]:
         """What `Mark.files` has for it."""
-        return self.name, (self.size, self.crc)
+        return self.name, (self.size, self._checksum.value)
 
 
 @contextlib.contextmanager
@@ -279,15 +279,6 @@ def _tmp(folder: Path) -> Path:
 
 def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
-
-
-def _crc_of(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        buffer = memoryview(bytearray(_CHUNK))
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return crc
 
 
 def sync(folder: Path) -> None:

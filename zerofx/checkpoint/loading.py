@@ -4,7 +4,7 @@
 
     find      rank 0: which checkpoint the path stands for
     bind      every rank: what there is against what is wanted: names, shapes, options. Nothing is read
-    verify    every rank its share of the files: CRCs
+    verify    every rank its share of the files: checksums
     read      every rank its slices, in place
     hand on   module and optimizer take them as their own load_state_dict would; schedulers, random generators
 

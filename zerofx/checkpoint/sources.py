@@ -138,7 +138,7 @@ class DcpSource(Source):
                 self.options |= {name: options for name in names}
 
     def verify(self, reads: Sequence[tuple[Entry, torch.Tensor]], rank: int, size: int) -> None:
-        """By CRC where `zerofx.save` left them; else what is to be read is read once for nothing."""
+        """By checksum where `zerofx.save` left them; else what is to be read is read once for nothing."""
         if self.mark is not None:
             self.mark.verify(self.folder, sorted(self.mark.files)[rank::size])
             return
