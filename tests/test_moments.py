@@ -312,8 +312,11 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, zerofx.ShardedTensor) else x
 
 
-def test_parameters_that_share_a_shard_do_not_disturb_each_others_blocks(workers2: Workers) -> None:
-    workers2.run(apart, timeout=200)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_share_a_shard_do_not_disturb_each_others_blocks(
+    make_workers: Callable[[int], Workers], world_size: int
+) -> None:
+    make_workers(world_size).run(apart, timeout=200)
 
 
 def trained_beside_torch(stage: int) -> tuple[list[float], list[float]]:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import zerofx
 from tests.kernels.shards import Row, Shard, assert_same_bits, torch_adamw
 from tests.kernels.test_adamw import gradients
 from zerofx import layout
@@ -204,6 +205,19 @@ def test_the_cpu_rounds_neighbours_and_both_moments_independently() -> None:
 
 ERROR = 0.06
 """Of what AdamW moves weights by in 100 steps, root mean square: what 8-bit moments may change. 0.048 was measured."""
+
+
+def test_the_cpu_may_take_the_elements_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (1 << 19, 8 * BLOCK):
+        monkeypatch.setattr(cpu, "CHUNK_8BIT", chunk)
+        p = torch.nn.Parameter(torch.zeros(20 * BLOCK + 7))
+        optimizer = zerofx.AdamW([p], moments="8bit")
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        found.append([p.detach(), *optimizer.state[p].values()])
+    for whole, chunked in zip(*found, strict=True):
+        assert torch.equal(whole, chunked)
 
 
 def error_of(weights: torch.Tensor, initial: torch.Tensor, exact: torch.Tensor) -> float:
