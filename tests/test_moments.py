@@ -22,16 +22,17 @@ CODES = {"exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scal
 
 
 class Net(nn.Module):
-    """One group of two matrices with blocks and a norm without between them, and a matrix for some steps alone."""
+    """One group of two neighbours with blocks, a norm without, one more with; and a matrix for some steps alone."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.second = nn.Linear(512, 384, bias=False), nn.LayerNorm(384), nn.Linear(384, 512)
+        self.first, self.square = nn.Linear(512, 384, bias=False), nn.Linear(384, 384, bias=False)
+        self.norm, self.second = nn.LayerNorm(384), nn.Linear(384, 512)
         self.extra = nn.Linear(512, 12, bias=False)
 
     def forward(self, x: torch.Tensor, extra: bool = False) -> torch.Tensor:
-        out = self.second(self.norm(torch.tanh(self.first(x))))
+        out = self.second(self.norm(self.square(torch.tanh(self.first(x)))))
         loss = (out - x).square().mean()
         return loss + self.extra(out).square().mean() if extra else loss
 
@@ -289,7 +290,7 @@ def apart() -> None:
     nets = [sharded(3) for _ in range(2)]
     together, single = (zerofx.AdamW(net.parameters(), moments="8bit", weight_decay=0.0) for net in nets)
     names = [name for name, _ in nets[0].named_parameters()]
-    halves = [[p for n, p in nets[0].named_parameters() if (n == "second.weight") == second] for second in (0, 1)]
+    halves = [[p for n, p in nets[0].named_parameters() if (n == "square.weight") == square] for square in (0, 1)]
     together = zerofx.AdamW([{"params": half} for half in halves], moments="8bit", weight_decay=0.0)
     for step in range(2):
         set_gradients(nets[0], step)
