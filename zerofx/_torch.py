@@ -23,15 +23,18 @@ from torch.utils import _pytree as pytree
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
-def functorch_config() -> contextlib.AbstractContextManager[Any]:
+def functorch_config(lazy_backward: bool = True) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd's settings while zerofx compiles (2.11, 2.13, 2.15).
 
     Its cache is keyed by the graph before any rewriting: it would hand out what an earlier, plain ``torch.compile`` of
-    the same model left there, and freed parameters would reach its kernels.
+    the same model left there, and freed parameters would reach its kernels. ``lazy_backward``: the backward is
+    compiled when it first runs, rather than with the forward.
     """
     import torch._functorch.config
 
-    return torch._functorch.config.patch(enable_autograd_cache=False)
+    return torch._functorch.config.patch(
+        enable_autograd_cache=False, force_non_lazy_backward_lowering=not lazy_backward
+    )
 
 
 def inductor_config() -> contextlib.AbstractContextManager[Any]:
@@ -297,6 +300,25 @@ def default_store() -> dist.Store:
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
     """``_c10d_functional.wait_tensor`` of ``tensor``, or of a view of it, waits for ``work`` too (2.11, 2.13, 2.15)."""
     torch._C._distributed_c10d._register_work(tensor, work)
+
+
+class PretendedGroup:
+    """What looks like rank 0 of a process group to those who only ask for names; it cannot send anything."""
+
+    def __init__(self, group_name: str, world_size: int, backend: str) -> None:
+        self.group_name, self._size, self._backend = group_name, world_size, backend
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+    def _get_backend(self, device: torch.device) -> PretendedGroup:  # see backend_name
+        return self
+
+    def name(self) -> str:
+        return self._backend
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

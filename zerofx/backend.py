@@ -53,16 +53,23 @@ def zerofx_backend(
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend with checked options, as ``zerofx.compile`` hands it to ``module.compile``."""
+    """A backend with checked options, as ``zerofx.compile`` hands it to ``module.compile``.
+
+    Attributes:
+        options: what the user asked for.
+        pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of ``options.executor``. The
+            backward is compiled with the forward then.
+    """
 
     options: Options
+    pretend: Executed | None = None
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _shard_modules_of(gm, example_inputs, self.options)
         _strip_own_frames(gm)
         _copy_returned_views(gm, example_inputs)
-        unit = _CompiledGraph(self.options, example_inputs)
-        with _torch.functorch_config():
+        unit = _CompiledGraph(self.options, example_inputs, self.pretend)
+        with _torch.functorch_config(lazy_backward=self.pretend is None):
             if self.options.executor == "inductor":
                 compiled = _torch.compile_with_inductor(gm, example_inputs, unit.compile_inner)
             else:
@@ -80,8 +87,9 @@ def is_zerofx(backend: Any) -> bool:
 class _CompiledGraph:
     """The compilers for one Dynamo graph: AOTAutograd calls one for forward and later one for backward."""
 
-    def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, options: Options, example_inputs: Sequence[Any], pretend: Executed | None = None) -> None:
         self.options = options
+        self.pretend = pretend
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
@@ -107,19 +115,19 @@ class _CompiledGraph:
             return _torch.generate_code(gm, inputs, **{**kwargs, "static_input_idxs": static})
 
         static = kwargs.get("static_input_idxs") or ()
-        return self._compile(gm, example_inputs, phase, generate, static)
+        return self._compile(gm, example_inputs, phase, self.pretend or generate, static)
 
     def compile_forward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         """The eager executor's forward."""
-        return self._compile(gm, example_inputs, "forward", _run_as_is)
+        return self._compile(gm, example_inputs, "forward", self.pretend or _run_as_is)
 
     def compile_backward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         """The eager executor's backward."""
-        return self._compile(gm, example_inputs, "backward", _run_as_is)
+        return self._compile(gm, example_inputs, "backward", self.pretend or _run_as_is)
 
     def compile_inference(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         """The eager executor's graph without a backward."""
-        return self._compile(gm, example_inputs, "inference", _run_as_is)
+        return self._compile(gm, example_inputs, "inference", self.pretend or _run_as_is)
 
     def _compile(
         self,
@@ -225,7 +233,7 @@ class _CompiledGraph:
         return Context(
             phase=phase,
             process_group=group.group_name,
-            backend=_torch.backend_name(group.process_group, group.device),
+            backend=group.backend,
             executor=self.options.executor,
             parameters=parameters,
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),

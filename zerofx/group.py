@@ -81,6 +81,7 @@ class ShardGroup:
     Attributes:
         layout: where each parameter lies.
         group_name: the name of the process group of the ranks that share it.
+        backend: the communication backend that it uses for tensors on the group's device.
         rank: this rank's place among them.
         family: the groups of the same module.
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
@@ -96,6 +97,7 @@ class ShardGroup:
         family.add(self)
         # By name: a process group that outlives destroy_process_group aborts the interpreter as it exits.
         self.group_name = process_group.group_name
+        self.backend = backend_name(process_group, device)
         self.rank = process_group.rank()
         self.device = device
         self.replica: torch.Tensor | None = None
@@ -153,7 +155,7 @@ class ShardGroup:
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
         if self.layout.world_size > 1:
-            if backend_name(self.process_group, self.device) == "gloo":
+            if self.backend == "gloo":
                 all_gather_pairwise_(self.replica, shard, self.group_name)  # why: passes/lower.py
             else:
                 args = (shard, self.layout.world_size, self.group_name)

@@ -168,8 +168,13 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
         parameter.data = parameter.new_empty(0)
         parameter.data = parameter.new_empty(slot.shape)
     parameter.untyped_storage().resize_(0)
+    adopt_shell(parameter, group, slot)
+
+
+def adopt_shell(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
+    """Turn ``parameter``, which has its shape and no memory any more, into the `ShardedParameter` of ``slot``."""
     _become(parameter, ShardedParameter, group, slot)
-    _dress(parameter, group, slot, local)
+    _dress(parameter, group, slot, group.local(slot, group.shard))
 
 
 def replicate_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:

@@ -80,8 +80,8 @@ def _broadcast(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
     dist.broadcast(data, group=process_group, group_src=0)
 
 
-def _check(module: nn.Module) -> None:
-    """Refuse what cannot be sharded, before anything has changed."""
+def check_module(module: nn.Module) -> None:
+    """Refuse what cannot be sharded, before anything has changed; on the meta device, all but that."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
     parameters = dict(module.named_parameters())
@@ -94,8 +94,6 @@ def _check(module: nn.Module) -> None:
             raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
         if type(p) is not nn.Parameter:
             raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
-        if p.is_meta:
-            raise ValueError(f"{name!r} is on the meta device: initialise it (module.to_empty, then init) first.")
         if p.device != first.device:
             raise ValueError(
                 f"parameters are on different devices: {first_name!r} on {first.device}, {name!r} on {p.device}. "
@@ -115,7 +113,7 @@ def _check(module: nn.Module) -> None:
             )
         if p.grad is not None:
             raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
-        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if p.numel() else name
+        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if p.numel() and not p.is_meta else name
         if other != name:
             raise ValueError(
                 f"{name!r} and {other!r} share memory but are two parameters: sharded apart they would no longer "
@@ -132,6 +130,12 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
         )
 
 
+def _check_memory(module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"{name!r} is on the meta device: initialise it (module.to_empty, then init) first.")
+
+
 def _plan_alike(
     module: nn.Module, options: Options, process_group: dist.ProcessGroup
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
@@ -140,7 +144,8 @@ def _plan_alike(
     facts: list[tuple[str, str]] = []
     planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
     try:
-        _check(module)
+        check_module(module)
+        _check_memory(module)
         check_backend(process_group, next(module.parameters()).device)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
