@@ -7,6 +7,7 @@ passes up to there, which are deterministic. So records cost one copy of each gr
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -26,21 +27,26 @@ class Trace:
     Attributes:
         before: the graph that AOTAutograd handed over.
         edits: pass name -> number of edits it made.
+        seconds: pass name -> how long it took; "record": the copy that is ``before``.
         context: what the passes knew and found out.
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
+        start = time.perf_counter()
         self.before = copy_graph(gm)
         self._initial = _copy_context(ctx)
         self.context = ctx
         self.edits: dict[str, int] = {}
         self.code: str | None = None
+        self.seconds = {"record": time.perf_counter() - start}
 
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""
         for pass_ in pipeline(self.context.stage):
+            start = time.perf_counter()
             self.edits[pass_.__name__] = pass_(gm, self.context)
+            self.seconds[pass_.__name__] = time.perf_counter() - start
 
     def after(self, name: str) -> GraphModule:
         """The graph after the pass ``name``."""
