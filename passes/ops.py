@@ -38,8 +38,16 @@ from zerofx._torch import register_work, resolve_process_group
 _c10d = torch.ops._c10d_functional
 
 
-@torch.library.custom_op("zerofx::unshard", mutates_args=())
-def unshard(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
+# Straight to the dispatcher: what `custom_op` wraps around an operator costs a tenth of a millisecond a call, and most
+# of the time of a compilation's rewriting.
+_library = torch.library.Library("zerofx", "FRAGMENT")
+_library.define("unshard(Tensor shard, int[] shape, int offset, int world_size, str process_group) -> Tensor")
+_library.define("reduce_grad(Tensor grad, int offset, int shard_numel, int world_size, str process_group) -> Tensor")
+_library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
+_library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
+
+
+def _unshard(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
     full = shard
     if world_size > 1:
         full = _gathered(shard, world_size)  # with out=: the way that is sound on gloo
@@ -47,13 +55,13 @@ def unshard(shard: torch.Tensor, shape: list[int], offset: int, world_size: int,
     return full.narrow(0, offset, math.prod(shape)).view(shape).clone()
 
 
-@unshard.register_fake
-def _(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
+def _unsharded(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
     return shard.new_empty(shape)
 
 
-@torch.library.custom_op("zerofx::reduce_grad", mutates_args=())
-def reduce_grad(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str) -> torch.Tensor:
+def _reduce_grad(
+    grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str
+) -> torch.Tensor:
     flat = grad.new_zeros(world_size * shard_numel)
     flat[offset : offset + grad.numel()] = grad.reshape(-1)
     if world_size == 1:
@@ -62,18 +70,12 @@ def reduce_grad(grad: torch.Tensor, offset: int, shard_numel: int, world_size: i
     return _c10d.wait_tensor(reduced) / world_size
 
 
-@reduce_grad.register_fake
-def _(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str) -> torch.Tensor:
+def _reduced(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int, process_group: str) -> torch.Tensor:
     return grad.new_empty(shard_numel)
 
 
 ALL_GATHER_TAG, ALL_TO_ALL_TAG = 0x7A66, 0x7A67
 """Of the messages of a pairwise exchange."""
-
-# Straight to the dispatcher: what `custom_op` wraps around it costs a tenth of a millisecond a call.
-_library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
-_library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
 
 
 def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: str) -> torch.Tensor:
@@ -117,10 +119,14 @@ def _exchanged(pack: torch.Tensor, world_size: int, process_group: str) -> torch
     return torch.empty_like(pack)
 
 
-_library.impl("all_gather_pairwise", _all_gather_pairwise, "CompositeExplicitAutograd")
-_library.impl("all_gather_pairwise", _gathered, "Meta")
-_library.impl("all_to_all_pairwise", _all_to_all_pairwise, "CompositeExplicitAutograd")
-_library.impl("all_to_all_pairwise", _exchanged, "Meta")
+for _name, _run, _shape in (
+    ("unshard", _unshard, _unsharded),
+    ("reduce_grad", _reduce_grad, _reduced),
+    ("all_gather_pairwise", _all_gather_pairwise, _gathered),
+    ("all_to_all_pairwise", _all_to_all_pairwise, _exchanged),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _shape, "Meta")
 
 
 def discard(buffer: torch.Tensor) -> None:

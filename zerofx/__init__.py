@@ -3,6 +3,7 @@
 from zerofx.api import compile, drop_kept, graphs, no_sync
 from zerofx.calibrate import calibrate
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
+from zerofx.dry_run import dry_run
 from zerofx.grouping import Grouping
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
@@ -25,6 +26,7 @@ __all__ = [
     "calibrate",
     "compile",
     "drop_kept",
+    "dry_run",
     "export_safetensors",
     "full_state_dict",
     "graphs",

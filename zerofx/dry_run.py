@@ -76,7 +76,9 @@ def dry_run(
     module = _without_memory(module, device)
     groups = _shard(module, PretendedGroup("dry run", world_size, backend), checked)
     compile_module(module, backend=Backend(checked, _pretend), dynamic=False, fullgraph=True)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _stand_in(x, device), (args, call or {}))
+    given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
+    stand_ins = {id(x): _stand_in(x, device) for x in given}  # who is given twice is one input
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call or {}))
     with torch.enable_grad():
         module(*args, **kwargs)
     (record,) = records_of(groups)

@@ -1,0 +1,43 @@
+"""Every benchmark runs, on a small model, and writes what it found. Speed is not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--layers=1", "--dim=16", "--heads=2", "--vocab=64", "--rounds=1"]
+
+
+def run(tmp_path: Path, name: str, *args: str) -> dict[str, Any]:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *TINY, *args, f"--out={out}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_the_optimizers_step_is_timed(tmp_path: Path) -> None:
+    names = ["copy", "fused kernel", "zerofx", "zerofx unclipped", "torch foreach", "fsdp2"]
+    found = run(tmp_path, "optimizer", "--warmup=1", f"--contenders={','.join(names)}")
+    assert list(found["contenders"]) == names
+    for name, row in found["contenders"].items():
+        assert row["n"] == 1 and row["median_s"] > 0, name
+    assert found["contenders"]["zerofx"]["times_as_long_as"]["zerofx"] == 1.0
+
+
+def test_a_training_step_is_timed_and_losses_agree(tmp_path: Path) -> None:
+    found = run(tmp_path, "step", "--contenders=zerofx-eager,ddp,fsdp2", "--length=8", "--batch=1", "--warmup=1")
+    assert set(found["contenders"]) == {"zerofx-eager", "ddp", "fsdp2"}
+    assert found["largest_relative_difference_of_losses"] < 1e-4
+
+
+def test_saving_and_loading_are_timed(tmp_path: Path) -> None:
+    found = run(tmp_path, "checkpoint", f"--folder={tmp_path}")
+    assert {name: set(row) for name, row in found["contenders"].items()} == {
+        name: {"save", "load", "stops"} for name in ("zerofx", "fsdp2")
+    }
