@@ -109,6 +109,30 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
     parameter.register_hook(hook)
 
 
+def reduce_by_hook(parameter: ShardedParameter) -> None:
+    """Have a gradient reduced that autograd itself brings: of a ``torch.autograd.Function`` outside of any graph.
+
+    Such a function is handed the parameter as it is, without any word to us, and returns a whole gradient. The engine
+    is let to put that where ``.grad`` was, and then it is added to what was there as any other is.
+    """
+    reference, held = weakref.ref(parameter), []
+
+    def before(gradient: torch.Tensor | None) -> None:
+        if gradient is not None and (target := reference()) is not None:
+            held.append(target.grad)
+            target.grad = None
+
+    def after(target: torch.Tensor) -> None:
+        if held and isinstance(target, ShardedParameter):
+            whole, target.grad = target.grad, held.pop()
+            assert whole is not None
+            reduce_gradient(target, whole)
+
+    with DisableTorchFunction():
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
+
+
 class _Unshard(torch.autograd.Function):
     """The full weight from a sharded parameter; its gradient goes to ``parameter.grad`` as a slice."""
 

@@ -14,7 +14,7 @@ from zerofx._torch import backend_name
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.layout import GroupLayout
-from zerofx.ondemand import average_by_hook, not_elementwise
+from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 
@@ -57,6 +57,8 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
                     average_by_hook(parameter)  # type: ignore[arg-type]
             else:
                 shard_parameter(parameter, group, slot)
+                if parameter.requires_grad:
+                    reduce_by_hook(parameter)  # type: ignore[arg-type]
         if options.init_sync:
             group.mark_fresh()
         groups.append(group)
