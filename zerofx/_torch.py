@@ -166,13 +166,18 @@ def input_index(placeholder: Node) -> int | None:
 def saved_outputs(output: Node) -> frozenset[int]:
     """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
 
-    Those behind what the caller gets. The descriptors of outputs do not tell: the partitioner drops them where it saves
-    the state of a random number generator, as it does for attention that is checkpointed.
+    By the outputs' descriptors. The partitioner drops these where it saves the state of a random number generator, as
+    it does for attention that is checkpointed: then what stands behind what the caller gets.
     """
+    from torch._functorch._aot_autograd import descriptors
     from torch._guards import TracingContext
 
-    first = TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
-    return frozenset(range(first, len(output.args[0])))  # type: ignore[arg-type]
+    descs = output.meta.get("desc")
+    if descs is None:
+        first = TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
+        return frozenset(range(first, len(output.args[0])))  # type: ignore[arg-type]
+    saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    return frozenset(i for i, d in enumerate(descs) if isinstance(d, saved))
 
 
 def gradient_outputs(output: Node) -> dict[int, int]:

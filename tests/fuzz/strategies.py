@@ -68,8 +68,8 @@ def allowed(layers: tuple[Layer, ...], without: frozenset[str], recomputed: bool
 def without(recipe: Recipe) -> frozenset[str]:
     """What does not go with weights that compute in another dtype than the module's.
 
-    Buffers stay in float64. Outside of any graph ``weight.dtype`` is the master's, by which a GRU refuses its input; and
-    in stage 0 arithmetic of a weight and a number is done in it.
+    Buffers stay in float64. Outside of any graph ``weight.dtype`` is the master's, by which a GRU refuses its input;
+    and in stage 0 arithmetic of a weight and a number is done in it.
     """
     if recipe.precision != "low":
         return frozenset()

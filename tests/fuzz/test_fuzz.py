@@ -42,7 +42,7 @@ FOUND = {
     "layers_of_different_sizes_that_share_code": Recipe((LINEAR, Layer("gru", width=6), Layer("linear", width=3))),
     # AOTAutograd drops the descriptors of outputs when it saves the state of a random number generator.
     "attention_that_is_checkpointed": Recipe(inside("checkpoint", "attention")),
-    # A write to a buffer that a checkpointed layer saves, done after the forward, was taken for one before the backward.
+    # A write to a buffer that a checkpointed layer saves, done after the forward, was taken for one before backward.
     "batch_normalisation_that_is_checkpointed": Recipe(inside("checkpoint", "batch_norm")),
     # Arithmetic on slices, without gradients, gave what was gathered of it in the masters' dtype.
     "weight_arithmetic_without_gradients_in_mixed_precision": Recipe(
