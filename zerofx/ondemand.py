@@ -9,9 +9,11 @@ A parameter's slice ends where its group's shard ends, so the slices of one tens
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -106,7 +108,18 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
             flat += kept.reshape(-1)
         return _average(group, slot, flat)
 
-    parameter.register_hook(hook)
+    with _trained(parameter):
+        parameter.register_hook(hook)
+
+
+@contextlib.contextmanager
+def _trained(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Hooks can be registered on what requires grad alone, and stay when it is frozen: it may be trained later."""
+    with DisableTorchFunction():
+        before = parameter.requires_grad
+        parameter.requires_grad_(True)
+        yield
+        parameter.requires_grad_(before)
 
 
 def reduce_by_hook(parameter: ShardedParameter) -> None:
@@ -128,7 +141,7 @@ def reduce_by_hook(parameter: ShardedParameter) -> None:
             assert whole is not None
             reduce_gradient(target, whole)
 
-    with DisableTorchFunction():
+    with _trained(parameter):
         parameter.register_hook(before)
         parameter.register_post_accumulate_grad_hook(after)
 

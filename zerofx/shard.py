@@ -53,12 +53,10 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
                 _broadcast(parameter, process_group)
             if options.stage == 0:
                 replicate_parameter(parameter, group, slot)
-                if parameter.requires_grad:
-                    average_by_hook(parameter)  # type: ignore[arg-type]
+                average_by_hook(parameter)  # type: ignore[arg-type]
             else:
                 shard_parameter(parameter, group, slot)
-                if parameter.requires_grad:
-                    reduce_by_hook(parameter)  # type: ignore[arg-type]
+                reduce_by_hook(parameter)  # type: ignore[arg-type]
         if options.init_sync:
             group.mark_fresh()
         groups.append(group)

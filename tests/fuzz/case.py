@@ -72,7 +72,7 @@ def inputs(recipe: Recipe, step: int, call: str, rank: int) -> tuple[torch.Tenso
 
 
 def optimizer_of(recipe: Recipe, net: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in net.parameters() if p.requires_grad]
+    trained = [p for p in net.parameters() if p.requires_grad or recipe.thaw]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     return torch.optim.AdamW(trained, lr=0.01, eps=1e-3)
@@ -89,7 +89,10 @@ def train(
 ) -> Values:
     """The training loop of a recipe, the same for both sides."""
     values: Values = {}
+    frozen = [p for p in net.parameters() if not p.requires_grad]
     for step, calls in enumerate(recipe.steps):
+        for p in frozen:
+            p.requires_grad_(recipe.thaw and step % 2 == 1)
         last = [call for call in calls if call not in ("eval", "dropped")][-1:]
         for i, call in enumerate((*calls, "plain") if last == ["keep"] else calls):
             with no_sync() if call == "keep" else contextlib.nullcontext():
@@ -169,6 +172,8 @@ def alone(recipe: Recipe) -> Values:
     optimizer = optimizer_of(recipe, net)
 
     def loss(step: int, call: str) -> torch.Tensor:
+        for p, q in zip(net.parameters(), computing.parameters(), strict=True):
+            q.requires_grad_(p.requires_grad)
         total = torch.zeros((), dtype=torch.float64)
         before = {name: b.clone() for name, b in net.named_buffers()}
         for rank in range(world):

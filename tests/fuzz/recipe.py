@@ -93,6 +93,7 @@ class Recipe:
         clip: clip gradients by norm.
         penalty: the loss has a term that reads weights outside of any graph.
         output: what the net returns: "loss", "tuple", "dict".
+        thaw: in every second step what is frozen is trained.
         zero: whether zero_grad sets gradients to None.
         seed: of weights and data.
     """
@@ -110,6 +111,7 @@ class Recipe:
     clip: bool = False
     penalty: bool = False
     output: str = "loss"
+    thaw: bool = False
     zero: bool = True
     seed: int = 0
     __repr__ = brief

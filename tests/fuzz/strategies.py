@@ -48,6 +48,7 @@ def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4) ->
         clip=draw(st.booleans()),
         penalty=draw(st.sampled_from([False, False, True])),
         output=draw(st.sampled_from(["loss", "tuple", "dict"])),
+        thaw=draw(st.sampled_from([False, False, True])),
         zero=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )

@@ -58,6 +58,16 @@ FOUND = {
         )
         for stage in (0, 2, 3)
     },
+    # The hooks that see to gradients outside of any graph were not there for what was frozen when it was sharded.
+    **{
+        f"parameters_trained_later_in_stage_{stage}": Recipe(
+            (LINEAR, Layer("eager", children=(Layer("custom", frozen=True), Layer("linear", frozen=True)))),
+            steps=(("plain",),) * 3,
+            stage=stage,
+            thaw=True,
+        )
+        for stage in (0, 3)
+    },
 }
 
 

@@ -195,6 +195,26 @@ def test_a_case_of_fsdp2_trains_as_one_process(workers2, name: str) -> None:
     workers2.run(run_parity, name, timeout=120)
 
 
+def check_freezing() -> None:
+    """The first block is trained, then not, then again; the last the other way round."""
+    net, plain = pair(lambda: nn.Sequential(MLP(), MLP(), MLP()))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain)]
+    for step in range(4):
+        mine, whole = rows(step)
+        for module, x in ((net, mine), (plain, whole)):
+            module[0].requires_grad_(step % 2 == 0)
+            module[2].requires_grad_(step % 2 == 1)
+            mean_square(module, x).backward()
+        same_gradients(net, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_train_mixed_requires_grad_across_groups(workers2) -> None:
+    workers2.run(check_freezing)
+
+
 def check_registration() -> None:
     net, _ = pair(stack)
     before = dict(net.named_parameters())
