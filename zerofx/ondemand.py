@@ -26,6 +26,7 @@ from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.printing import format_bytes
 
 
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
@@ -272,9 +273,11 @@ def _warn(frame: FrameType | None, func_name: str, tensor: ShardedTensor) -> Non
     if place in _warned:
         return
     _warned.add(place)
+    size = format_bytes(tensor._slot.numel * tensor._local.element_size())
+    ranks = tensor._group.layout.world_size
     warnings.warn_explicit(
         f"{func_name!r} needs the whole of {tensor._slot.name!r} outside of a compiled graph: it is gathered here, at "
-        f"every use, from all {tensor._group.layout.world_size} ranks. Right, but slow: compile the code around it.",
+        f"every use, {size} from all {ranks} ranks. Right, but slow: compile the code around it.",
         UserWarning,
         *place,
     )

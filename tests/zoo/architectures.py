@@ -119,7 +119,7 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM language model: PyTorch's own recurrence, which Dynamo does not trace."""
+    """An LSTM language model: PyTorch's own recurrence, where Dynamo splits the graph."""
 
     def __init__(self) -> None:
         super().__init__()

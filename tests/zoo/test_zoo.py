@@ -10,7 +10,7 @@ import pytest
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.run import train
 
-# T5: Dynamo splits it, and three places share an embedding. LSTM: the weights are used outside of any graph.
+# Three uses of one embedding; routing by data; buffers; a scan; a recurrence that splits the graph; one layer twice.
 TELLING = {"t5": 3, "mixtral": 3, "resnet": 2, "mamba": 3, "lstm": 3, "albert": 1}
 REST = [name for name in ARCHITECTURES if name not in TELLING]
 
