@@ -27,16 +27,18 @@ def containers(children: st.SearchStrategy[Layer]) -> st.SearchStrategy[Layer]:
     )
 
 
-layers = st.recursive(leaves, containers, max_leaves=4)
-calls = st.lists(st.sampled_from(CALLS), min_size=1, max_size=3).map(tuple)
+def tuples(of: st.SearchStrategy, largest: int) -> st.SearchStrategy[tuple]:
+    return st.lists(of, min_size=1, max_size=largest).map(tuple)
 
 
 @st.composite
-def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4) -> Recipe:
-    """Any recipe that means the same on ranks as in one process."""
+def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, size: int = 4) -> Recipe:
+    """Any recipe that means the same on ranks as in one process. ``size``: how many layers, and leaves in each."""
+    layers = st.recursive(leaves, containers, max_leaves=size)
+    calls = tuples(st.sampled_from(CALLS), max(1, size - 1))
     recipe = Recipe(
-        layers=draw(st.lists(layers, min_size=1, max_size=5).map(tuple)),
-        steps=draw(st.lists(calls, min_size=1, max_size=2).map(tuple)),
+        layers=draw(tuples(layers, size)),
+        steps=draw(tuples(calls, 2)),
         stage=draw(st.sampled_from([3, 3, 2, 1, 0])),
         world=min(draw(st.sampled_from([2, 2, 2, 1, 3, 4])), largest_world),
         executor=executor,
