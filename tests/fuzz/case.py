@@ -39,7 +39,7 @@ def check(recipe: Recipe) -> str:
         try:
             got, wanted = sharded(recipe), alone(recipe)
         except torch._dynamo.exc.BackendCompilerFailed as e:
-            # What one graph keeps gathered may leave too little for the next, and is not known before: an honest answer.
+            # What one graph keeps gathered may leave too little for the next, which is not known then: refused by name.
             if recipe.budget == "some" and "beside the" in str(e) and "that other graphs keep" in str(e):
                 return ""
             raise
