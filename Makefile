@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest slow faults lint format bench gpu clean
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +37,12 @@ faults: $(VENV)/dev.stamp  ## kill a training run a hundred times
 
 pytest-%:
 	$(MAKE) pytest TORCH=$* VENV=.venv-$*
+
+fuzz: $(VENV)/dev.stamp  ## random models against one process, for ten minutes: ARGS="--minutes 60", ARGS=case.txt
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+zoo: $(VENV)/dev.stamp  ## train every model of tests/zoo, write docs/zoo.md
+	$(BIN)/python -m tests.zoo $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .

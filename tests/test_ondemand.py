@@ -166,6 +166,7 @@ def check_warnings() -> None:
                 for w, name in zip(caught, ("matmul", "sum")):
                     text = str(w.message)
                     assert "'weight'" in text and name in text and "gathered" in text and "compile" in text
+                    assert "676 B from all 2 ranks" in text
 
     with warnings.catch_warnings(record=True) as caught:  # nothing is gathered, nothing to warn of
         warnings.simplefilter("always")

@@ -146,10 +146,15 @@ def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
 def compile_with_aot_autograd(
     gm: GraphModule, example_inputs: Sequence[Any], forward: Callable, backward: Callable, inference: Callable
 ) -> Callable:
-    """AOTAutograd alone: each partitioned graph goes to one of the three compilers (2.11, 2.13, 2.15)."""
+    """AOTAutograd alone: each partitioned graph goes to one of the three compilers (2.11, 2.13, 2.15).
+
+    Writes to buffers stay in the graphs, as they do with Inductor. Done after a forward, one to a buffer that a
+    checkpointed layer saves would look like a write between forward and backward.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
-    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+    compiler = aot_autograd(**compilers, keep_inference_input_mutations=True)
     return compiler(gm, example_inputs)
 
 
@@ -162,11 +167,20 @@ def input_index(placeholder: Node) -> int | None:
 
 
 def saved_outputs(output: Node) -> frozenset[int]:
-    """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15)."""
-    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+    """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
 
-    descs = output.meta["desc"]
-    return frozenset(i for i, d in enumerate(descs) if isinstance(d, SavedForBackwardsAOTOutput))
+    By the outputs' descriptors. The partitioner drops these where it saves the state of a random number generator, as
+    it does for attention that is checkpointed: then what stands behind what the caller gets.
+    """
+    from torch._functorch._aot_autograd import descriptors
+    from torch._guards import TracingContext
+
+    descs = output.meta.get("desc")
+    if descs is None:
+        first = TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
+        return frozenset(range(first, len(output.args[0])))  # type: ignore[arg-type]
+    saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    return frozenset(i for i, d in enumerate(descs) if isinstance(d, saved))
 
 
 def gradient_outputs(output: Node) -> dict[int, int]:
@@ -264,6 +278,15 @@ def source_name(placeholder: Node) -> str | None:
     if source is None:
         return None
     return source.name() if callable(source.name) else source.name
+
+
+def static_shape(parameter: nn.Parameter) -> None:
+    """Have Dynamo take the sizes of ``parameter`` for numbers, never symbols (2.11, 2.13, 2.15).
+
+    It does so for plain parameters, but for subclasses only where it knows the module that holds them. Two frames that
+    share code and not sizes, each layer's after a graph break inside of a layer, would have symbols in their layouts.
+    """
+    torch._dynamo.mark_static(parameter)
 
 
 def gradient_edge(tensor: torch.Tensor) -> Any:

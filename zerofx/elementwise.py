@@ -196,7 +196,9 @@ def _on_slices(
         return like
     if result.device != like._local.device and isinstance(like, ShardedParameter):
         like._refuse(f"moving to {result.device}", "move the module before zerofx.compile or zerofx.shard")
-    return like.like(result)
+    made = like.like(result)
+    made._compute_dtype = like._compute_dtype  # what is gathered of it later is what the model computes with
+    return made
 
 
 def _same_slot(a: ShardedTensor, b: ShardedTensor) -> bool:

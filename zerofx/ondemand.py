@@ -9,9 +9,11 @@ A parameter's slice ends where its group's shard ends, so the slices of one tens
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +26,7 @@ from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.printing import format_bytes
 
 
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
@@ -106,7 +109,42 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
             flat += kept.reshape(-1)
         return _average(group, slot, flat)
 
-    parameter.register_hook(hook)
+    with _trained(parameter):
+        parameter.register_hook(hook)
+
+
+@contextlib.contextmanager
+def _trained(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Hooks can be registered on what requires grad alone, and stay when it is frozen: it may be trained later."""
+    with DisableTorchFunction():
+        before = parameter.requires_grad
+        parameter.requires_grad_(True)
+        yield
+        parameter.requires_grad_(before)
+
+
+def reduce_by_hook(parameter: ShardedParameter) -> None:
+    """Have a gradient reduced that autograd itself brings: of a ``torch.autograd.Function`` outside of any graph.
+
+    Such a function is handed the parameter as it is, without any word to us, and returns a whole gradient. The engine
+    is let to put that where ``.grad`` was, and then it is added to what was there as any other is.
+    """
+    reference, held = weakref.ref(parameter), []
+
+    def before(gradient: torch.Tensor | None) -> None:
+        if gradient is not None and (target := reference()) is not None:
+            held.append(target.grad)
+            target.grad = None
+
+    def after(target: torch.Tensor) -> None:
+        if held and isinstance(target, ShardedParameter):
+            whole, target.grad = target.grad, held.pop()
+            assert whole is not None
+            reduce_gradient(target, whole)
+
+    with _trained(parameter):
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
 
 
 class _Unshard(torch.autograd.Function):
@@ -235,9 +273,11 @@ def _warn(frame: FrameType | None, func_name: str, tensor: ShardedTensor) -> Non
     if place in _warned:
         return
     _warned.add(place)
+    size = format_bytes(tensor._slot.numel * tensor._local.element_size())
+    ranks = tensor._group.layout.world_size
     warnings.warn_explicit(
         f"{func_name!r} needs the whole of {tensor._slot.name!r} outside of a compiled graph: it is gathered here, at "
-        f"every use, from all {tensor._group.layout.world_size} ranks. Right, but slow: compile the code around it.",
+        f"every use, {size} from all {ranks} ranks. Right, but slow: compile the code around it.",
         UserWarning,
         *place,
     )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, run_while_tracing, traced_for
+from zerofx._torch import DisableTorchFunction, pytree, run_while_tracing, static_shape, traced_for
 from zerofx.layout import Slot
 
 if TYPE_CHECKING:
@@ -136,8 +136,12 @@ class ReplicatedParameter(nn.Parameter):
     ) -> Any:
         if torch.compiler.is_compiling():
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        kwargs = kwargs or {}
         with DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+            if cls._compute_dtype is not None and _meets(func, args, kwargs, cls._compute_dtype):
+                args = _cast(args, cls._compute_dtype)
+                kwargs = {name: _cast(value, cls._compute_dtype) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
 
     def plain(self) -> nn.Parameter:
         """An ordinary parameter with a copy of the values."""
@@ -189,6 +193,7 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
         "_traced_as": f"the sharded parameter {slot.name!r}",
         "_compute_dtype": group.family.precision.param_dtype,
     }
+    static_shape(parameter)
     parameter.__class__ = type(cls.__name__, (cls,), members)
     group.add(slot, parameter)  # type: ignore[arg-type]
 
@@ -203,6 +208,17 @@ def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtyp
             args = _cast(args, dtype)
             kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether ``func`` brings parameters and activations of ``dtype`` together, and writes to neither."""
+    from zerofx.ondemand import is_in_place
+
+    name = getattr(func, "__name__", "").split(".")[0]
+    if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):
+        return False
+    met = (x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor))
+    return any(x.dtype == dtype and not isinstance(x, ReplicatedParameter) for x in met)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

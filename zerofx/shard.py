@@ -15,7 +15,7 @@ from zerofx._torch import backend_name
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.layout import GroupLayout
-from zerofx.ondemand import average_by_hook, not_elementwise
+from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 
@@ -54,10 +54,10 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
                 _broadcast(parameter, process_group)
             if options.stage == 0:
                 replicate_parameter(parameter, group, slot)
-                if parameter.requires_grad:
-                    average_by_hook(parameter)  # type: ignore[arg-type]
+                average_by_hook(parameter)  # type: ignore[arg-type]
             else:
                 shard_parameter(parameter, group, slot)
+                reduce_by_hook(parameter)  # type: ignore[arg-type]
         if options.init_sync:
             group.mark_fresh()
         groups.append(group)

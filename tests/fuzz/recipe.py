@@ -1,0 +1,122 @@
+"""A recipe: one fuzz case as plain data. Any recipe is valid, so that a failing one can be cut down freely.
+
+A net takes ``x`` (rows, LENGTH, WIDTH) and ``tokens`` (rows, LENGTH), and hands a tensor of three dimensions from layer
+to layer. Where two widths must agree (residuals, branches, shared weights) the tensor is cut or padded with zeros.
+
+    leaf kinds         what they add to the tensor's way
+    -----------------  -------------------------------------------------------------------------------------------
+    linear, strided    a matrix and tanh; ``strided``: the weight is a transposed view
+    single             the same in float32, in a model that is float64
+    norm, batch_norm   normalisations; the second has buffers
+    conv, gru          over positions; Dynamo does not trace a GRU
+    attention          nn.MultiheadAttention, one head
+    embedding          + a row per token
+    positions          + a bare parameter, sliced
+    scalar, scale      * a parameter of no dimensions; of one
+    empty              + the sum of a parameter without elements
+    custom, stash      a torch.autograd.Function with a weight; ``stash``: not by ``save_for_backward``
+    sometimes          a matrix that only some calls use
+    unused             a matrix that no call uses
+    tied, transposed   an earlier layer's weight under a second name, as it is or transposed
+    again              an earlier layer, called once more
+    peek               an earlier layer's weight, read by code that is not compiled
+    break, count       a graph break; a buffer that counts calls
+    stop               half of the gradient
+
+    containers         residual, branch (sum of its children), sequence (numbered children),
+                       checkpoint, reentrant (both kinds of torch.utils.checkpoint),
+                       eager (torch.compiler.disable), no_grad
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+LENGTH, WIDTH, VOCAB = 3, 5, 7
+
+CONTAINERS = ("residual", "branch", "sequence", "checkpoint", "reentrant", "eager", "no_grad")
+SHARERS = ("tied", "transposed", "again", "peek")
+LEAVES = (
+    *("linear", "strided", "single", "norm", "batch_norm", "conv", "gru", "attention", "embedding", "positions"),
+    *("scalar", "scale", "empty", "custom", "stash", "sometimes", "unused", *SHARERS, "break", "count", "stop"),
+)
+
+# What a training loop does between two optimizer steps, one name after another.
+CALLS = (
+    "plain",  # forward, backward
+    "keep",  # the same under no_sync
+    "sometimes",  # a call that uses the layers of that kind
+    "two_forwards",  # two forwards, one backward of the sum
+    "crossed",  # two forwards, two backwards, the first forward's last
+    "eval",  # a forward without gradients
+    "dropped",  # a forward whose backward never comes
+    "longer",  # more rows than usual
+    "uneven",  # more rows on rank 0 alone
+)
+
+
+def brief(self: Any) -> str:
+    """As one would write it: without what is as by default."""
+    given = [(f.name, getattr(self, f.name)) for f in fields(self)]
+    said = [f"{name}={value!r}" for name, value in given if value != getattr(type(self), name, None)]
+    return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Layer:
+    """One layer. ``width``: of its output; ``of``: which earlier layer a sharer shares with, counted modulo."""
+
+    kind: str
+    width: int = WIDTH
+    bias: bool = True
+    frozen: bool = False
+    of: int = 0
+    children: tuple[Layer, ...] = ()
+    __repr__ = brief
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """One case.
+
+    Attributes:
+        layers: the net.
+        steps: for each optimizer step, the calls that lead to it.
+        stage, world, executor: see ``zerofx.compile``; ``world`` is the number of ranks.
+        grouping: "merged" (all in one), "each" (what automatic grouping finds), "split" (cut at a few bytes),
+            "linear" (module classes), "rule" (a function of the name).
+        budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
+        precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
+        buckets: of stage 0.
+        optimizer: "sgd" (with momentum), "adamw", "before" (adamw, made before the model is sharded).
+        clip: clip gradients by norm.
+        penalty: the loss has a term that reads weights outside of any graph.
+        output: what the net returns: "loss", "tuple", "dict".
+        thaw: in every second step what is frozen is trained.
+        zero: whether zero_grad sets gradients to None.
+        seed: of weights and data.
+    """
+
+    layers: tuple[Layer, ...]
+    steps: tuple[tuple[str, ...], ...] = (("plain",), ("plain",))
+    stage: int = 3
+    world: int = 2
+    executor: str = "eager"
+    grouping: str = "each"
+    budget: str = "none"
+    precision: str = "full"
+    buckets: str = "group"
+    optimizer: str = "sgd"
+    clip: bool = False
+    penalty: bool = False
+    output: str = "loss"
+    thaw: bool = False
+    zero: bool = True
+    seed: int = 0
+    __repr__ = brief
+
+
+def kinds(layers: tuple[Layer, ...]) -> set[str]:
+    """The kinds that occur anywhere in ``layers``."""
+    return {layer.kind for layer in layers}.union(*(kinds(layer.children) for layer in layers))

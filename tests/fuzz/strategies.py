@@ -1,0 +1,79 @@
+"""Random recipes, for hypothesis to draw and to cut down. Simple values stand first: that is where cutting ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe
+
+leaves = st.builds(
+    Layer,
+    kind=st.sampled_from(LEAVES),
+    width=st.integers(1, 9),
+    bias=st.booleans(),
+    frozen=st.sampled_from([False, False, False, True]),
+    of=st.integers(0, 3),
+)
+
+
+def containers(children: st.SearchStrategy[Layer]) -> st.SearchStrategy[Layer]:
+    return st.builds(
+        Layer,
+        kind=st.sampled_from(CONTAINERS),
+        frozen=st.sampled_from([False, False, False, False, False, True]),
+        children=st.lists(children, min_size=1, max_size=3).map(tuple),
+    )
+
+
+def tuples(of: st.SearchStrategy, largest: int) -> st.SearchStrategy[tuple]:
+    return st.lists(of, min_size=1, max_size=largest).map(tuple)
+
+
+@st.composite
+def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, size: int = 4) -> Recipe:
+    """Any recipe that means the same on ranks as in one process. ``size``: how many layers, and leaves in each."""
+    layers = st.recursive(leaves, containers, max_leaves=size)
+    calls = tuples(st.sampled_from(CALLS), max(1, size - 1))
+    recipe = Recipe(
+        layers=draw(tuples(layers, size)),
+        steps=draw(tuples(calls, 2)),
+        stage=draw(st.sampled_from([3, 3, 2, 1, 0])),
+        world=min(draw(st.sampled_from([2, 2, 2, 1, 3, 4])), largest_world),
+        executor=executor,
+        grouping=draw(st.sampled_from(["each", "merged", "split", "linear", "rule"])),
+        budget=draw(st.sampled_from(["none", "some", "inf"])),
+        precision=draw(st.sampled_from(["full", "full", "low", "reduce"])),
+        buckets=draw(st.sampled_from(["group", "parameter", "all"])),
+        optimizer=draw(st.sampled_from(["sgd", "adamw", "before"])),
+        clip=draw(st.booleans()),
+        penalty=draw(st.sampled_from([False, False, True])),
+        output=draw(st.sampled_from(["loss", "tuple", "dict"])),
+        thaw=draw(st.sampled_from([False, False, True])),
+        zero=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+    )
+    return replace(recipe, layers=allowed(recipe.layers, without(recipe)))
+
+
+def allowed(layers: tuple[Layer, ...], without: frozenset[str], recomputed: bool = False) -> tuple[Layer, ...]:
+    """``layers`` with a normalisation for the kinds ``without``; a checkpoint would count its calls twice."""
+    kept = []
+    for layer in layers:
+        if layer.kind in without or (recomputed and layer.kind == "count"):
+            layer = replace(layer, kind="norm")
+        inside = recomputed or layer.kind in ("checkpoint", "reentrant")
+        kept.append(replace(layer, children=allowed(layer.children, without, inside)))
+    return tuple(kept)
+
+
+def without(recipe: Recipe) -> frozenset[str]:
+    """What does not go with weights that compute in another dtype than the module's.
+
+    Buffers stay in float64. Outside of any graph ``weight.dtype`` is the master's, by which a GRU refuses its input;
+    and in stage 0 arithmetic of a weight and a number is done in it.
+    """
+    if recipe.precision != "low":
+        return frozenset()
+    return frozenset({"batch_norm", "gru", "count"} | ({"scalar", "scale"} if recipe.stage == 0 else set()))

@@ -1,0 +1,111 @@
+"""Random models, options and training loops give the numbers of one process.
+
+Two hundred small cases that hypothesis draws, the same in every run; ``make fuzz`` draws new ones, larger, on up to
+four ranks. What fuzzing found once is below, cut down and by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.fuzz import recipe as vocabulary
+from tests.fuzz.case import fails
+from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe, kinds
+from tests.fuzz.strategies import recipes
+
+LINEAR = Layer("linear", width=4)
+
+
+@settings(
+    max_examples=200,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(recipe=recipes(largest_world=2, size=2))
+def test_random_cases_give_the_numbers_of_one_process(make_workers, recipe: Recipe) -> None:
+    problem = fails(make_workers, recipe)
+    assert not problem, problem
+
+
+def inside(container: str, *kinds: str) -> tuple[Layer, ...]:
+    return (LINEAR, Layer(container, children=tuple(Layer(kind, width=4) for kind in kinds)), LINEAR)
+
+
+FOUND = {
+    # Dynamo made symbols of the sizes of parameters, where a graph break inside of layers compiles each by itself.
+    "layers_of_different_sizes_that_share_code": Recipe((LINEAR, Layer("gru", width=6), Layer("linear", width=3))),
+    # AOTAutograd drops the descriptors of outputs when it saves the state of a random number generator.
+    "attention_that_is_checkpointed": Recipe(inside("checkpoint", "attention")),
+    # A write to a buffer that a checkpointed layer saves, done after the forward, was taken for one before backward.
+    "batch_normalisation_that_is_checkpointed": Recipe(inside("checkpoint", "batch_norm")),
+    # Arithmetic on slices, without gradients, gave what was gathered of it in the masters' dtype.
+    "weight_arithmetic_without_gradients_in_mixed_precision": Recipe(
+        inside("reentrant", "scale", "break", "linear"), precision="low", steps=(("plain", "eval"),)
+    ),
+    # Stage 0, mixed precision: code outside of any graph computed with masters and was refused.
+    "eager_layers_of_stage_0_in_mixed_precision": Recipe(inside("eager", "linear", "tied"), precision="low", stage=0),
+    # A torch.autograd.Function outside of any graph is handed a parameter without __torch_function__: its gradient
+    # went to .grad whole, as each rank had it.
+    **{
+        f"autograd_function_outside_of_any_graph_in_stage_{stage}": Recipe(
+            inside("eager", "custom", "stash"), steps=(("plain", "keep", "plain"), ("crossed",)), stage=stage
+        )
+        for stage in (0, 2, 3)
+    },
+    # The hooks that see to gradients outside of any graph were not there for what was frozen when it was sharded.
+    **{
+        f"parameters_trained_later_in_stage_{stage}": Recipe(
+            (LINEAR, Layer("eager", children=(Layer("custom", frozen=True), Layer("linear", frozen=True)))),
+            steps=(("plain",),) * 3,
+            stage=stage,
+            thaw=True,
+        )
+        for stage in (0, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_fuzzing_found(make_workers, name: str) -> None:
+    problem = fails(make_workers, FOUND[name])
+    assert not problem, problem
+
+
+def check_breaks_are_noticed() -> str:
+    """On each rank: a case whose sharded run is fed other rows than the single process."""
+    from tests.fuzz import case
+
+    draw = case.inputs
+    sharded = case.sharded
+
+    def disturbed(recipe: Recipe) -> case.Values:
+        case.inputs = lambda recipe, step, call, rank: draw(recipe, step + 1, call, rank)
+        try:
+            return sharded(recipe)
+        finally:
+            case.inputs = draw
+
+    case.sharded = disturbed
+    try:
+        return case.check(Recipe((LINEAR,)))
+    finally:
+        case.sharded = sharded
+
+
+def test_a_run_on_other_data_is_told_apart(workers2) -> None:
+    for rank, found in enumerate(workers2.run(check_breaks_are_noticed)):
+        for what in ("loss 0.0.0", "gradient 0 of head.weight", "parameter layers.0.inner.weight"):
+            assert f"rank {rank}: {what}" in found
+
+
+def test_a_recipe_prints_as_what_makes_it() -> None:
+    recipe = Recipe((Layer("residual", children=(Layer("linear", width=3, bias=False), Layer("break"))),), stage=1)
+    assert eval(repr(recipe), vars(vocabulary)) == recipe
+    assert dataclasses.replace(recipe, stage=3) != recipe and kinds(recipe.layers) == {"residual", "linear", "break"}
+    assert not {*CONTAINERS} & {*LEAVES} and "plain" in CALLS

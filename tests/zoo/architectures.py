@@ -1,0 +1,260 @@
+"""The model zoo: architectures that nobody prepared, small, with random weights and no network.
+
+Each is a configuration class of transformers and what makes it small; the batch follows from its family::
+
+    text      input_ids, labels of the same shape
+    pairs     an encoder-decoder: input_ids, and labels for the decoder
+    vision    pixel_values, one label an image (or one a pixel)
+    audio     samples or spectrograms
+    both      images and text
+
+Dropout of any kind is off, so that one process can repeat what ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB, LENGTH, IMAGE, CLASSES = 131, 12, 32, 7
+
+_SMALL = dict(
+    *[{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}],
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    use_cache=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_LETTERS = {"vocab_size": VOCAB, "d_model": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_PAIR = dict(
+    *[{**_LETTERS, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 44, "decoder_ffn_dim": 44}],
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    max_position_embeddings=64,
+    decoder_start_token_id=1,
+    use_cache=False,
+)
+_IMAGE = {"image_size": IMAGE, "num_labels": CLASSES, "problem_type": "single_label_classification"}
+_PATCHES = dict(
+    *[{**_IMAGE, "patch_size": 8, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}],
+    num_attention_heads=4,
+)
+_SOUND = dict(
+    *[{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}],
+    num_attention_heads=4,
+    conv_dim=(16, 16),
+    conv_stride=(4, 4),
+    conv_kernel=(8, 8),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    apply_spec_augment=False,
+    ctc_zero_infinity=True,
+    ctc_loss_reduction="mean",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model: ``make`` builds it; or ``model`` is a class of transformers, ``config`` what its configuration gets."""
+
+    family: str
+    batch: str
+    model: str = ""
+    config: Any = None
+    make: Callable[[], nn.Module] | None = None
+
+    def build(self, seed: int) -> nn.Module:
+        """In training mode, weights from the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return (self.make() if self.make is not None else self._of_transformers()).train()
+
+    def _of_transformers(self) -> nn.Module:
+        import transformers
+
+        cls = getattr(transformers, self.model)
+        config = cls.config_class(**self.config)
+        todo = [config]
+        while todo:
+            part = todo.pop()
+            for name, value in list(vars(part).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(part, name, 0.0)
+                elif isinstance(value, transformers.PretrainedConfig):
+                    todo.append(value)
+        return cls._from_config(config)
+
+
+class UNet(nn.Module):
+    """Down and up again, with what was on the way down brought along: convolutions both ways, batch normalisation."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+        self.down = nn.ModuleList([block(3, width), block(width, 2 * width), block(2 * width, 4 * width)])
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * n, n, 2, stride=2) for n in (2 * width, width))
+        self.merge = nn.ModuleList(block(2 * n, n) for n in (2 * width, width))
+        self.head = nn.Conv2d(width, CLASSES, 1)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, passed = pixel_values, []
+        for i, block in enumerate(self.down):
+            x = block(F.max_pool2d(x, 2) if i else x)
+            passed.append(x)
+        for up, merge, skip in zip(self.up, self.merge, reversed(passed[:-1]), strict=True):
+            x = merge(torch.cat([up(x), skip], 1))
+        return F.cross_entropy(self.head(x), labels)
+
+
+class Recurrent(nn.Module):
+    """An LSTM language model: PyTorch's own recurrence, where Dynamo splits the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 32)
+        self.lstm = nn.LSTM(32, 24, num_layers=2, batch_first=True)
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.lstm(self.embedding(input_ids))[0])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2}
+_STATES = {**_SMALL, "state_size": 8, "conv_kernel": 4, "expand": 2}
+_CLIP = dict(
+    projection_dim=16,
+    text_config={k: v for k, v in _SMALL.items() if k != "use_cache"},
+    vision_config=dict(
+        hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4, image_size=IMAGE, patch_size=8
+    ),
+)
+A = Architecture
+
+ARCHITECTURES: dict[str, Architecture] = {
+    # Decoders
+    "gpt2": A("decoder", "text", "GPT2LMHeadModel", {**_SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "llama": A("decoder", "text", "LlamaForCausalLM", _GROUPED),
+    "mistral": A("decoder", "text", "MistralForCausalLM", {**_GROUPED, "sliding_window": 8}),
+    "qwen2": A("decoder", "text", "Qwen2ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
+    "qwen3": A("decoder", "text", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}),
+    "gemma2": A("decoder", "text", "Gemma2ForCausalLM", {**_GROUPED, "head_dim": 8, "sliding_window": 8}),
+    "phi": A("decoder", "text", "PhiForCausalLM", _SMALL),
+    "gpt_neox": A("decoder", "text", "GPTNeoXForCausalLM", _SMALL),
+    "opt": A("decoder", "text", "OPTForCausalLM", {**_SMALL, "ffn_dim": 44, "word_embed_proj_dim": 32}),
+    "bloom": A("decoder", "text", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}),
+    "falcon": A("decoder", "text", "FalconForCausalLM", _SMALL),
+    "olmo2": A("decoder", "text", "Olmo2ForCausalLM", _GROUPED),
+    # Encoders
+    "bert": A("encoder", "text", "BertForMaskedLM", _SMALL),
+    "roberta": A("encoder", "text", "RobertaForMaskedLM", _SMALL),
+    "albert": A("encoder", "text", "AlbertForMaskedLM", {**_SMALL, "embedding_size": 16}),
+    "distilbert": A("encoder", "text", "DistilBertForMaskedLM", {**_SMALL, "dim": 32, "hidden_dim": 44, "n_heads": 4}),
+    "electra": A("encoder", "text", "ElectraForMaskedLM", {**_SMALL, "embedding_size": 16}),
+    "deberta_v2": A(
+        "encoder",
+        "text",
+        "DebertaV2ForMaskedLM",
+        {**_SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "modernbert": A("encoder", "text", "ModernBertForMaskedLM", {**_SMALL, "cls_token_id": 1, "sep_token_id": 2}),
+    # Encoder-decoders
+    "t5": A(
+        *("encoder-decoder", "pairs", "T5ForConditionalGeneration"),
+        {**_LETTERS, "d_kv": 8, "d_ff": 44, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+    "bart": A("encoder-decoder", "pairs", "BartForConditionalGeneration", _PAIR),
+    # Mixtures of experts
+    "mixtral": A("experts", "text", "MixtralForCausalLM", {**_EXPERTS, "num_local_experts": 4}),
+    "qwen2_moe": A(
+        *("experts", "text", "Qwen2MoeForCausalLM"),
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    ),
+    # State spaces and recurrences
+    "mamba": A("state space", "text", "MambaForCausalLM", _STATES),
+    "mamba2": A("state space", "text", "Mamba2ForCausalLM", {**_STATES, "num_heads": 8, "head_dim": 8, "n_groups": 2}),
+    "lstm": A("recurrent", "text", make=Recurrent),
+    # Vision
+    "vit": A("vision", "image", "ViTForImageClassification", _PATCHES),
+    "beit": A("vision", "image", "BeitForImageClassification", _PATCHES),
+    "swin": A(
+        *("vision", "image", "SwinForImageClassification"),
+        {**_IMAGE, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
+    ),
+    "convnext": A(
+        "vision",
+        "image",
+        "ConvNextForImageClassification",
+        {**_IMAGE, "depths": [1, 1], "hidden_sizes": [16, 32], "num_stages": 2},
+    ),
+    "resnet": A(
+        *("vision", "image", "ResNetForImageClassification"),
+        {**_IMAGE, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    ),
+    "regnet": A(
+        *("vision", "image", "RegNetForImageClassification"),
+        {**_IMAGE, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+    ),
+    "mobilenet_v2": A("vision", "image", "MobileNetV2ForImageClassification", {**_IMAGE, "depth_multiplier": 0.25}),
+    "segformer": A(
+        *("vision", "pixels", "SegformerForSemanticSegmentation"),
+        dict(
+            *[{"num_labels": CLASSES, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1]}],
+            hidden_sizes=[16, 32],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=16,
+        ),
+    ),
+    "unet": A("vision", "pixels", make=UNet),
+    # Audio
+    "whisper": A(
+        *("audio", "spectrogram", "WhisperForConditionalGeneration"),
+        {**_PAIR, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32},
+    ),
+    "wav2vec2": A("audio", "samples", "Wav2Vec2ForCTC", _SOUND),
+    "hubert": A("audio", "samples", "HubertForCTC", _SOUND),
+    # Images and text
+    "clip": A("multimodal", "both", "CLIPModel", _CLIP),
+    "siglip": A("multimodal", "both", "SiglipModel", {k: v for k, v in _CLIP.items() if k != "projection_dim"}),
+}
+
+
+def make_batch(kind: str, rows: int, seed: int) -> dict[str, Any]:
+    """``rows`` rows as keyword arguments of the model."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(3, high, (rows, *shape), generator=generator)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, generator=generator)
+
+    if kind == "text":
+        return {"input_ids": integers(VOCAB, LENGTH), "labels": integers(VOCAB, LENGTH)}
+    if kind == "pairs":
+        return {"input_ids": integers(VOCAB, LENGTH), "labels": integers(VOCAB, LENGTH - 3)}
+    if kind == "image":
+        return {"pixel_values": normal(3, IMAGE, IMAGE), "labels": integers(CLASSES)}
+    if kind == "pixels":
+        return {"pixel_values": normal(3, IMAGE, IMAGE), "labels": integers(CLASSES, IMAGE, IMAGE)}
+    if kind == "spectrogram":
+        return {"input_features": normal(16, 40), "labels": integers(VOCAB, LENGTH)}
+    if kind == "samples":
+        return {"input_values": normal(640), "labels": integers(VOCAB, 5)}
+    assert kind == "both", kind
+    return {"input_ids": integers(VOCAB, LENGTH), "pixel_values": normal(3, IMAGE, IMAGE), "return_loss": True}

@@ -1,0 +1,79 @@
+"""Three steps of one architecture on ranks, and in one process that never heard of zerofx."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.zoo.architectures import ARCHITECTURES, make_batch
+
+STEPS, ROWS = 3, 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        parameters: how many elements they have.
+        graphs: how many graphs Dynamo made.
+        places: the places outside of any graph that gather a weight on demand, as warnings named them.
+        loss: the largest relative difference of a loss.
+        weights: the largest difference of a weight at the end, relative to the largest of its parameter.
+    """
+
+    parameters: int
+    graphs: int
+    places: tuple[str, ...]
+    loss: float
+    weights: float
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    out = model(**batch)
+    return out if isinstance(out, torch.Tensor) else out.loss
+
+
+def train(name: str, stage: int) -> Outcome:
+    """On each rank: both runs. One process takes the ranks' rows one after another and the mean of their losses."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    architecture = ARCHITECTURES[name]
+    plain = architecture.build(0)
+    model = architecture.build(rank)  # rank 0's weights must win
+    zerofx.compile(model, stage=stage, executor="eager", groups=zerofx.Grouping(min_bytes=0))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
+    places, worst = [], 0.0
+    for step in range(STEPS):
+        batches = [make_batch(architecture.batch, ROWS, seed=10 * step + r) for r in range(world)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = loss_of(model, batches[rank])
+            got.backward()
+        places += [
+            f"{w.filename.rpartition('site-packages/')[2]}:{w.lineno}"
+            for w in caught
+            if "gathered here" in str(w.message)
+        ]
+        wanted = torch.stack([loss_of(plain, batch) for batch in batches]).mean()
+        wanted.backward()
+        dist.all_reduce(mean := got.detach().clone())
+        worst = max(worst, abs(mean.item() / world / wanted.item() - 1))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = 0.0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        whole = p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p
+        if q.numel():
+            weights = max(weights, ((whole - q).abs().max() / q.abs().max().clamp(min=1e-3)).item())
+    graphs = 0
+    with contextlib.suppress(ValueError):
+        graphs = len(zerofx.graphs(model))
+    return Outcome(sum(p.numel() for p in plain.parameters()), graphs, tuple(dict.fromkeys(places)), worst, weights)
