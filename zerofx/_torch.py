@@ -124,6 +124,21 @@ def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     preserve_node_ordering(gm.graph, after)  # type: ignore[arg-type]
 
 
+def pinned(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Node, ...]] | None:
+    """The target, arguments and keywords that `pin_order` hid in ``node``, and what it must follow; else None.
+
+    Arguments are nodes of ``node``'s own graph (2.11, 2.13, 2.15).
+    """
+    if getattr(node.target, "_name", "") != "control_deps":
+        return None
+    after, subgraph, *args = node.args
+    inner = getattr(node.graph.owning_module, subgraph.target).graph  # type: ignore[union-attr, arg-type]
+    outer = dict(zip(inner.find_nodes(op="placeholder"), args))
+    (call,) = (n for n in inner.nodes if n.op == "call_function")
+    target_args, kwargs = pytree.tree_map_only(Node, outer.__getitem__, (call.args, call.kwargs))
+    return call.target, target_args, kwargs, tuple(after)  # type: ignore[arg-type]
+
+
 def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
     """What forward returns at ``positions`` is no longer what AOTAutograd saw there (2.11, 2.13, 2.15).
 

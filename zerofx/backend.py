@@ -31,6 +31,7 @@ from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.meaning import Meanings
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module
@@ -93,6 +94,7 @@ class _CompiledGraph:
             remember(list(self.groups.values()), self.record)
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
+        self.meanings = Meanings()
         self.names = frozenset(layout.name for layout in self.groups)
 
     def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -232,6 +234,7 @@ class _CompiledGraph:
             gradients=gradients,
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
+            meanings=self.meanings,
             held_elsewhere=sum(n for names, n in group.family.gathered.items() if names != self.names),
             largest_elsewhere=max(
                 (g.gathered_nbytes for g in group.family.groups() if g.layout not in self.groups), default=0

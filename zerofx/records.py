@@ -33,6 +33,7 @@ class Trace:
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
         self.before = copy_graph(gm)
         self._initial = _copy_context(ctx)
+        ctx.before = self._initial.before = self.before
         self.context = ctx
         self.edits: dict[str, int] = {}
         self.code: str | None = None
