@@ -18,8 +18,8 @@ from zerofx.passes.keep import keep
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
 from zerofx.passes.prefetch import prefetch
+from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
-from zerofx.passes.refusal import VerificationError
 from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.verify import verify
 

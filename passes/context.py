@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from zerofx.layout import GroupLayout, Slot
 
 if TYPE_CHECKING:
-    from zerofx.passes.meaning import Meanings
+    from zerofx.passes.proof.meaning import Meanings
 
 Phase = Literal["forward", "backward", "inference"]
 Executor = Literal["inductor", "eager"]

@@ -31,7 +31,7 @@ from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
-from zerofx.passes.meaning import Meanings
+from zerofx.passes.proof.meaning import Meanings
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module

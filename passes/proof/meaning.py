@@ -143,7 +143,7 @@ class Meanings:
         if to is not None:
             (source,) = op.inputs
             return self.cast(numbers[source], source.meta["val"].dtype, to)
-        key = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
+        key: tuple[Any, ...] = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
         if isinstance(op.target, OpOverload) and torch.Tag.nondeterministic_seeded in op.target.tags:
             calls[op.target] = calls.get(op.target, 0) + 1
             key += (calls[op.target],)

@@ -1,24 +1,23 @@
 """What `verify` checks over the whole of a graph: when gathered buffers live, and in which order collectives run.
 
-Live bytes are counted from the start of each gather to the buffer's end (its discard; where the executor frees by itself,
-its last reader), node by node.
+Live bytes are counted from the start of each gather to the buffer's last reader, node by node.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 from torch.fx import Node
 
 from zerofx.passes.context import Context
 from zerofx.passes.lower import is_kernel
-from zerofx.passes.meaning import Op
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.refusal import refuse
+from zerofx.passes.proof.facts import GATHERS
+from zerofx.passes.proof.meaning import Op
+from zerofx.passes.proof.refusal import refuse
 
 
 @dataclass
@@ -103,34 +102,28 @@ def _one_ahead(buffers: list[Buffer], order: dict[Node, int]) -> int:
     return max(live)
 
 
-def check_order(waits: dict[Node, list[Node]], order: dict[Node, int]) -> None:
+def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int]) -> None:
     """The rule "order", of the graph as it reads: of each kind, first started is first waited for."""
-    for gathers in (True, False):
-        pairs = [
-            (order[s], order[w], s) for s, (w,) in waits.items() if s.op != "placeholder" and _gathers(s) == gathers
-        ]
-        pairs.sort(key=lambda pair: pair[0])
-        for (_, first, _), (_, second, start) in zip(pairs, pairs[1:]):
-            if second < first:
-                tag = start.meta.get("zerofx")
-                found = "it starts after a collective that is waited for later"
-                refuse("order", start, found, "first started, first waited for", tag.group if tag else None)
+    starts = [start for start in waits if start in ops]
+    for kind in (True, False):
+        same = sorted((s for s in starts if (ops[s].target in GATHERS) == kind), key=order.__getitem__)
+        for first, second in pairwise(same):
+            if order[waits[second][0]] < order[waits[first][0]]:
+                tag = second.meta.get("zerofx")
+                found = f"it starts after {first.name!r}, which is waited for later"
+                refuse("order", second, found, "first started, first waited for", tag.group if tag else None)
 
 
-def _gathers(start: Node) -> bool:
-    return "all_gather" in str(Op.of(start).target)
-
-
-def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int], gathers: Collection[Any]) -> None:
+def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int]) -> None:
     """The rule "order", where the executor schedules by dependence alone.
 
     Each gather follows the one before it, and whatever reads a buffer that is to be gone by then: such a reader is a
     kernel that the gather follows, or computed inside of such kernels only.
     """
-    starts = [op for op in ops.values() if op.target in gathers and any(b.start is op.node for b in buffers)]
+    starts = [op for op in ops.values() if op.target in GATHERS and any(b.start is op.node for b in buffers)]
     followed: set[Node] = set()
     pending = sorted((b for b in buffers if not b.escapes), key=lambda b: -b.last)
-    for before, start in zip([None, *starts], starts):
+    for before, start in zip([None, *starts], starts, strict=False):
         if before is not None and before.node not in start.after:
             refuse("order", start.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
         followed.update(start.after)

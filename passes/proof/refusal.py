@@ -27,8 +27,8 @@ def refuse(rule: str, node: Node, found: str, expected: str, group: str | None =
     place = f", for {trace[-2].strip()}" if len(trace) > 1 else ""
     of = f" of group {group!r}" if group else ""
     raise VerificationError(
-        f"the rewritten graph breaks the rule {rule!r} at node {node.name!r}{of}{place}: {found}; expected: {expected}. "
-        "The graph was not run. This is a bug of zerofx, not of the model: please report it. "
+        f"the rewritten graph breaks the rule {rule!r} at node {node.name!r}{of}{place}: {found}; expected: "
+        f"{expected}. The graph was not run. This is a bug of zerofx, not of the model: please report it. "
         "docs/debugging.md says what to send, and what to try until it is mended.",
         rule,
         node.name,
