@@ -98,12 +98,12 @@ class Outputs:
             return
         if not isinstance(value, Node):
             return
-        if value in self.reader.memory or (value in self.derived and value.op != "placeholder"):
+        if value in self.reader.memory or (self.ctx.stage and value in self.derived):
             self.reader.fail(
                 "saved", value, "a weight, or a view or a cast of one, goes to backward", "the parameter itself"
             )
         number = self.numbers.get(value)
-        if value not in self.derived:
+        if value.op != "placeholder" or value not in self.derived:  # else backward makes what it needs of the parameter
             self._check_number(value, was, f"saved output {i}")
         if number is not None:
             self.meanings.brought[name] = number

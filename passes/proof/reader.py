@@ -193,7 +193,7 @@ class Reader:
 
     def _read_flat(self, op: Op, flat: Flat, inputs: list[Node]) -> None:
         node, to = op.node, op.cast_to()
-        if flat.whole:
+        if flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
             if op.target is not _aten.as_strided.default:
                 self.fail("slice", node, "it reads a whole group", "weights as views of it")
             self._read_weight(op, flat)
