@@ -6,6 +6,7 @@ When a new PyTorch breaks something, this is the file to mend; nothing else impo
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -317,6 +318,29 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
     return group._get_backend(device).name()
+
+
+def has_backend(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
+    """Whether a backend of ``group`` is one of ``names`` (2.11, 2.13, 2.15)."""
+    return any(name in dist.get_backend_config(group) for name in names)
+
+
+def abort_collectives(name: str) -> None:
+    """End all that this rank waits for in a process group; the waits raise (2.11, 2.13, 2.15).
+
+    ``ProcessGroup.abort`` does nothing on gloo. There, a receive that times out closes all connections of the group.
+    """
+    group = resolve_process_group(name)
+    if not has_backend(group, ("gloo",)):
+        group.abort()
+        return
+    with contextlib.suppress(RuntimeError):  # the time-out, which is what this is for
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, _NOBODY_SENDS).wait(datetime.timedelta(milliseconds=10))
+
+
+_NOBODY_SENDS = 0x7A68
+"""A message tag."""
 
 
 def index_class(module: str, name: str) -> Any:

@@ -24,7 +24,8 @@ class VerificationError(RuntimeError):
 def refuse(rule: str, node: Node, found: str, expected: str, group: str | None = None) -> NoReturn:
     """Raise, with the place in the user's model that ``node`` serves."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    place = f", for {trace[-2].strip()}" if len(trace) > 1 else ""
+    file = max((i for i, line in enumerate(trace) if line.strip().startswith("File ")), default=None)
+    place = "" if file is None else ", for " + " ".join(line.strip() for line in trace[file : file + 2])
     of = f" of group {group!r}" if group else ""
     raise VerificationError(
         f"the rewritten graph breaks the rule {rule!r} at node {node.name!r}{of}{place}: {found}; expected: "

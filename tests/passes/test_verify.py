@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import tests.passes.mutants_outputs  # noqa: F401  # they add themselves to MUTATORS
 import zerofx
 from tests.passes.graphs import Sketch, apply, aten
 from tests.passes.mutants import MUTATORS, Graph, another, record, rewritten
@@ -89,7 +90,7 @@ def test_what_breaks_a_rule_is_found_by_it(rule: str, graphs: dict[str, Graph]) 
                     wrong.append(f"{mutator.__name__} {n} in {name}: {error}")
             else:
                 wrong.append(f"{mutator.__name__} {n} in {name}: not found")
-            if tried[mutator.__name__] == 7:
+            if tried[mutator.__name__] == 8:
                 break
     assert not wrong, f"{len(wrong)} of {sum(tried.values())}:\n" + "\n".join(wrong[:20])
     assert len(tried) == len(MUTATORS[rule]) and sum(tried.values()) >= 10, tried
@@ -134,8 +135,6 @@ def test_the_error_names_rule_node_group_and_line() -> None:
     apply(gm, ctx, *pipeline(3)[:-1])
     weight = edit.tagged(gm.graph, "weight")[0]
     weight.args = (*weight.args[:3], weight.args[3] + 32)
-    with pytest.raises(
-        VerificationError, match=r"rule 'slice'.*'as_strided.*group 'h.0'.*addmm.*docs/debugging.md"
-    ) as caught:
+    with pytest.raises(VerificationError, match=r"'slice'.*'as_strided.*'h.0'.*addmm.*debugging.md") as caught:
         verify(gm, ctx)
     assert (caught.value.rule, caught.value.group) == ("slice", "h.0")
