@@ -107,7 +107,7 @@ def stay_away() -> tuple[str, str, float]:
     model = build(timeout=4)
     train(model, 2)
     if dist.get_rank():
-        return outcome(lambda: time.sleep(15))
+        return outcome(lambda: time.sleep(9))
     return outcome(lambda: train(model, 1))
 
 
@@ -146,7 +146,7 @@ def test_a_killed_rank_is_named_by_the_others(make_workers: Any, tmp_path: Any) 
         assert all("OutOfStepError" in text for text in found), found
 
 
-# ---- comparing, without processes -------------------------------------------------------------------------------------
+# ---- comparing, without processes -----------------------------------------------------------------------------------
 
 
 def schedule(*groups: str, phase: str = "forward") -> Schedule:

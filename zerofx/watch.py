@@ -60,7 +60,7 @@ class Watch:
         self._published: set[str] = set()
         self._schedule = Schedule("nothing yet", ())
         self._started = 0
-        self._waiting: dict[int, tuple[float, str]] = {}
+        self._waiting: dict[object, tuple[float, str]] = {}
         self._beat = 0
         self._stop = threading.Event()
         threading.Thread(target=self._look, name=f"zerofx watchdog of {name!r}", daemon=True).start()
@@ -89,7 +89,173 @@ class Watch:
         publish(self.store, schedule, what, self.rank, self.world_size)
 
     @contextlib.contextmanager
-    def alone(
+    def alone(self, where: str, kind: str, group: str, nbytes: int, dtype: Any) -> Iterator[None]:
+        """Collectives outside of any graph run inside."""
+        schedule = Schedule(where, (Collective(kind, group, nbytes, str(dtype).removeprefix("torch.")),))
+        digest = schedule.digest
+        if digest not in self._published:
+            self.store.set(f"schedule/{digest}", schedule.to_json())
+            self._published.add(digest)
+        self.enter(schedule, digest, self.timeout)
+        with self.waiting(schedule.where(0)):
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """This rank waits for ``what`` inside; what is raised there is explained."""
+        key = object()
+        self._waiting[key] = time.monotonic(), what
+        try:
+            yield
+        except OutOfStepError:
+            raise
+        except RuntimeError as e:
+            raise OutOfStepError(self.failure or self._explain(what, e)) from e
+        finally:
+            self._waiting.pop(key, None)
+        self.check()
+
+    def _explain(self, what: str, error: RuntimeError) -> str:
+        """Why a collective failed by itself: most likely somebody is gone."""
+        before = self._states()
+        time.sleep(SILENT)
+        if self.failure:
+            return self.failure
+        states = self._states()
+        silent = [r for r, now in states.items() if now is None or ((was := before[r]) and now["beat"] == was["beat"])]
+        gone = f"rank {', '.join(map(str, silent))} was not heard of for {SILENT:g} s"
+        why = str(error).splitlines()[0]
+        return f"rank {self.rank} waited for {what}, which failed: {gone if silent else 'all ranks are there'}. {why}"
+
+    # ---- the watchdog's thread --------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        while not self._stop.wait(TICK):
+            try:
+                if _torch.default_store() is not self.default_store:
+                    return
+                self._tell()
+                self._compare()
+                self._check_waiting()
+            except (RuntimeError, ValueError):  # the store, or the process group, is gone: so is what there is to watch
+                return
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def _tell(self) -> None:
+        self._beat += 1
+        doing = [what for _, what in list(self._waiting.values())[:1]]
+        state = {
+            "beat": self._beat,
+            "at": [self._count, self._started],
+            "doing": doing[0] if doing else "",
+            "last": self._schedule.where(max(0, self._started - 1)),
+            "runs": list(self._runs),
+        }
+        self.store.set(f"rank/{self.rank}", json.dumps(state))
+        if not self.failure and self.store.check(["failed"]):
+            self._fail(self.store.get("failed").decode())
+
+    def _state(self, rank: int) -> dict[str, Any] | None:
+        key = f"rank/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _states(self) -> dict[int, dict[str, Any] | None]:
+        return {rank: self._state(rank) for rank in range(self.world_size) if rank != self.rank}
+
+    def _compare(self) -> None:
+        other = (self.rank + 1) % self.world_size
+        state = self._state(other)
+        if state is None or self.failure:
+            return
+        mine, theirs = dict(list(self._runs)), dict(state["runs"])
+        for i in sorted(set(mine) & set(theirs)):
+            if mine[i] != theirs[i]:
+                a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in (mine[i], theirs[i]))
+                self._fail(
+                    f"ranks {self.rank} and {other} are out of step: {difference(a, b, self.rank, other)}. "
+                    "Every rank must run the same layers in the same order (docs/debugging.md)."
+                )
+                return
+
+    def _check_waiting(self) -> None:
+        waiting = min(list(self._waiting.values()), default=None)
+        if self.failure or waiting is None or self.timeout is None or time.monotonic() - waiting[0] < self.timeout:
+            return
+        at, missing = (self._count, self._started), []
+        for rank, state in self._states().items():
+            if state is None or tuple(state["at"]) < at:
+                missing.append(f"rank {rank} ({'never heard of' if state is None else 'last at ' + state['last']})")
+        who = ", ".join(missing) or "no rank: all have started it"
+        self._fail(f"rank {self.rank} has waited {self.timeout:g} s for {waiting[1]}; missing: {who}.")
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        if not self.store.check(["failed"]):
+            self.store.set("failed", why)
+        if self._waiting:
+            _torch.abort_collectives(self.name)
+
+
+class _Watched(dist.Work):
+    """Works that are waited for as one, under the eyes of the watchdog."""
+
+    def __init__(self, watch: Watch, what: str, works: list[dist.Work]) -> None:
+        super().__init__()
+        self.watch, self.what, self.works = watch, what, works
+        _alive[id(self)] = self  # until it was waited for: PyTorch holds no more than the C++ half
+
+    def wait(self, timeout: Any = None) -> bool:
+        try:
+            with self.watch.waiting(self.what):
+                for work in self.works:
+                    work.wait()
+        finally:
+            self.works = []
+            _alive.pop(id(self), None)
+        return True
+
+
+_alive: dict[int, _Watched] = {}
+_watches: dict[str, Watch] = {}
+
+
+def watch_of(name: str) -> Watch | None:
+    """The watch of a process group; None where there is nobody to be out of step with, or nothing real."""
+    watch = _watches.get(name)
+    if watch is not None and watch.default_store is _torch.default_store():
+        return watch
+    if watch is not None:
+        watch.stop()
+        del _watches[name]
+    group = _torch.resolve_process_group(name)
+    if group.size() == 1 or not _torch.has_backend(group, ("gloo", "nccl")):
+        return None
+    _watches[name] = Watch(name)
+    return _watches[name]
+
+
+def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:
+    """A compiled graph whose collectives are under watch."""
+    if not schedule.collectives or watch_of(name) is None:
+        return compiled
+    digest = schedule.digest
+
+    def run(args: list[Any]) -> Any:
+        watch = watch_of(name)
+        assert watch is not None
+        watch.enter(schedule, digest, timeout)
+        outputs = compiled(args)
+        watch.check()
+        return outputs
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def alone(
     name: str, where: str, kind: str, group: str, nbytes: int, dtype: Any
 ) -> contextlib.AbstractContextManager[Any]:
     """A collective outside of any graph, under watch: `Watch.alone`."""
@@ -100,10 +266,6 @@ class Watch:
 def _under_watch(works: list[dist.Work], name: str) -> list[dist.Work]:
     watch = _watches.get(name)
     return works if watch is None else watch.started(works)
-
-
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 ops.under_watch = _under_watch
