@@ -22,6 +22,7 @@ The timeout is `Options.timeout`; without one, that of the process group.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
@@ -266,6 +267,13 @@ def alone(
 def _under_watch(works: list[dist.Work], name: str) -> list[dist.Work]:
     watch = _watches.get(name)
     return works if watch is None else watch.started(works)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Before the store goes away with rank 0."""
+    for watch in _watches.values():
+        watch.stop()
 
 
 ops.under_watch = _under_watch

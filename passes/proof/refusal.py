@@ -20,6 +20,10 @@ class VerificationError(RuntimeError):
         super().__init__(message)
         self.rule, self.node, self.group = rule, node, group
 
+    def saved_in(self, path: str) -> VerificationError:
+        """The same error, which also names the file that holds the graphs."""
+        return VerificationError(f"{self} The graphs were saved in {path}.", self.rule, self.node, self.group)
+
 
 def refuse(rule: str, node: Node, found: str, expected: str, group: str | None = None) -> NoReturn:
     """Raise, with the place in the user's model that ``node`` serves."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +141,22 @@ def test_the_error_names_rule_node_group_and_line() -> None:
     with pytest.raises(VerificationError, match=r"'slice'.*'as_strided.*'h.0'.*addmm.*debugging.md") as caught:
         verify(gm, ctx)
     assert (caught.value.rule, caught.value.group) == ("slice", "h.0")
+
+
+def test_a_refused_compilation_saves_its_graphs_in_a_file_that_the_error_names(fake_world, monkeypatch) -> None:
+    fake_world(2)
+    broken = (*pipeline(3)[:-1], _shift_a_weight, verify)
+    monkeypatch.setattr("zerofx.records.pipeline", lambda stage: broken)
+    with pytest.raises(Exception, match=r"breaks the rule 'slice'.*saved in") as caught:
+        record(stage=3)
+    path = re.search(r"saved in (\S+\.txt)", str(caught.value))
+    assert path is not None
+    text = Path(path[1]).read_text()
+    os.unlink(path[1])
+    assert "before:" in text and "after:" in text and "all_gather_pairwise" in text.replace("_into_tensor", "_pairwise")
+
+
+def _shift_a_weight(gm: GraphModule, ctx: Any) -> int:
+    weight = edit.tagged(gm.graph, "weight")[0]
+    weight.args = (*weight.args[:3], weight.args[3] + 32)
+    return 1
