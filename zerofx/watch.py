@@ -61,7 +61,7 @@ class Watch:
         self._published: set[str] = set()
         self._schedule = Schedule("nothing yet", ())
         self._started = 0
-        self._waiting: dict[object, tuple[float, str]] = {}
+        self._waiting: dict[object, tuple[float, Schedule, int]] = {}
         self._beat = 0
         self._stop = threading.Event()
         threading.Thread(target=self._look, name=f"zerofx watchdog of {name!r}", daemon=True).start()
@@ -78,7 +78,7 @@ class Watch:
     def started(self, works: list[dist.Work]) -> list[dist.Work]:
         """The next collective of the schedule is under way: ``works``, as one that explains itself when it fails."""
         self._started += 1
-        return [_Watched(self, self._schedule.where(self._started - 1), works)]
+        return [_Watched(self, self._schedule, self._started - 1, works)]
 
     def check(self) -> None:
         """Raise what the watchdog found, if anything."""
@@ -98,20 +98,20 @@ class Watch:
             self.store.set(f"schedule/{digest}", schedule.to_json())
             self._published.add(digest)
         self.enter(schedule, digest, self.timeout)
-        with self.waiting(schedule.where(0)):
+        with self.waiting(schedule, 0):
             yield
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """This rank waits for ``what`` inside; what is raised there is explained."""
+    def waiting(self, schedule: Schedule, i: int) -> Iterator[None]:
+        """This rank waits for a collective inside; what is raised there is explained."""
         key = object()
-        self._waiting[key] = time.monotonic(), what
+        self._waiting[key] = time.monotonic(), schedule, i
         try:
             yield
         except OutOfStepError:
             raise
         except RuntimeError as e:
-            raise OutOfStepError(self.failure or self._explain(what, e)) from e
+            raise OutOfStepError(self.failure or self._explain(schedule.where(i), e)) from e
         finally:
             self._waiting.pop(key, None)
         self.check()
@@ -147,11 +147,9 @@ class Watch:
 
     def _tell(self) -> None:
         self._beat += 1
-        doing = [what for _, what in list(self._waiting.values())[:1]]
         state = {
             "beat": self._beat,
             "at": [self._count, self._started],
-            "doing": doing[0] if doing else "",
             "last": self._schedule.where(max(0, self._started - 1)),
             "runs": list(self._runs),
         }
@@ -182,15 +180,16 @@ class Watch:
                 return
 
     def _check_waiting(self) -> None:
-        waiting = min(list(self._waiting.values()), default=None)
+        waiting = next(iter(list(self._waiting.values())), None)
         if self.failure or waiting is None or self.timeout is None or time.monotonic() - waiting[0] < self.timeout:
             return
+        _, schedule, i = waiting
         at, missing = (self._count, self._started), []
         for rank, state in self._states().items():
             if state is None or tuple(state["at"]) < at:
                 missing.append(f"rank {rank} ({'never heard of' if state is None else 'last at ' + state['last']})")
         who = ", ".join(missing) or "no rank: all have started it"
-        self._fail(f"rank {self.rank} has waited {self.timeout:g} s for {waiting[1]}; missing: {who}.")
+        self._fail(f"rank {self.rank} has waited {self.timeout:g} s for {schedule.where(i)}; missing: {who}.")
 
     def _fail(self, why: str) -> None:
         self.failure = why
@@ -203,14 +202,14 @@ class Watch:
 class _Watched(dist.Work):
     """Works that are waited for as one, under the eyes of the watchdog."""
 
-    def __init__(self, watch: Watch, what: str, works: list[dist.Work]) -> None:
+    def __init__(self, watch: Watch, schedule: Schedule, i: int, works: list[dist.Work]) -> None:
         super().__init__()
-        self.watch, self.what, self.works = watch, what, works
+        self.watch, self.schedule, self.i, self.works = watch, schedule, i, works
         _alive[id(self)] = self  # until it was waited for: PyTorch holds no more than the C++ half
 
     def wait(self, timeout: Any = None) -> bool:
         try:
-            with self.watch.waiting(self.what):
+            with self.watch.waiting(self.schedule, self.i):
                 for work in self.works:
                     work.wait()
         finally:
