@@ -35,7 +35,7 @@ class Options:
         mixed_precision: see `zerofx.precision`.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
-            long as the process group would.
+            long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
     """
 
     stage: int = 3

@@ -111,12 +111,12 @@ class Watch:
         except OutOfStepError:
             raise
         except RuntimeError as e:
-            raise OutOfStepError(self.failure or self._explain(schedule.where(i), e)) from e
+            raise OutOfStepError(self.failure or self.explain(schedule.where(i), e)) from e
         finally:
             self._waiting.pop(key, None)
         self.check()
 
-    def _explain(self, what: str, error: RuntimeError) -> str:
+    def explain(self, what: str, error: RuntimeError) -> str:
         """Why a collective failed by itself: most likely somebody is gone."""
         before = self._states()
         time.sleep(SILENT)
@@ -195,8 +195,7 @@ class Watch:
         self.failure = why
         if not self.store.check(["failed"]):
             self.store.set("failed", why)
-        if self._waiting:
-            _torch.abort_collectives(self.name)
+        _torch.abort_collectives(self.name)
 
 
 class _Watched(dist.Work):
@@ -247,7 +246,12 @@ def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | 
         watch = watch_of(name)
         assert watch is not None
         watch.enter(schedule, digest, timeout)
-        outputs = compiled(args)
+        try:
+            outputs = compiled(args)
+        except RuntimeError as e:  # of a collective that is not pairwise, so that nobody explained it
+            if isinstance(e, OutOfStepError) or not (watch.failure or _torch.is_communication_error(e)):
+                raise
+            raise OutOfStepError(watch.failure or watch.explain(f"the collectives of {schedule.phase}", e)) from e
         watch.check()
         return outputs
 
