@@ -117,16 +117,24 @@ class Watch:
         self.check()
 
     def explain(self, what: str, error: RuntimeError) -> str:
-        """Why a collective failed by itself: most likely somebody is gone."""
-        before = self._states()
-        time.sleep(SILENT)
-        if self.failure:
-            return self.failure
-        states = self._states()
-        silent = [r for r, now in states.items() if now is None or ((was := before[r]) and now["beat"] == was["beat"])]
-        gone = f"rank {', '.join(map(str, silent))} was not heard of for {SILENT:g} s"
+        """Why a collective failed by itself: most likely somebody is gone. The other ranks are told."""
         why = str(error).splitlines()[0]
-        return f"rank {self.rank} waited for {what}, which failed: {gone if silent else 'all ranks are there'}. {why}"
+        try:
+            before = self._states()
+            time.sleep(SILENT)
+            states = self._states()
+            silent = [
+                r for r, now in states.items() if now is None or (was := before[r]) and now["beat"] == was["beat"]
+            ]
+            gone = f"rank {', '.join(map(str, silent))} was not heard of for {SILENT:g} s"
+            text = (
+                f"rank {self.rank} waited for {what}, which failed: {gone if silent else 'all ranks are there'}. {why}"
+            )
+            if not self.failure:
+                self._fail(text)
+            return self.failure
+        except dist.DistError as e:
+            return f"rank {self.rank} waited for {what}, which failed, and so did the store ({e}). {why}"
 
     # ---- the watchdog's thread --------------------------------------------------------------------------------------
 
