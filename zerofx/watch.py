@@ -124,7 +124,7 @@ class Watch:
             time.sleep(SILENT)
             states = self._states()
             silent = [
-                r for r, now in states.items() if now is None or (was := before[r]) and now["beat"] == was["beat"]
+                r for r, now in states.items() if now is None or ((was := before[r]) and now["beat"] == was["beat"])
             ]
             gone = f"rank {', '.join(map(str, silent))} was not heard of for {SILENT:g} s"
             text = (
