@@ -160,3 +160,13 @@ def _shift_a_weight(gm: GraphModule, ctx: Any) -> int:
     weight = edit.tagged(gm.graph, "weight")[0]
     weight.args = (*weight.args[:3], weight.args[3] + 32)
     return 1
+
+
+def test_a_record_can_be_verified_by_hand(fake_world) -> None:
+    fake_world(2)
+    compiled = record(stage=3)
+    zerofx.verify(compiled)
+    gm, ctx = rewritten(compiled)["forward"]
+    ctx.process_group = "yet another"
+    with pytest.raises(VerificationError, match="'group'"):
+        zerofx.passes.verify(gm, ctx)
