@@ -148,7 +148,11 @@ def _plan_alike(
         check_backend(process_group, next(module.parameters()).device)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
-        chosen = {"stage": options.stage, "mixed_precision": options.mixed_precision, "buckets": options.buckets}
+        chosen: dict[str, Any] = {
+            "stage": options.stage,
+            "mixed_precision": options.mixed_precision,
+            "buckets": options.buckets,
+        }
         chosen |= {"memory_budget": options.memory_budget, "executor": options.executor}
         facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]

@@ -52,7 +52,7 @@ class Watch:
         group = _torch.resolve_process_group(name)
         self.name, self.rank, self.world_size = name, group.rank(), group.size()
         self.default_store = _torch.default_store()
-        self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())
+        self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
         self.failure = ""
         self.families = 0
@@ -275,8 +275,8 @@ def alone(
     return contextlib.nullcontext() if watch is None else watch.alone(where, kind, group, nbytes, dtype)
 
 
-def _under_watch(works: list[dist.Work], name: str) -> list[dist.Work]:
-    watch = _watches.get(name)
+def _under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
+    watch = _watches.get(process_group)
     return works if watch is None else watch.started(works)
 
 
