@@ -18,15 +18,17 @@ from zerofx.passes.keep import keep
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
 from zerofx.passes.prefetch import prefetch
+from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
+from zerofx.passes.verify import verify
 
 Pass = Callable[[GraphModule, Context], int]
 
-PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, keep, prefetch, discard, lower)
+PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, keep, prefetch, discard, lower, verify)
 """The passes of stages 1, 2 and 3, in order."""
 
-REPLICATED: tuple[Pass, ...] = (rematerialize, all_reduce, prefetch, lower)
+REPLICATED: tuple[Pass, ...] = (rematerialize, all_reduce, prefetch, lower, verify)
 """The passes of stage 0."""
 
 
@@ -43,6 +45,7 @@ __all__ = [
     "Recipe",
     "Reduction",
     "Tag",
+    "VerificationError",
     "all_reduce",
     "discard",
     "gather",
@@ -54,4 +57,5 @@ __all__ = [
     "prefetch",
     "reduce",
     "rematerialize",
+    "verify",
 ]

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch.fx import GraphModule
 
 from zerofx.layout import GroupLayout, Slot
+
+if TYPE_CHECKING:
+    from zerofx.passes.proof.meaning import Meanings
 
 Phase = Literal["forward", "backward", "inference"]
 Executor = Literal["inductor", "eager"]
@@ -145,6 +149,10 @@ class Context:
     """Gathered bytes that other graphs of the module keep between forward and backward."""
     kept_gathered: dict[str, Gathered] = field(default_factory=dict)
     """Written by forward's `keep`, read by backward's: group name -> what it left gathered."""
+    before: GraphModule | None = None
+    """The graph as AOTAutograd made it, for `verify` to compare with; None: what it computes is not compared."""
+    meanings: Meanings | None = None
+    """Written by forward's `verify`, read by backward's: what each value is that goes from one to the other."""
 
     shards: list[GroupLayout] = field(default_factory=list)
     """Set by `gather`: the groups whose shards are the graph's last inputs, in that order."""

@@ -1,12 +1,14 @@
 """ZeRO as a compiler: sharded data parallelism as passes over torch.fx graphs."""
 
-from zerofx.api import compile, drop_kept, graphs, no_sync
+from zerofx.agree import OutOfStepError
+from zerofx.api import compile, drop_kept, graphs, no_sync, verify
 from zerofx.calibrate import calibrate
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.dry_run import dry_run
 from zerofx.grouping import Grouping
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
+from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
 from zerofx.plan import plan
 from zerofx.precision import MixedPrecision
@@ -19,10 +21,12 @@ __all__ = [
     "CheckpointError",
     "Grouping",
     "MixedPrecision",
+    "OutOfStepError",
     "Prediction",
     "Rates",
     "ShardedParameter",
     "ShardedTensor",
+    "VerificationError",
     "calibrate",
     "compile",
     "drop_kept",
@@ -37,5 +41,6 @@ __all__ = [
     "predict",
     "save",
     "shard",
+    "verify",
 ]
 del _ops

@@ -6,6 +6,7 @@ When a new PyTorch breaks something, this is the file to mend; nothing else impo
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -125,6 +126,21 @@ def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:  # 2.11
         control_deps.py_impl(torch._C.DispatchKey.Autograd)(lambda deps, subgraph, *args: subgraph(*args))
     preserve_node_ordering(gm.graph, after)  # type: ignore[arg-type]
+
+
+def pinned(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Node, ...]] | None:
+    """The target, arguments and keywords that `pin_order` hid in ``node``, and what it must follow; else None.
+
+    Arguments are nodes of ``node``'s own graph (2.11, 2.13, 2.15).
+    """
+    if getattr(node.target, "_name", "") != "control_deps":
+        return None
+    after, subgraph, *args = node.args
+    inner = getattr(node.graph.owning_module, subgraph.target).graph  # type: ignore[union-attr, arg-type]
+    outer = dict(zip(inner.find_nodes(op="placeholder"), args))
+    (call,) = (n for n in inner.nodes if n.op == "call_function")
+    target_args, kwargs = pytree.tree_map_only(Node, outer.__getitem__, (call.args, call.kwargs))
+    return call.target, target_args, kwargs, tuple(after)  # type: ignore[arg-type]
 
 
 def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
@@ -347,6 +363,35 @@ class PretendedGroup:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
     return group._get_backend(device).name()
+
+
+def has_backend(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
+    """Whether a backend of ``group`` is one of ``names`` (2.11, 2.13, 2.15)."""
+    return any(name in dist.get_backend_config(group) for name in names)
+
+
+def abort_collectives(name: str) -> None:
+    """End all that this rank waits for in a process group; the waits raise (2.11, 2.13, 2.15).
+
+    ``ProcessGroup.abort`` does nothing on gloo. There, a receive that times out closes all connections of the group.
+    """
+    group = resolve_process_group(name)
+    if not has_backend(group, ("gloo",)):
+        group.abort()
+        return
+    with contextlib.suppress(RuntimeError):  # the time-out, which is what this is for
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, _NOBODY_SENDS).wait(datetime.timedelta(milliseconds=10))
+
+
+def is_communication_error(error: RuntimeError) -> bool:
+    """Whether the backend raised it, to judge by its text: it has no class of its own (2.11, 2.13, 2.15)."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text
+
+
+_NOBODY_SENDS = 0x7A68
+"""A message tag."""
 
 
 def index_class(module: str, name: str) -> Any:

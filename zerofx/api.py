@@ -12,7 +12,7 @@ from zerofx._torch import compile_module
 from zerofx.backend import Backend
 from zerofx.group import ShardGroup
 from zerofx.options import Options
-from zerofx.records import GraphRecord, records_of
+from zerofx.records import GraphRecord, Trace, records_of
 from zerofx.shard import groups_of, shard_module
 
 
@@ -70,6 +70,18 @@ def drop_kept(module: nn.Module) -> None:
 def graphs(module: nn.Module) -> list[GraphRecord]:
     """What was compiled for ``module`` so far: one record per graph that Dynamo captured. ``print`` one to read it."""
     return records_of(_groups(module))
+
+
+def verify(record: GraphRecord | Trace) -> None:
+    """Check rewritten graphs against every rule of `zerofx.passes.verify`; that happens on each compile anyway.
+
+    ``record``: of `graphs`, or one graph of it. A graph of one's own goes to ``zerofx.passes.verify(gm, ctx)``.
+
+    Raises:
+        VerificationError: a rule is broken; it names the rule, the node, the group and the line of the model.
+    """
+    for trace in record.traces() if isinstance(record, GraphRecord) else [record]:
+        trace.after("verify")
 
 
 def _groups(module: nn.Module) -> list[ShardGroup]:

@@ -25,15 +25,18 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
+from zerofx.agree import Schedule, identity
 from zerofx.group import ShardGroup
 from zerofx.layout import GroupLayout
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.proof.meaning import Meanings
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module
+from zerofx.watch import watch_of, watched
 
 
 def zerofx_backend(
@@ -101,6 +104,7 @@ class _CompiledGraph:
             remember(list(self.groups.values()), self.record)
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
+        self.meanings = Meanings()
         self.names = frozenset(layout.name for layout in self.groups)
 
     def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -212,10 +216,14 @@ class _CompiledGraph:
         fixed += range(len(kept), len(kept) + len(ctx.shards))
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
         _torch.forget_output_strides(gm, moved)
+        schedule, watch = Schedule.of(gm, ctx), watch_of(ctx.process_group)
+        if watch is not None and schedule.collectives:
+            family = next(iter(self.groups.values())).family
+            watch.publish(schedule, identity(trace.before, ctx, family.number))
         compiled = execute(gm, inputs, fixed)
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
-        return compiled, kept, trace
+        return watched(compiled, schedule, ctx.process_group, self.options.timeout), kept, trace
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
         group = next(iter(self.groups.values()))
@@ -240,6 +248,7 @@ class _CompiledGraph:
             gradients=gradients,
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
+            meanings=self.meanings,
             held_elsewhere=sum(n for names, n in group.family.gathered.items() if names != self.names),
             largest_elsewhere=max(
                 (g.gathered_nbytes for g in group.family.groups() if g.layout not in self.groups), default=0

@@ -33,6 +33,7 @@ from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
 from zerofx.passes.ops import all_gather_pairwise_
 from zerofx.precision import MixedPrecision
+from zerofx.watch import alone
 
 if TYPE_CHECKING:
     from zerofx.parameter import ShardedParameter, ShardedTensor
@@ -48,6 +49,7 @@ class Family:
         precision: the dtypes of weights and gradients.
         buckets: what one all-reduce of stage 0 takes.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
+        number: of the module among those of its process group, the same on every rank.
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
         gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
     """
@@ -57,6 +59,7 @@ class Family:
         self.precision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
         self.sync = True
+        self.number = 0
         self.norms: dict[Any, Any] = {}
         self.gathered: dict[frozenset[str], int] = {}
         self._groups: list[weakref.ref[ShardGroup]] = []
@@ -155,11 +158,12 @@ class ShardGroup:
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
         if self.layout.world_size > 1:
-            if self.backend == "gloo":
-                all_gather_pairwise_(self.replica, shard, self.group_name)  # why: passes/lower.py
-            else:
-                args = (shard, self.layout.world_size, self.group_name)
-                _c10d.all_gather_into_tensor_out(*args, out=self.replica)
+            with alone(self.group_name, "refresh", "all-gather", self.layout.name, self.gathered_nbytes, shard.dtype):
+                if self.backend == "gloo":
+                    all_gather_pairwise_(self.replica, shard, self.group_name)  # why: passes/lower.py
+                else:
+                    args = (shard, self.layout.world_size, self.group_name)
+                    _c10d.all_gather_into_tensor_out(*args, out=self.replica)
         elif shard is not self.shard:
             self.replica.copy_(shard)
         self.mark_fresh()

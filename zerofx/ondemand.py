@@ -27,6 +27,7 @@ from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 from zerofx.printing import format_bytes
+from zerofx.watch import alone
 
 
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
@@ -37,14 +38,15 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
         whole = torch.ops._c10d_functional.wait_tensor(group.replica)
         return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
-    for rank in range(group.layout.world_size):
-        piece = group.layout.piece(slot, rank)
-        part = flat.narrow(0, piece.in_parameter, piece.length)
-        if rank == group.rank:
-            part.copy_(tensor._local)
-        if piece.length and group.layout.world_size > 1:
-            # As bytes: gloo does not know every dtype.
-            dist.broadcast(part.view(torch.uint8), group=group.process_group, group_src=rank)
+    with alone(group.group_name, "on demand", "gather", slot.name, flat.nbytes, flat.dtype):
+        for rank in range(group.layout.world_size):
+            piece = group.layout.piece(slot, rank)
+            part = flat.narrow(0, piece.in_parameter, piece.length)
+            if rank == group.rank:
+                part.copy_(tensor._local)
+            if piece.length and group.layout.world_size > 1:
+                # As bytes: gloo does not know every dtype.
+                dist.broadcast(part.view(torch.uint8), group=group.process_group, group_src=rank)
     return flat.view(slot.shape)
 
 
@@ -75,6 +77,11 @@ def reduce_kept(family: Family) -> None:
 
 def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     """The average of ``flat`` over the ranks as `ShardGroup.accumulate` takes it; ``flat`` is used up."""
+    with alone(group.group_name, "on demand", "reduction", slot.name, flat.nbytes, flat.dtype):
+        return _reduced(group, slot, flat)
+
+
+def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     ranks = group.layout.world_size
     if group.family.stage == 0:
         if ranks > 1:

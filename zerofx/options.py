@@ -34,6 +34,8 @@ class Options:
         init_sync: take rank 0's weights and buffers everywhere.
         mixed_precision: see `zerofx.precision`.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
+        timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
+            long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
     """
 
     stage: int = 3
@@ -44,6 +46,7 @@ class Options:
     init_sync: bool = True
     mixed_precision: MixedPrecision | None = None
     buckets: Buckets = "group"
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -54,6 +57,8 @@ class Options:
             isinstance(self.memory_budget, (int, float)) and self.memory_budget > 0
         ):
             raise ValueError(f"memory_budget={self.memory_budget!r}: expected a number of bytes above 0, or None.")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise ValueError(f"timeout={self.timeout!r}: expected a number of seconds above 0, or None.")
         if self.buckets not in BUCKETS:
             raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
         if self.buckets != "group" and self.stage != 0:

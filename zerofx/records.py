@@ -7,16 +7,18 @@ passes up to there, which are deterministic. So records cost one copy of each gr
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
 from zerofx.group import ShardGroup
-from zerofx.passes import pipeline
+from zerofx.passes import VerificationError, pipeline
 from zerofx.passes.context import Context
 from zerofx.printing import format_trace
 
@@ -36,6 +38,7 @@ class Trace:
         start = time.perf_counter()
         self.before = copy_graph(gm)
         self._initial = _copy_context(ctx)
+        ctx.before = self._initial.before = self.before
         self.context = ctx
         self.edits: dict[str, int] = {}
         self.code: str | None = None
@@ -45,8 +48,18 @@ class Trace:
         """Run all passes on ``gm`` with ``self.context``."""
         for pass_ in pipeline(self.context.stage):
             start = time.perf_counter()
-            self.edits[pass_.__name__] = pass_(gm, self.context)
+            try:
+                self.edits[pass_.__name__] = pass_(gm, self.context)
+            except VerificationError as e:
+                raise e.saved_in(self._save(gm)) from None
             self.seconds[pass_.__name__] = time.perf_counter() - start
+
+    def _save(self, gm: GraphModule) -> str:
+        """Write the graph before and after the passes to a file that can be sent; returns its path."""
+        gm.recompile()
+        with tempfile.NamedTemporaryFile("w", prefix="zerofx-", suffix=".txt", delete=False) as file:
+            file.write(f"torch {torch.__version__}\n\nbefore:{self.before.code}\nafter:{gm.code}\n{self.context}\n")
+        return file.name
 
     def after(self, name: str) -> GraphModule:
         """The graph after the pass ``name``."""

@@ -18,6 +18,7 @@ from zerofx.layout import GroupLayout
 from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
+from zerofx.watch import watch_of
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
@@ -47,6 +48,10 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
             _broadcast(buffer, process_group)
     precision = options.mixed_precision
     groups, family = [], Family(options.stage, precision, options.buckets)
+    watch = watch_of(process_group.group_name)
+    if watch is not None:
+        watch.families += 1
+        family.number = watch.families
     for layout, parameters in planned:
         group = ShardGroup(layout, process_group, parameters[0].device, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
@@ -149,6 +154,13 @@ def _plan_alike(
         check_backend(process_group, next(module.parameters()).device)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
+        chosen: dict[str, Any] = {
+            "stage": options.stage,
+            "mixed_precision": options.mixed_precision,
+            "buckets": options.buckets,
+        }
+        chosen |= {"memory_budget": options.memory_budget, "executor": options.executor}
+        facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
     except (ValueError, TypeError) as e:
         refusal = e
@@ -165,7 +177,7 @@ def _plan_alike(
             what = differing[0] if differing else "the number of groups and buffers"
             raise RuntimeError(
                 f"rank {process_group.rank()} and rank {rank} have different models: they differ in {what}. Names, "
-                "shapes, dtypes and requires_grad of parameters and buffers must be the same on every rank."
+                "shapes, dtypes and requires_grad of parameters and buffers, and options must be the same everywhere."
             )
     return planned
 

@@ -100,6 +100,7 @@ class Pair:
             shards=[],
             saved_names={},
             saved_parameters={},
+            kept=[],
             gathered=[],
             reductions=[],
         )

@@ -1,0 +1,1 @@
+"""What `zerofx.passes.verify` is made of: the walk, what it knows of each node, and the rules."""

@@ -1,0 +1,96 @@
+"""What `verify` knows of a node that is no value of the model's: part of a shard, a whole group, a pack, under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+import zerofx.passes.ops  # noqa: F401  # it registers two of these
+from zerofx.layout import GroupLayout
+
+_c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
+
+GATHERS = (_c10d.all_gather_into_tensor.default, _zerofx.all_gather_pairwise.default)
+SCATTERS = (_c10d.reduce_scatter_tensor.default, _zerofx.all_to_all_pairwise.default)
+ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Elements of a group's flat buffer: the same ranges of every rank's shard, here (a rank's own) or end to end.
+
+    ``dtypes``: what they were cast to, one after the other.
+    """
+
+    layout: GroupLayout
+    ranges: tuple[range, ...]
+    dtypes: tuple[torch.dtype, ...] = ()
+    whole: bool = False
+
+    @property
+    def part(self) -> int:
+        """Elements of one rank."""
+        return sum(map(len, self.ranges))
+
+    @property
+    def numel(self) -> int:
+        return self.part * self.layout.world_size if self.whole else self.part
+
+    def flat_index(self, i: int) -> int:
+        """Where element ``i`` of the whole lies in the flat buffer."""
+        rank, i = divmod(i, self.part)
+        for r in self.ranges:
+            if i < len(r):
+                return rank * self.layout.shard_numel + r[i]
+            i -= len(r)
+        raise AssertionError("divmod")
+
+    def contiguous_from(self, offset: int, numel: int) -> int | None:
+        """Where ``numel`` elements from ``offset`` lie in the flat buffer, if side by side: indices ascend strictly."""
+        if not 0 <= offset <= offset + numel <= self.numel:
+            return None
+        if not numel:
+            return offset
+        first = self.flat_index(offset)
+        return first if self.flat_index(offset + numel - 1) == first + numel - 1 else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One gradient in a pack: ``numel`` elements from ``offset``."""
+
+    offset: int
+    numel: int
+    node: Node
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Gradients and zeros end to end, on the way through a reduction.
+
+    ``state``: "packed", then "parts" (of every rank, unsummed), "shard" (summed, this rank's) or "whole" (summed).
+    """
+
+    parts: tuple[Part, ...]
+    numel: int
+    state: str = "packed"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A view of a reduced `Pack`: ``numel`` elements from ``offset``."""
+
+    pack: Pack
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective under way: ``brings`` is what waiting for it yields."""
+
+    start: Node
+    brings: Flat | Pack

@@ -1,0 +1,150 @@
+"""What `verify` checks over the whole of a graph: when gathered buffers live, and in which order collectives run.
+
+Live bytes are counted from the start of each gather to the buffer's last reader, node by node.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch.fx import Node
+
+from zerofx.passes.context import Context
+from zerofx.passes.lower import is_kernel
+from zerofx.passes.ops import discard as discard_storage
+from zerofx.passes.ops import release
+from zerofx.passes.proof.facts import GATHERS
+from zerofx.passes.proof.meaning import Op
+from zerofx.passes.proof.refusal import refuse
+
+
+@dataclass
+class Buffer:
+    """A gathered buffer.
+
+    Attributes:
+        node: the wait that yields it, or the input that brings it.
+        start: of the gather; the input itself.
+        last: the place of its last reader, views of it included.
+        readers: all of these.
+        ends: the places of its discards.
+        escapes: whether the graph returns it, or a view of it.
+    """
+
+    node: Node
+    start: Node
+    group: str
+    nbytes: int
+    last: int
+    readers: list[Node] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    escapes: bool = False
+
+    def read(self, node: Node, place: int) -> None:
+        """``node`` reads it."""
+        if self.ends:
+            refuse(
+                "discard", node, f"it reads {self.node.name!r}, which was discarded", "the discard after it", self.group
+            )
+        self.last = place
+        self.readers.append(node)
+
+
+def check_discards(buffers: list[Buffer], nodes: list[Node], ctx: Context) -> None:
+    """The rule "discard"."""
+    for buffer in buffers:
+        wanted = int(
+            ctx.executor == "eager" and not buffer.escapes and (buffer.start is not buffer.node or bool(buffer.readers))
+        )
+        if len(buffer.ends) != wanted:
+            found = f"{buffer.node.name!r} is discarded {len(buffer.ends)} times"
+            refuse("discard", buffer.node, found, f"{wanted} times", buffer.group)
+        for end in buffer.ends:
+            between = [n for n in nodes[buffer.last + 1 : end] if n.target not in (discard_storage, release)]
+            if between:
+                found = f"{buffer.node.name!r} outlives its last reader, {nodes[buffer.last].name!r}"
+                refuse("discard", nodes[end], found, "the discard right after it", buffer.group)
+
+
+def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context) -> None:
+    """The rule "budget"."""
+    budget = _one_ahead(buffers, order) if ctx.memory_budget is None else ctx.memory_budget - ctx.held_elsewhere
+    changes: list[tuple[int, int, int, Buffer]] = []
+    for i, buffer in enumerate(buffers):
+        start = -1 if buffer.start is buffer.node else order[buffer.start]
+        changes.append((start, i, buffer.nbytes, buffer))
+        if not buffer.escapes:
+            changes.append((buffer.last, i, -buffer.nbytes, buffer))
+    live = 0
+    for _, _, change, buffer in sorted(changes, key=lambda c: (c[0], -c[2], c[1])):
+        live += change
+        if change > 0 and live > budget:
+            found = f"{live:,} gathered bytes are live when it starts"
+            refuse("budget", buffer.start, found, f"{int(budget):,} at most", buffer.group)
+
+
+def _one_ahead(buffers: list[Buffer], order: dict[Node, int]) -> int:
+    """The bytes that starting each group one group ahead takes, if each buffer goes after its last reader."""
+    waits: dict[str, int] = {}
+    for buffer in buffers:
+        if buffer.start is not buffer.node:
+            waits[buffer.group] = min(order[buffer.node], waits.get(buffer.group, len(order)))
+    opens = sorted(waits.values())
+    live = [0] * (len(opens) + 2)
+    for buffer in buffers:
+        first = bisect_right(opens, waits[buffer.group]) - 1 if buffer.start is not buffer.node else 0
+        live[first] += buffer.nbytes
+        live[bisect_right(opens, buffer.last) + 1] -= buffer.nbytes
+    for i in range(1, len(live)):
+        live[i] += live[i - 1]
+    return max(live)
+
+
+def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int]) -> None:
+    """The rule "order", of the graph as it reads: of each kind, first started is first waited for."""
+    starts = [start for start in waits if start in ops]
+    for kind in (True, False):
+        same = sorted((s for s in starts if (ops[s].target in GATHERS) == kind), key=order.__getitem__)
+        for first, second in pairwise(same):
+            if order[waits[second][0]] < order[waits[first][0]]:
+                tag = second.meta.get("zerofx")
+                found = f"it starts after {first.name!r}, which is waited for later"
+                refuse("order", second, found, "first started, first waited for", tag.group if tag else None)
+
+
+def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int]) -> None:
+    """The rule "order", where the executor schedules by dependence alone.
+
+    Each gather follows the one before it, and whatever reads a buffer that is to be gone by then: such a reader is a
+    kernel that the gather follows, or computed inside of such kernels only.
+    """
+    starts = [op for op in ops.values() if op.target in GATHERS and any(b.start is op.node for b in buffers)]
+    followed: set[Node] = set()
+    pending = sorted((b for b in buffers if not b.escapes), key=lambda b: -b.last)
+    for before, start in zip([None, *starts], starts, strict=False):
+        if before is not None and before.node not in start.after:
+            refuse("order", start.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
+        followed.update(start.after)
+        while pending and pending[-1].last < order[start.node]:
+            buffer = pending.pop()
+            loose = _loose(buffer, ops, order[start.node], order, followed)
+            if loose is not None:
+                found = f"{loose.name!r} may read {buffer.node.name!r} after it started"
+                refuse("order", start.node, found, "a dependence on all readers of what is gone", buffer.group)
+
+
+def _loose(buffer: Buffer, ops: dict[Node, Op], place: int, order: dict[Node, int], followed: set[Node]) -> Node | None:
+    views = {buffer.node, *(n for n in buffer.readers if ops[n].shares_memory())}
+    todo, seen = [n for n in buffer.readers if n not in views], set(views)
+    while todo:
+        node = todo.pop()
+        if node in followed or node in seen:
+            continue
+        seen.add(node)
+        readers = [user for user in node.users if user not in ops or node in ops[user].inputs]
+        if is_kernel(ops[node]) or any(order[user] > place for user in readers):  # type: ignore[arg-type]
+            return node
+        todo += readers
+    return None

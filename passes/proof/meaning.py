@@ -1,0 +1,216 @@
+"""What each node of a graph computes, as a number: two nodes with one number have one value.
+
+A number is a hash of an operator and of its inputs' numbers (value numbering), down to the graph's inputs. `verify`
+compares a rewritten graph with the graph it was made of, and a backward with its forward, by what they return::
+
+    before                             after
+    t = permute(primals_3)   #1        w = as_strided(wait(all_gather(shard)), …)   "h.0.weight"
+    y = mm(x, t)             #2        t = permute(w)    #1, because primals_3 is "h.0.weight" too
+    return y                           y = mm(x, t)      #2
+
+Four laws are known, those that passes rest on; by all others a node with other inputs has another value:
+
+* a parameter has one number, however it comes: as an input, or as a part of a gathered buffer;
+* a cast of a part is a part of the cast;
+* widening a float and narrowing it again gives the same float;
+* where weights are read from a replica in a narrower dtype, a parameter is what is left of it there.
+
+What draws random numbers has a number per call, in the order of calls. What an operator writes to has another number
+from then on.
+
+``pin_order`` of `lower` hides an operator in a subgraph: `Op` shows what is inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx._torch import OpOverload, pinned, pytree
+from zerofx.passes import edit
+from zerofx.passes.context import Context, ParameterRef
+
+
+@dataclass(frozen=True)
+class Op:
+    """A node's operation, wherever it stands.
+
+    Attributes:
+        node: of the graph.
+        target, args, kwargs: as a node's; all nodes in them are of the graph.
+        after: what it was told to wait for besides its arguments.
+    """
+
+    node: Node
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    after: tuple[Node, ...] = ()
+
+    @staticmethod
+    def of(node: Node) -> Op:
+        return Op(node, *(pinned(node) or (node.target, node.args, node.kwargs, ())))
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The nodes among its arguments."""
+        if not self.after:
+            return self.node.all_input_nodes
+        return [x for x in pytree.arg_tree_leaves(*self.args, **self.kwargs) if isinstance(x, Node)]
+
+    @property
+    def value(self) -> Any:
+        return self.node.meta.get("val")
+
+    def cast_to(self) -> torch.dtype | None:
+        """The dtype, where the operation does nothing but convert to it."""
+        if self.target is edit.CAST:
+            return self.value.dtype
+        if self.target is not torch.ops.aten._to_copy.default or self.kwargs.get("dtype") is None:
+            return None
+        same = {"device": self.args[0].meta["val"].device, "layout": torch.strided}
+        others = {k: v for k, v in self.kwargs.items() if k != "dtype" and v is not None}
+        return self.value.dtype if all(same.get(k) == v for k, v in others.items()) else None
+
+    def written(self) -> list[Node]:
+        """What it writes to, by its schema."""
+        if not isinstance(self.target, OpOverload) or not self.target._schema.is_mutable:
+            return []
+        values = []
+        for i, argument in enumerate(self.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                values.append(self.args[i] if i < len(self.args) else self.kwargs.get(argument.name))
+        return [x for x in pytree.tree_leaves(values) if isinstance(x, Node)]
+
+    def shares_memory(self) -> bool:
+        """Whether its value may share memory with an input."""
+        return edit.may_alias(self)  # type: ignore[arg-type]  # it looks at the target alone
+
+
+Number = int
+
+
+@dataclass
+class Meanings:
+    """Numbers of values. One object serves a forward and its backward.
+
+    Attributes:
+        saved: what forward saved before all passes, by the name under which backward receives it.
+        brought: what it hands over after them: what backward is given under that name.
+        kept: by group, what was left gathered (`zerofx.passes.verify.Flat`).
+    """
+
+    saved: dict[str, Number] = field(default_factory=dict)
+    brought: dict[str, Number] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    _widened: dict[Number, tuple[Number, torch.dtype]] = field(default_factory=dict)
+
+    def parameter(self, ref: ParameterRef, ctx: Context) -> Number:
+        """Of a parameter where the model's own graph reads it."""
+        number = self.stored(ref)
+        if ctx.stage in (1, 2) and ctx.param_dtype is not None:
+            number = self.cast(number, ref.layout.dtype, ctx.param_dtype)
+            number = self.cast(number, ctx.param_dtype, ref.layout.dtype)
+        return number
+
+    def stored(self, ref: ParameterRef) -> Number:
+        """Of the parameter as its shards have it."""
+        return hash(("parameter", ref.layout.name, ref.slot.name))
+
+    def cast(self, number: Number, source: torch.dtype, to: torch.dtype) -> Number:
+        """Of a value converted from ``source``."""
+        narrow, dtype = number, source
+        while dtype != to and narrow in self._widened:
+            narrow, dtype = self._widened[narrow]
+        if dtype == to:
+            return narrow
+        cast = hash(("cast", number, to))
+        if source.is_floating_point and to.is_floating_point and source.itemsize < to.itemsize:
+            self._widened[cast] = number, source
+        return cast
+
+    def call(self, target: Callable, *args: Any, **kwargs: Any) -> Number:
+        """Of an operator on numbers (as `Numbered`) and constants."""
+        return hash((target, _key(args, {}), _key(kwargs, {})))
+
+    def of(self, op: Op, numbers: dict[Node, Number], calls: dict[Any, int]) -> Number:
+        """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers."""
+        to = op.cast_to()
+        if to is not None:
+            (source,) = op.inputs
+            return self.cast(numbers[source], source.meta["val"].dtype, to)
+        key: tuple[Any, ...] = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
+        if isinstance(op.target, OpOverload) and torch.Tag.nondeterministic_seeded in op.target.tags:
+            calls[op.target] = calls.get(op.target, 0) + 1
+            key += (calls[op.target],)
+        return hash(key)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A number in the place of a node, for `Meanings.call`."""
+
+    number: Number
+
+
+def _key(value: Any, numbers: dict[Node, Number]) -> Any:
+    if isinstance(value, Node):
+        return numbers[value]
+    if isinstance(value, Numbered):
+        return value.number
+    if isinstance(value, (list, tuple)):
+        return tuple([_key(x, numbers) for x in value])
+    if isinstance(value, dict):
+        return tuple([(k, _key(v, numbers)) for k, v in sorted(value.items())])
+    return repr(value)  # 1, 1.0 and True are not the same; nor do -1 and -2 hash alike
+
+
+@dataclass
+class Original:
+    """What the graph was before any pass: the number of each node and of each output, and what it wrote, in order."""
+
+    nodes: dict[str, Number]
+    outputs: list[Number | None]
+    writes: list[Number]
+    inputs: list[str]
+
+    @staticmethod
+    def read(gm: GraphModule, ctx: Context, meanings: Meanings) -> Original:
+        """Read the graph that AOTAutograd made."""
+        numbers: dict[Node, Number] = {}
+        calls: dict[Any, int] = {}
+        writes: list[Number] = []
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                numbers[node] = input_number(node, ctx, meanings)
+            elif node.op == "get_attr":
+                numbers[node] = hash(("attribute", node.target))
+            else:
+                op = Op(node, node.target, node.args, node.kwargs)
+                numbers[node] = meanings.of(op, numbers, calls)
+                write(op, numbers, writes)
+        outputs = [numbers[x] if isinstance(x, Node) else None for x in edit.output_values(gm.graph)]
+        inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        return Original({node.name: number for node, number in numbers.items()}, outputs, writes, inputs)
+
+
+def input_number(node: Node, ctx: Context, meanings: Meanings) -> Number:
+    """Of what the model's graph gets as an input: what forward saved, a parameter, or something new."""
+    if ctx.phase == "backward" and node.name in meanings.saved:
+        return meanings.saved[node.name]
+    if node.name in ctx.parameters:
+        return meanings.parameter(ctx.parameters[node.name], ctx)
+    return hash(("input", node.name))
+
+
+def write(op: Op, numbers: dict[Node, Number], writes: list[Number]) -> None:
+    """Give what ``op`` writes to a number of its own, and note the write."""
+    for target in op.written():
+        writes.append(hash(("write", numbers[op.node], numbers[target])))
+        numbers[target] = writes[-1]

@@ -1,0 +1,237 @@
+"""What a finished graph returns: values, what backward needs, and each gradient once.
+
+The rules "saved", "reduction" and "value" of `zerofx.passes.verify`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zerofx.layout import GroupLayout, Slot
+from zerofx.passes import edit
+from zerofx.passes.context import ParameterRef
+from zerofx.passes.proof.facts import Flat, Pack, Share
+from zerofx.passes.proof.meaning import Number, Numbered
+from zerofx.passes.proof.reader import Reader
+from zerofx.passes.proof.refusal import refuse
+
+_aten = torch.ops.aten
+
+
+@dataclass
+class _Expected:
+    """The gradients of one parameter that are to be reduced."""
+
+    ref: ParameterRef
+    numbers: list[Number | None] = field(default_factory=list)
+    found: int = 0
+
+
+class Outputs:
+    """The outputs of the graph that ``reader`` has read."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader, self.gm, self.ctx, self.meanings = reader, reader.gm, reader.ctx, reader.meanings
+        self.before, self.facts, self.numbers, self.derived = (
+            reader.before,
+            reader.facts,
+            reader.numbers,
+            reader.derived,
+        )
+
+    def check(self) -> None:
+        """Check the rules that outputs can break."""
+        for node in edit.output_values(self.gm.graph):
+            for buffer in self.reader.memory.get(node, ()):
+                buffer.escapes = True
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        ctx, values = self.ctx, edit.output_values(self.gm.graph)
+        first = len(values) - len(ctx.reductions)
+        if self.before is not None and first != len(self.before.outputs):
+            self.reader.fail("reduction", self.gm.graph.output_node(), f"{len(values)} outputs", "those promised")
+        for i, value in enumerate(values[:first]):
+            self._check_output(i, value)
+        if ctx.phase == "backward":
+            self._check_reductions(values[first:])
+
+    def _check_output(self, i: int, value: Any) -> None:
+        ctx, output = self.ctx, self.gm.graph.output_node()
+        was = self.before.outputs[i] if self.before is not None else None
+        name = self._saved_name(i)
+        if i in ctx.gradients:
+            if value is not None:
+                self.reader.fail(
+                    "reduction", value, "it leaves the graph as it is, for autograd to add up", "None there"
+                )
+            return
+        if value is None:
+            if i in ctx.saved_parameters:
+                self.meanings.brought[name] = self.meanings.parameter(ctx.saved_parameters[i], ctx)
+            elif was is not None:
+                self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
+        elif i in ctx.saved:
+            self._check_saved(i, name, value, was)
+        elif isinstance(value, Node):
+            self._check_number(value, was, f"output {i}")
+        if i in ctx.saved and was is not None:
+            self.meanings.saved[name] = was
+
+    def _saved_name(self, i: int) -> str:
+        if self.ctx.before is None or i not in self.ctx.saved:
+            return ""
+        was = edit.output_values(self.ctx.before.graph)[i]
+        return was.name if isinstance(was, Node) else ""
+
+    def _check_saved(self, i: int, name: str, value: Any, was: Number | None) -> None:
+        flat = self.facts.get(value)
+        if isinstance(flat, Flat):
+            kept = self.ctx.kept_gathered.get(flat.layout.name)
+            if kept is None or kept.position != i or kept.numel != flat.numel:
+                self.reader.fail("saved", value, "a whole group leaves with what backward needs", "only what is kept")
+            self.meanings.kept[flat.layout.name] = flat
+            return
+        if not isinstance(value, Node):
+            return
+        if value in self.reader.memory or (self.ctx.stage and value in self.derived):
+            self.reader.fail(
+                "saved", value, "a weight, or a view or a cast of one, goes to backward", "the parameter itself"
+            )
+        number = self.numbers.get(value)
+        if value.op != "placeholder" or value not in self.derived:  # else backward makes what it needs of the parameter
+            self._check_number(value, was, f"saved output {i}")
+        if number is not None:
+            self.meanings.brought[name] = number
+
+    def _check_number(self, value: Node, was: Number | None, what: str) -> None:
+        if self.before is None:
+            return
+        if self.numbers.get(value) != was:
+            node = self._first_difference() or value
+            self.reader.fail("value", node, f"{what} is computed from something else than before", "the same value")
+
+    def _first_difference(self) -> Node | None:
+        assert self.before is not None
+        known = self.before.nodes
+        return next((n for n, x in self.numbers.items() if n.op != "placeholder" and known.get(n.name, x) != x), None)
+
+    def _check_reductions(self, extra: list[Any]) -> None:
+        ctx, expected = self.ctx, self._expected()
+        for reduction, value in zip(ctx.reductions, extra, strict=True):
+            layout, slots = reduction.layout, {slot.offset: slot for slot in reduction.slots if slot.numel}
+            if ctx.sync == "keep":
+                self._check_gradient(expected, ParameterRef(layout, reduction.slots[0]), value, value)
+                continue
+            share = self._averaged(value, layout)
+            pack = share.pack
+            inside = [p for p in pack.parts if p.numel and share.offset <= p.offset < share.offset + share.numel]
+            if ctx.stage == 0:
+                slots = {share.offset: reduction.slots[0]} if slots else {}
+            elif pack.numel != layout.numel:
+                self.reader.fail("reduction", value, f"it is a part of {pack.numel} elements", f"of {layout.numel}")
+            found = {p.offset: p.numel for p in inside}
+            if found != {offset: slot.numel for offset, slot in slots.items()} or len(found) != len(inside):
+                self.reader.fail(
+                    "reduction", value, f"gradients lie at {sorted(found)}", f"at {sorted(slots)}, as laid out"
+                )
+            for part in inside:
+                ref = ParameterRef(layout, slots[part.offset])
+                self._check_gradient(expected, ref, part.node, value, share.pack.scale)
+            for slot in reduction.slots:
+                if not slot.numel:
+                    expected[layout.name, slot].found = len(expected[layout.name, slot].numbers)
+        for gradient in expected.values():
+            if gradient.found != len(gradient.numbers):
+                ref, n = gradient.ref, gradient.found
+                times = f"the gradient of {ref.slot.name!r} is reduced {n} times"
+                refuse("reduction", self.gm.graph.output_node(), times, f"{len(gradient.numbers)}", ref.layout.name)
+
+    def _expected(self) -> dict[tuple[str, Slot], _Expected]:
+        expected: dict[tuple[str, Slot], _Expected] = {}
+        before = edit.output_values(self.ctx.before.graph) if self.ctx.before is not None else None
+        for i, ref in sorted(self.ctx.gradients.items()):
+            if before is not None:
+                if not isinstance(before[i], Node):
+                    continue
+                assert self.before is not None
+                number: Number | None = self.before.outputs[i]
+                number = self._prepared(ref, number, before[i].meta["val"].dtype)  # type: ignore[arg-type]
+            else:
+                if not any(ref.slot in r.slots for r in self.ctx.reductions):
+                    continue
+                number = None
+            expected.setdefault((ref.layout.name, ref.slot), _Expected(ref)).numbers.append(number)
+        return expected
+
+    def _prepared(self, ref: ParameterRef, number: Number, dtype: torch.dtype) -> Number:
+        ctx = self.ctx
+        if ctx.reduce_dtype is not None:
+            number = self.meanings.cast(number, dtype, ctx.reduce_dtype)
+        if ctx.sync == "merge":
+            number = self.meanings.call(_aten.add.Tensor, Numbered(number), Numbered(self.reader.kept(ref)))
+        return number
+
+    def _averaged(self, value: Node, layout: GroupLayout) -> Share:
+        """An extra output as a share of a reduced pack."""
+        fact, scatter = self.facts.get(value), self.ctx.stage != 0
+        if fact is None and layout.world_size == 1:
+            fact = self._alone(value)
+        if isinstance(fact, Pack) and scatter:
+            ranks = fact.state.split()[-1] if " " in fact.state else str(layout.world_size)
+            if fact.state.startswith("shard") and ranks == str(layout.world_size):
+                fact = Share(fact, 0, fact.numel)
+        if not isinstance(fact, Share) or fact.pack.state.startswith("shard") != scatter:
+            self.reader.fail("reduction", value, "it is no averaged gradient", "a gradient, reduced over all ranks")
+        if value.meta["val"].dtype != layout.dtype:
+            self.reader.fail("reduction", value, f"it is of {value.meta['val'].dtype}", f"{layout.dtype}")
+        return fact
+
+    def _alone(self, value: Node) -> Share:
+        """On one rank nothing is reduced: the pack itself, cast, and in stage 0 copied and taken apart."""
+        offset, numel, op = 0, value.meta["val"].numel(), self.reader.ops[value]
+        if not self.ctx.stage:
+            offset = op.args[3]
+        while op.cast_to() is not None or op.target in (_aten.as_strided.default, _aten.clone.default):
+            op = self.reader.ops[op.inputs[0]]
+        return Share(replace(self.reader.pack(op.node), state="shard" if self.ctx.stage else "whole"), offset, numel)
+
+    def _check_gradient(
+        self, expected: dict[Any, _Expected], ref: ParameterRef, node: Node, output: Node, scale: float | None = None
+    ) -> None:
+        want = expected.get((ref.layout.name, ref.slot))
+        number = self.numbers.get(node)
+        if want is None:
+            self.reader.fail("reduction", output, f"it brings a gradient of {ref.slot.name!r}", "none: it has none")
+        share = 1.0 / ref.layout.world_size
+        if scale is not None and scale != share:
+            undivided = next((n for n in want.numbers if n is not None and self._divided(n, share) == number), None)
+            if scale != 1.0 or (undivided is None and self.before is not None):
+                self.reader.fail(
+                    "reduction", output, f"the gradient of {ref.slot.name!r} is scaled by {scale}", f"{share}"
+                )
+            number = undivided
+        if self.before is None:
+            want.found += 1
+        elif number == self._sum(want.numbers):  # of all uses at once
+            want.found += len(want.numbers)
+        elif number in want.numbers:
+            want.found += 1
+        else:
+            found = f"what is reduced for {ref.slot.name!r} is not its gradient"
+            self.reader.fail(
+                "value", self._first_difference() or node, found, "the gradient that backward computed before"
+            )
+
+    def _divided(self, number: Number, by: float) -> Number:
+        return self.meanings.call(_aten.mul.Tensor, Numbered(number), by)
+
+    def _sum(self, numbers: list[Any]) -> Number:
+        total = numbers[0]
+        for number in numbers[1:]:
+            total = self.meanings.call(_aten.add.Tensor, Numbered(total), Numbered(number))
+        return total

@@ -1,0 +1,326 @@
+"""The walk over a finished graph: what each node is, and the rules that concern one operation.
+
+The rules are the table in `zerofx.passes.verify`. Those of outputs are in outputs.py, of the whole graph in live.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx.layout import GroupLayout, Slot, contiguous_stride
+from zerofx.passes import edit
+from zerofx.passes.context import Context, ParameterRef
+from zerofx.passes.ops import discard as discard_storage
+from zerofx.passes.ops import release
+from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, SCATTERS, Flat, Pack, Part, Share, Started
+from zerofx.passes.proof.live import Buffer
+from zerofx.passes.proof.meaning import Meanings, Number, Op, Original, input_number, write
+from zerofx.passes.proof.refusal import refuse
+
+_aten, _zerofx = torch.ops.aten, torch.ops.zerofx
+_c10d = torch.ops._c10d_functional
+_WAIT = _c10d.wait_tensor.default
+
+
+class Reader:
+    """One walk over a graph.
+
+    Attributes:
+        nodes, order: of the graph; each node's place.
+        before: the graph before all passes, read; None where it is not known.
+        facts: of nodes that are no values of the model's (facts.py).
+        numbers: of those that are (meaning.py).
+        memory: of nodes that may be views of gathered buffers: which.
+        buffers: the gathered ones, by the node that yields them.
+        derived: the nodes that are a weight, or views and casts of one.
+        waits: for each collective's start.
+        ops: of all calls.
+    """
+
+    def __init__(self, gm: GraphModule, ctx: Context) -> None:
+        self.gm, self.ctx, self.meanings = gm, ctx, ctx.meanings or Meanings()
+        self.nodes = list(gm.graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.before = Original.read(ctx.before, ctx, self.meanings) if ctx.before is not None else None
+        self.facts: dict[Node, Any] = {}
+        self.numbers: dict[Node, Number] = {}
+        self.memory: dict[Node, list[Buffer]] = {}
+        self.buffers: dict[Node, Buffer] = {}
+        self.derived: set[Node] = set()
+        self.waits: dict[Node, list[Node]] = {}
+        self.started: dict[Flat, Node] = {}
+        self.ops: dict[Node, Op] = {}
+        self.writes: list[Number] = []
+        self._calls: dict[Any, int] = {}
+        self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
+
+    def read(self) -> None:
+        """Read inputs and operations, and check the rules that they alone can break."""
+        self._read_inputs()
+        for node in self.nodes:
+            if node.op == "get_attr":
+                self.numbers[node] = hash(("attribute", node.target))
+            elif node.op == "call_function":
+                self._read(Op.of(node))
+        for start, waits in self.waits.items():
+            if len(waits) != 1:
+                self.fail("wait", start, f"it is waited for {len(waits)} times", "exactly one wait")
+        if self.before is not None and self.writes != self.before.writes:
+            self.fail("write", self.gm.graph.output_node(), "other writes to memory, or in another order", "as before")
+
+    # ---- inputs -----------------------------------------------------------------------------------------------------
+
+    def _read_inputs(self) -> None:
+        ctx, inputs = self.ctx, [node for node in self.nodes if node.op == "placeholder"]
+        promised = len(ctx.shards) + len(ctx.kept) + len(ctx.gathered)
+        theirs, ours = inputs[: len(inputs) - promised], iter(inputs[len(inputs) - promised :])
+        wanted = [n.name for n in theirs if n.name not in ctx.parameters]
+        if self.before is not None:
+            wanted = [name for name in self.before.inputs if name not in ctx.parameters or not ctx.stage]
+        if len(inputs) < promised or (ctx.stage and [n.name for n in theirs] != wanted):
+            odd = next((n for n, name in zip(theirs, wanted) if n.name != name), self.gm.graph.output_node())
+            self.fail("inputs", odd, f"the inputs are not the model's and {promised} more", "shards for parameters")
+        for node in theirs:
+            brought = self.meanings.brought if ctx.phase == "backward" else {}
+            self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.meanings)
+            if not ctx.stage and node.name in ctx.parameters:
+                self.derived.add(node)
+        for layout, node in zip(ctx.shards, ours):
+            self._read_shard(layout, node)
+        for ref, node in zip(ctx.kept, ours):
+            self._sized(node, ref.slot.shape, None)
+            self.numbers[node] = self.kept(ref)
+        for name, node in zip(ctx.gathered, ours):
+            kept = self.meanings.kept.get(name)
+            if kept is None:  # the forward was not read
+                layout = next(ref.layout for ref in ctx.parameters.values() if ref.layout.name == name)
+                cast = () if node.meta["val"].dtype == layout.dtype else (node.meta["val"].dtype,)
+                kept = Flat(layout, (range(layout.shard_numel),), cast, whole=True)
+            self._sized(node, (kept.numel,), kept.dtypes[-1] if kept.dtypes else kept.layout.dtype)
+            self._new_buffer(node, node, kept)
+
+    def _read_shard(self, layout: GroupLayout, node: Node) -> None:
+        ctx, sharded = self.ctx, self.ctx.stage == 3
+        dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
+        self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
+        cast = (dtype,) if dtype != layout.dtype else ()
+        flat = Flat(layout, (range(layout.shard_numel),), cast)
+        if layout.world_size == 1:
+            self.facts[node] = replace(flat, whole=True)
+        elif sharded:
+            self.facts[node] = flat
+        else:  # the caller started to refresh it
+            self.facts[node] = Started(node, replace(flat, whole=True))
+            self.waits[node] = []
+
+    def _sized(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        value = node.meta["val"]
+        if tuple(value.shape) != tuple(shape) or dtype not in (None, value.dtype):
+            found = f"it has {value.numel()} elements of {value.dtype}"
+            self.fail("inputs", node, found, f"shape {tuple(shape)}" + (f" of {dtype}" if dtype else ""))
+
+    def kept(self, ref: ParameterRef) -> Number:
+        return hash(("kept", ref.layout.name, ref.slot.name))
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def _read(self, op: Op) -> None:
+        node = op.node
+        self.ops[node] = op
+        if op.target in (discard_storage, release):
+            self._give_back(op)
+            return
+        inputs = op.inputs
+        for x in inputs:
+            for buffer in self.memory.get(x, ()):
+                buffer.read(node, self.order[node])
+        fact = next((f for x in inputs if (f := self.facts.get(x)) is not None), None)
+        for target in op.written():
+            if (target in self.memory or isinstance(self.facts.get(target), Flat)) and op.target not in ALL_REDUCES:
+                self.fail("write", node, f"it writes to {target.name!r}, which holds weights", "no write to weights")
+        if isinstance(fact, Started):
+            self._read_started(op, fact)
+        elif isinstance(fact, Flat):
+            self._read_flat(op, fact, inputs)
+        elif isinstance(fact, (Pack, Share)):
+            self._read_pack(op, fact)
+        elif op.target in SCATTERS + ALL_REDUCES + GATHERS and not self._theirs(node):
+            self._start_reduction(op)
+        elif op.target is _WAIT and not self._theirs(node):
+            self.fail("wait", node, "it waits for what was not started", "a collective")
+        else:
+            self.numbers[node] = self.meanings.of(op, self.numbers, self._calls)
+            write(op, self.numbers, self.writes)
+            memory = [b for x in inputs for b in self.memory.get(x, ())]
+            if memory and op.shares_memory():
+                self.memory[node] = memory
+            if len(inputs) == 1 and inputs[0] in self.derived and op.target in edit.VIEWS_AND_CASTS:
+                self.derived.add(node)
+
+    def _theirs(self, node: Node) -> bool:
+        """Whether the model's own code has that node (a collective of its own, then)."""
+        return node.name in self.before.nodes if self.before is not None else "zerofx" not in node.meta
+
+    def _give_back(self, op: Op) -> None:
+        (node,) = op.inputs
+        buffer = self.buffers.get(node)
+        if buffer is None:
+            self.fail("discard", op.node, f"it gives back {node.name!r}", "a gathered buffer")
+        if (op.target is release) != (buffer.start is node):
+            self.fail("discard", op.node, "what autograd owns is freed, or what is ours is not", "the other of the two")
+        buffer.ends.append(self.order[op.node])
+
+    def _read_started(self, op: Op, fact: Started) -> None:
+        if op.target is not _WAIT:
+            self.fail("wait", op.node, f"it reads {fact.start.name!r}, which may be under way", "a wait before it")
+        self.waits[fact.start].append(op.node)
+        if isinstance(fact.brings, Flat) and self.ctx.stage == 3:
+            self._new_buffer(op.node, fact.start, fact.brings)
+        else:
+            self.facts[op.node] = fact.brings
+
+    def _new_buffer(self, node: Node, start: Node, flat: Flat) -> None:
+        self.facts[node] = flat
+        value = node.meta["val"]
+        nbytes = value.numel() * value.dtype.itemsize
+        self.buffers[node] = Buffer(node, start, flat.layout.name, nbytes, last=self.order[node])
+        self.memory[node] = [self.buffers[node]]
+
+    def _read_flat(self, op: Op, flat: Flat, inputs: list[Node]) -> None:
+        node, to = op.node, op.cast_to()
+        if flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
+            if op.target is not _aten.as_strided.default:
+                self.fail("slice", node, "it reads a whole group", "weights as views of it")
+            self._read_weight(op, flat)
+        elif to is not None:
+            self.facts[node] = replace(flat, dtypes=(*flat.dtypes, to))
+        elif op.target is _aten.slice.Tensor and len(flat.ranges) == 1 and op.args[1] == 0 and len(op.args) == 4:
+            self.facts[node] = replace(flat, ranges=(flat.ranges[0][op.args[2] : op.args[3]],))
+        elif op.target is _aten.cat.default and all(isinstance(self.facts.get(x), Flat) for x in op.args[0]):
+            pieces = [self.facts[x] for x in op.args[0]]
+            ranges = tuple(r for piece in pieces for r in piece.ranges)
+            ascending = all(a.stop <= b.start for a, b in pairwise(ranges))
+            if not ascending or any(replace(piece, ranges=()) != replace(flat, ranges=()) for piece in pieces):
+                self.fail("slice", node, "it mixes parts of a shard", "ascending parts of one shard")
+            self.facts[node] = replace(flat, ranges=ranges)
+        elif op.target in GATHERS:
+            self._start_gather(op, flat)
+        else:
+            self.fail("gather", node, f"it reads the shard of {flat.layout.name!r}", "the gathered weight")
+
+    def _read_weight(self, op: Op, flat: Flat) -> None:
+        (full, shape, stride, *rest) = op.args
+        shape, offset, layout = tuple(shape), rest[0] if rest else 0, flat.layout
+        if layout.name not in self._slots:
+            self._slots[layout.name] = {(slot.offset, slot.shape): slot for slot in layout.slots}
+        numel = Slot("", shape, 0).numel
+        at = flat.contiguous_from(offset, numel)
+        slot = self._slots[layout.name].get((at, shape)) if at is not None else None
+        if slot is None and not numel:  # an empty parameter may lie anywhere
+            slot = next((s for s in layout.slots if s.shape == shape), None)
+        if slot is None or tuple(stride) != slot.stride:
+            where = f"{shape} with strides {tuple(stride)} from element {offset} on"
+            self.fail("slice", op.node, f"it takes {where}", f"one of {layout.name!r}'s parameters as it is laid out")
+        number, dtype = self.meanings.stored(ParameterRef(layout, slot)), layout.dtype
+        for to in flat.dtypes:
+            number, dtype = self.meanings.cast(number, dtype, to), to
+        self.numbers[op.node] = number
+        self.derived.add(op.node)
+        if full in self.memory:
+            self.memory[op.node] = self.memory[full]
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def _start_gather(self, op: Op, flat: Flat) -> None:
+        _, world_size, process_group = op.args
+        self._check_collective(op, flat.layout, world_size, process_group)
+        if flat in self.started:
+            self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
+        self.started[flat] = op.node
+        self.facts[op.node] = Started(op.node, replace(flat, whole=True))
+        self.waits[op.node] = []
+
+    def _start_reduction(self, op: Op) -> None:
+        node, name = op.node, op.target
+        if name in GATHERS:
+            self.fail("gather", node, "it gathers what is no shard", "a shard")
+        pack = self.pack(op.args[0])
+        layout = self._layout_of(pack, node)
+        operation = op.args[1] if name is not _zerofx.all_to_all_pairwise.default else "sum"
+        *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
+        self._check_collective(op, layout, world_size, process_group, operation)
+        if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
+            self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
+        states = {_c10d.reduce_scatter_tensor.default: "shard", _zerofx.all_to_all_pairwise.default: "parts"}
+        self.facts[node] = Started(node, replace(pack, state=states.get(name, "whole")))
+        self.waits[node] = []
+
+    def _check_collective(
+        self, op: Op, layout: GroupLayout, world_size: int, process_group: str, operation: str = "sum"
+    ) -> None:
+        found = (world_size, process_group, operation)
+        wanted = (layout.world_size, self.ctx.process_group, "sum")
+        if found != wanted:
+            self.fail(
+                "group", op.node, "it runs over {} ranks of {!r} ({})".format(*found), "{} of {!r} ({})".format(*wanted)
+            )
+        if type(op.value.numel()) is not int:
+            self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
+
+    def _layout_of(self, pack: Pack, node: Node) -> GroupLayout:
+        layouts = {ref.layout.name: ref.layout for ref in self.ctx.gradients.values()}
+        tag = node.meta.get("zerofx")
+        if not layouts:
+            self.fail("reduction", node, "there are no gradients to reduce", "no reduction")
+        return layouts.get(tag.group if tag else "") or next(iter(layouts.values()))
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def _is_reshape(self, node: Node) -> bool:
+        return node.target is _aten.reshape.default
+
+    def pack(self, node: Node) -> Pack:
+        """``node`` as gradients and zeros, end to end."""
+        parts, end = [], 0
+        for x in node.args[0] if node.target is _aten.cat.default else [node]:  # type: ignore[union-attr]
+            numel = x.meta["val"].numel()  # type: ignore[union-attr]
+            if self._is_reshape(x):  # type: ignore[arg-type]
+                parts.append(Part(end, numel, x.args[0]))  # type: ignore[union-attr, arg-type]
+            elif x.target is not _aten.full.default or x.args[1] != 0:  # type: ignore[union-attr]
+                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")  # type: ignore[arg-type]
+            end += numel
+        return Pack(tuple(parts), end)
+
+    def _read_pack(self, op: Op, fact: Pack | Share) -> None:
+        node, to = op.node, op.cast_to()
+        if isinstance(fact, Share):
+            self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
+        if fact.state == "parts":
+            ranks = op.value.shape[0] if op.value.dim() == 2 else 0
+            if op.target is _aten.view.default and ranks * op.value.shape[1] == fact.numel:
+                self.facts[node] = replace(fact, state=f"parts of {ranks}")
+                return
+        elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
+            self.facts[node] = replace(fact, state=f"shard of {fact.state.split()[-1]}")
+            return
+        elif to is not None:
+            self.facts[node] = fact
+            return
+        elif op.target is _aten.mul.Tensor and isinstance(op.args[1], float):
+            self.facts[node] = replace(fact, scale=fact.scale * op.args[1])
+            return
+        elif op.target is _aten.as_strided.default and fact.state == "whole":
+            (_, shape, stride, *rest) = op.args
+            if tuple(stride) == contiguous_stride(shape):
+                self.facts[node] = Share(fact, rest[0] if rest else 0, op.value.numel())
+                return
+        self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
+
+    def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
+        tag = node.meta.get("zerofx")
+        refuse(rule, node, found, expected, tag.group if tag else None)

@@ -1,0 +1,59 @@
+"""The finished graph, read once more from its first node to its last: is it the graph that was to be made?
+
+The passes are not asked. What each node is follows from operators, arguments and shapes, and from what a graph is
+given: which inputs are parameters, which outputs gradients, the layouts. What a pass wrote into the context is read
+only where it is a promise to whoever runs the graph (which inputs are shards, what the extra outputs are), and is
+checked like the rest. Tags name things in errors.
+
+===========  ============================================================================================
+rule         what must hold
+===========  ============================================================================================
+inputs       no parameter is an input any more; the last inputs are the shards (replicas, kept gradients, what was
+             left gathered) that were promised, in size and dtype
+gather       nothing reads a shard but the one gather that brings it
+wait         each collective is waited for exactly once; nothing reads what is under way
+group        every collective runs in the process group, over as many ranks as the layout has, and sums
+slice        each weight is exactly the part of the gathered buffer where its layout has it
+discard      a gathered buffer is given back right after its last use, and not read afterwards
+budget       gathered bytes never exceed the memory budget
+saved        nothing full-size goes from forward to backward, but what is kept
+reduction    each gradient is reduced once: where its layout has it, times one over the number of ranks
+order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
+             schedules, the order is pinned
+write        nothing writes to weights; all other writes stay as they were
+value        every output, and every gradient before it is reduced, is what the graph before all passes computes
+===========  ============================================================================================
+
+``value`` needs that graph (``ctx.before``); it is told by numbers, see `zerofx.passes.proof.meaning`. It is what finds
+two weights of one shape that were swapped.
+
+Sound passes are not enough: this one would have to be wrong in the same way. Time is linear in the size of the graph.
+Runs last; changes nothing.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from zerofx.passes.context import Context
+from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned
+from zerofx.passes.proof.outputs import Outputs
+from zerofx.passes.proof.reader import Reader
+
+
+def verify(gm: GraphModule, ctx: Context) -> int:
+    """Check the graph after all passes; returns 0, for it edits nothing.
+
+    Raises:
+        zerofx.VerificationError: a rule is broken; it names the rule, the node, the group and the line of the model.
+    """
+    reader = Reader(gm, ctx)
+    reader.read()
+    Outputs(reader).check()
+    buffers = list(reader.buffers.values())
+    check_discards(buffers, reader.nodes, ctx)
+    check_live_bytes(buffers, reader.order, ctx)
+    check_order(reader.waits, reader.ops, reader.order)
+    if ctx.executor == "inductor":
+        check_pinned(buffers, reader.ops, reader.order)
+    return 0

@@ -1,0 +1,172 @@
+"""verify: correct graphs pass, every way of breaking one is found, by the rule that says so."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tests.passes.mutants_outputs  # noqa: F401  # they add themselves to MUTATORS
+import zerofx
+from tests.passes.graphs import Sketch, apply, aten
+from tests.passes.mutants import MUTATORS, Graph, another, record, rewritten
+from zerofx.passes import VerificationError, edit, pipeline, verify
+from zerofx.records import copy_graph
+
+BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
+RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 3": (2, {"stage": 3}),
+    "stage 3, 16 bits": (3, {"stage": 3, "mixed_precision": BF16}),
+    "stage 3, autocast": (2, {"stage": 3, "autocast": True}),
+    "stage 2": (2, {"stage": 2}),
+    "stage 1, 16 bits": (2, {"stage": 1, "mixed_precision": BF16}),
+    "stage 0": (3, {"stage": 0}),
+    "one rank": (1, {"stage": 3}),
+}
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "gloo, eager": {"backend": "gloo", "executor": "eager"},
+    "gloo, inductor": {"backend": "gloo", "executor": "inductor"},
+    "nccl, inductor, all kept": {"backend": "nccl", "executor": "inductor", "memory_budget": float("inf")},
+    "a small budget": {"backend": "gloo", "executor": "eager", "memory_budget": 20_000},
+    "gradients kept": {"sync": "keep"},
+    "gradients merged": {"sync": "merge", "backend": "gloo", "executor": "inductor"},
+}
+RULES = "inputs gather wait group slice discard budget saved reduction order write value".split()
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[dict[str, Graph]]:
+    """Correct graphs of all kinds, by name."""
+    found: dict[str, Graph] = {}
+    for name, (world_size, options) in RECORDS.items():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            compiled = record(**options)
+        finally:
+            dist.destroy_process_group()
+        for context, changes in CONTEXTS.items():
+            for phase, graph in rewritten(compiled, **changes).items():
+                found[f"{name}; {context}; {phase}"] = graph
+    yield found
+
+
+def test_correct_graphs_pass(graphs: dict[str, Graph]) -> None:
+    assert len(graphs) == len(RECORDS) * len(CONTEXTS) * 2
+    for name, (gm, ctx) in graphs.items():
+        code = gm.code
+        assert verify(gm, ctx) == 0, name
+        assert gm.code == code
+
+
+def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
+    """Else the mutants below would prove little."""
+    kinds = Counter(n.meta["zerofx"].kind for gm, _ in graphs.values() for n in gm.graph.nodes if "zerofx" in n.meta)
+    wanted = "shard replica kept gathered narrow rebuild all_gather wait refresh weight prepare pack reduce_scatter"
+    assert all(kinds[kind] for kind in [*wanted.split(), *"all_reduce wait_grad gradient discard".split()])
+    assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_breaks_a_rule_is_found_by_it(rule: str, graphs: dict[str, Graph]) -> None:
+    tried: Counter[str] = Counter()
+    wrong = []
+    for mutator in MUTATORS[rule]:
+        for name, graph in graphs.items():
+            gm, ctx = another(graph)
+            n = tried[mutator.__name__] % 2  # the first place, or the second
+            if not mutator(gm, ctx, n):
+                continue
+            tried[mutator.__name__] += 1
+            try:
+                verify(gm, ctx)
+            except VerificationError as error:
+                if error.rule != rule:
+                    wrong.append(f"{mutator.__name__} {n} in {name}: {error}")
+            else:
+                wrong.append(f"{mutator.__name__} {n} in {name}: not found")
+            if tried[mutator.__name__] == 8:
+                break
+    assert not wrong, f"{len(wrong)} of {sum(tried.values())}:\n" + "\n".join(wrong[:20])
+    assert len(tried) == len(MUTATORS[rule]) and sum(tried.values()) >= 10, tried
+
+
+def test_a_write_that_moves_past_a_reader_is_found() -> None:
+    s = Sketch(stage=0)
+    x, y = s.input("x", 4), s.input("y", 4)
+    seen = s.call(aten.neg.default, x)
+    s.call(aten.copy_.default, x, y)
+    gm, ctx = s.done(seen)
+    ctx.before = copy_graph(gm)
+    assert verify(gm, ctx) == 0
+    reader, writer = (n for n in gm.graph.nodes if n.op == "call_function")
+    reader.prepend(writer)
+    with pytest.raises(VerificationError) as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "value"
+
+
+def test_a_dropped_write_and_two_that_change_places_are_found() -> None:
+    def sketch(*order: int) -> tuple[GraphModule, Any]:
+        s = Sketch(stage=0)
+        x, y, z = (s.input(name, 4) for name in "xyz")
+        for i in order:
+            s.call(aten.add_.Tensor if i else aten.mul_.Tensor, x, (y, z)[i])
+        return s.done(z)
+
+    right, _ = sketch(0, 1)
+    for order in ((0,), (1,), (1, 0), (0, 1, 1)):
+        gm, ctx = sketch(*order)
+        ctx.before = right
+        with pytest.raises(VerificationError) as caught:
+            verify(gm, ctx)
+        assert caught.value.rule == "write", order
+
+
+def test_the_error_names_rule_node_group_and_line() -> None:
+    s = Sketch()
+    w, b = s.parameters("h.0", w=(8, 8), b=(8,))
+    gm, ctx = s.done(s.call(aten.addmm.default, b, s.input("x", 4, 8), w))
+    apply(gm, ctx, *pipeline(3)[:-1])
+    weight = edit.tagged(gm.graph, "weight")[0]
+    weight.args = (*weight.args[:3], weight.args[3] + 32)
+    with pytest.raises(VerificationError, match=r"'slice'.*'as_strided.*'h.0'.*addmm.*debugging.md") as caught:
+        verify(gm, ctx)
+    assert (caught.value.rule, caught.value.group) == ("slice", "h.0")
+
+
+def test_a_refused_compilation_saves_its_graphs_in_a_file_that_the_error_names(fake_world, monkeypatch) -> None:
+    fake_world(2)
+    broken = (*pipeline(3)[:-1], _shift_a_weight, verify)
+    monkeypatch.setattr("zerofx.records.pipeline", lambda stage: broken)
+    with pytest.raises(Exception, match=r"breaks the rule 'slice'.*saved in") as caught:
+        record(stage=3)
+    path = re.search(r"saved in (\S+\.txt)", str(caught.value))
+    assert path is not None
+    text = Path(path[1]).read_text()
+    os.unlink(path[1])
+    assert "before:" in text and "after:" in text and "all_gather_pairwise" in text.replace("_into_tensor", "_pairwise")
+
+
+def _shift_a_weight(gm: GraphModule, ctx: Any) -> int:
+    weight = edit.tagged(gm.graph, "weight")[0]
+    weight.args = (*weight.args[:3], weight.args[3] + 32)
+    return 1
+
+
+def test_a_record_can_be_verified_by_hand(fake_world) -> None:
+    fake_world(2)
+    compiled = record(stage=3)
+    zerofx.verify(compiled)
+    gm, ctx = rewritten(compiled)["forward"]
+    ctx.process_group = "yet another"
+    with pytest.raises(VerificationError, match="'group'"):
+        zerofx.passes.verify(gm, ctx)

@@ -1,0 +1,194 @@
+"""Ranks that are out of step, or gone: an error on every rank that is left, within seconds, that says what and who."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.workers import Workers
+from zerofx import agree, watch
+from zerofx.agree import Collective, OutOfStepError, Schedule, difference
+
+EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
+
+
+class Skips(nn.Module):
+    """Layers of one size, of which a rank may leave one out; a plain attribute decides."""
+
+    def __init__(self, skip: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.skip = skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i != self.skip:
+                x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def build(skip: int | None = None, **options: Any) -> Skips:
+    watch.TICK, watch.SILENT = 0.25, 2.0
+    torch.manual_seed(0)
+    return zerofx.compile(Skips(skip), executor="eager", groups=EACH_LAYER, **options)  # type: ignore[return-value]
+
+
+def outcome(steps: Any) -> tuple[str, str, float]:
+    """The type and the message of what ``steps`` raises, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        steps()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(4, 32)).backward()
+
+
+def skip_a_layer(stage: int) -> tuple[str, str, float]:
+    model = build(1 if dist.get_rank() else None, stage=stage)
+    return outcome(lambda: train(model, 3000))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_skipped_layer_is_an_error_that_names_both_collectives(stage: int, workers2: Workers) -> None:
+    """Without the watchdog the two hang, or worse: messages of equal sizes meet, and train on nonsense."""
+    found = workers2.run(skip_a_layer, stage, timeout=60)
+    for kind, message, seconds in found:
+        assert kind == "OutOfStepError", (kind, message)
+        assert seconds < 40, seconds
+        assert re.search(r"out of step.*first coll.*rank \d has (for|back)ward.*; rank \d has (for|back)ward", message)
+    workers2._processes.stop()
+
+
+def differing(what: dict[str, list[Any]]) -> tuple[str, str, float]:
+    rank = dist.get_rank()
+    return outcome(lambda: build(**{name: values[rank] for name, values in what.items()}))
+
+
+DIFFERENT: dict[str, dict[str, list[Any]]] = {
+    "stage": {"stage": [2, 3]},
+    "mixed_precision": {"mixed_precision": [None, zerofx.MixedPrecision(torch.bfloat16)]},
+    "memory_budget": {"memory_budget": [None, 1e6]},
+    "buckets": {"stage": [0, 0], "buckets": ["group", "all"]},
+}
+
+
+@pytest.mark.parametrize("option", DIFFERENT)
+def test_another_option_is_refused_on_all_ranks_when_the_module_is_sharded(option: str, workers2: Workers) -> None:
+    for kind, message, _ in workers2.run(differing, DIFFERENT[option]):
+        assert kind == "RuntimeError" and f"the option {option}" in message, message
+
+
+def another_dtype() -> tuple[str, str, float]:
+    torch.manual_seed(0)
+    model = Skips().to(torch.bfloat16 if dist.get_rank() else torch.float32)
+    return outcome(lambda: zerofx.compile(model, executor="eager"))
+
+
+def test_a_model_of_another_dtype_is_refused_on_all_ranks(workers2: Workers) -> None:
+    for kind, message, _ in workers2.run(another_dtype):
+        assert kind == "RuntimeError" and "different models" in message
+
+
+def stay_away() -> tuple[str, str, float]:
+    model = build(timeout=4)
+    train(model, 2)
+    if dist.get_rank():
+        return outcome(lambda: time.sleep(9))
+    return outcome(lambda: train(model, 1))
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(workers2: Workers) -> None:
+    (kind, message, seconds), _ = workers2.run(stay_away, timeout=60)
+    assert kind == "OutOfStepError", message
+    assert "rank 0 has waited 4 s for forward: all-gather of 'layers.0'" in message
+    assert re.search(r"missing: rank 1 \(last at backward: reduce-scatter of 'layers.0'", message), message
+    assert 3 < seconds < 14
+    workers2._processes.stop()
+
+
+def killed(victim: int) -> tuple[str, str, float]:
+    model = build()
+    train(model, 2)
+    if dist.get_rank() == victim:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return outcome(lambda: train(model, 1_000_000))
+
+
+def report(victim: int, path: str) -> None:
+    kind, message, _ = killed(victim)
+    with open(f"{path}/rank{dist.get_rank()}", "w") as file:
+        file.write(f"{kind} {message}")
+
+
+def test_a_killed_rank_is_named_by_the_others(make_workers: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.workers.GRACE_SECONDS", 30.0)  # the others shall have their say
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        make_workers(3).run(report, 1, str(tmp_path), timeout=90)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found.keys() == {"rank0", "rank2"}
+    for text in found.values():
+        assert re.search(r"OutOfStepError .*waited for (for|back)ward: .* which failed: rank 1 was not heard of", text)
+
+
+# ---- comparing, without processes -----------------------------------------------------------------------------------
+
+
+def schedule(*groups: str, phase: str = "forward") -> Schedule:
+    return Schedule(phase, tuple(Collective("all-gather", group, 64, "float32") for group in groups))
+
+
+def test_the_first_difference_is_named() -> None:
+    text = difference(schedule("a", "b", "c"), schedule("a", "c"), 0, 3)
+    assert "number 2" in text and "rank 0 has forward: all-gather of 'b'" in text and "rank 3 has forward" in text
+    assert "nothing more" in difference(schedule("a", "b"), schedule("a"), 0, 1)
+    assert "number 1" in difference(schedule("a"), schedule("a", phase="backward"), 0, 1)
+
+
+def test_a_schedule_survives_the_store_and_its_digest_tells_all() -> None:
+    a = schedule("a", "b")
+    assert Schedule.from_json(a.to_json()) == a
+    others = [schedule("b", "a"), schedule("a"), schedule("a", "b", phase="backward")]
+    assert len({x.digest for x in [a, *others]}) == 4
+
+
+def test_publishing_waits_for_nobody_and_compares_with_who_was_there() -> None:
+    store = dist.HashStore()
+    agree.publish(store, schedule("a", "b"), "graph", 1, 4)
+    agree.publish(store, schedule("a", "b"), "graph", 3, 4)
+    agree.publish(store, schedule("b", "a"), "another graph", 0, 4)
+    with pytest.raises(OutOfStepError, match=r"ranks 0 and 1 .*number 1: rank 0 has .*'b'.*rank 1 has .*'a'"):
+        agree.publish(store, schedule("b", "a"), "graph", 0, 4)
+
+
+def compile_alone() -> tuple[list[str], list[str]]:
+    """One rank compiles for another shape, alone, and publishes what the other has."""
+    model = build()
+    train(model, 1)
+    seen = watch.watch_of(dist.group.WORLD.group_name)
+    assert seen is not None
+    before = len(zerofx.graphs(model))
+    rows = 4 if dist.get_rank() else 8
+    torch._dynamo.reset()
+    model(torch.randn(rows, 32)).backward()
+    dist.barrier()
+    return [str(before), str(len(zerofx.graphs(model)))], [digest for _, digest in seen._runs]
+
+
+def test_a_rank_that_recompiles_alone_is_in_step(workers2: Workers) -> None:
+    (_, runs), (_, others) = workers2.run(compile_alone)
+    assert runs == others and runs[:2] == runs[2:]
