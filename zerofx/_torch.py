@@ -67,6 +67,19 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """``module`` and what is in it run as they read, whatever ``.compile`` made of them (2.11, 2.13, 2.15)."""
+    compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl is not None}
+    for m in compiled:
+        m._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for m, call in compiled.items():
+            m._compiled_call_impl = call
+
+
 def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable) -> Callable:
     """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15)."""
     from torch._inductor.compile_fx import compile_fx

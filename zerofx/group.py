@@ -22,7 +22,9 @@ so a model's memory is free as soon as nothing holds the model.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +34,7 @@ from zerofx._torch import backend_name, resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
 from zerofx.passes.ops import all_gather_pairwise_
-from zerofx.precision import MixedPrecision
+from zerofx.precision import Casts, MixedPrecision
 
 if TYPE_CHECKING:
     from zerofx.parameter import ShardedParameter, ShardedTensor
@@ -50,6 +52,7 @@ class Family:
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
         gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
+        casts: the module's hooks under mixed precision.
     """
 
     def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
@@ -59,6 +62,7 @@ class Family:
         self.sync = True
         self.norms: dict[Any, Any] = {}
         self.gathered: dict[frozenset[str], int] = {}
+        self.casts: Casts | None = None
         self._groups: list[weakref.ref[ShardGroup]] = []
 
     def add(self, group: ShardGroup) -> None:
@@ -68,6 +72,18 @@ class Family:
     def groups(self) -> list[ShardGroup]:
         """Those that are alive."""
         return [group for ref in self._groups if (group := ref()) is not None]
+
+    @contextlib.contextmanager
+    def casts_off(self) -> Iterator[None]:
+        """Inputs and outputs of the module stay as they are."""
+        if self.casts is None:
+            yield
+            return
+        before, self.casts.on = self.casts.on, False
+        try:
+            yield
+        finally:
+            self.casts.on = before
 
     def gradients(self) -> list[ShardedTensor]:
         """The gradients that the module's parameters have now, in the same order on every rank."""

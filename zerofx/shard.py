@@ -61,7 +61,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
             group.mark_fresh()
         groups.append(group)
     if precision is not None:
-        precision.install(module)
+        family.casts = precision.install(module)
     return groups
 
 
