@@ -134,7 +134,14 @@ def test_bad_options_of_the_named_backend_are_named_too(fake_world: Callable[...
 MODULES: dict[str, tuple[str, Build]] = {
     "no module": ("expected an nn.Module, got list", lambda: [nn.Linear(2, 2)]),  # type: ignore
     "no parameters": ("ReLU has no parameters", nn.ReLU),
-    "meta": ("'extra' is on the meta device", lambda: with_extra(nn.Parameter(torch.zeros(3, device="meta")))),
+    "partly meta": (
+        "'extra' on meta|different devices: 'extra'.*'first.weight'",
+        lambda: with_extra(nn.Parameter(torch.zeros(3, device="meta"))),
+    ),
+    "meta without reset_parameters": (
+        "'extra' is on the meta device, and its Net has no reset_parameters",
+        lambda: with_extra(nn.Parameter(torch.zeros(3))).to("meta"),
+    ),
     "complex": (
         "'extra' has dtype torch.complex64.*imaginary",
         lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.complex64))),

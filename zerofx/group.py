@@ -53,6 +53,7 @@ class Family:
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
         gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
         casts: the module's hooks under mixed precision.
+        rewritable: whether an operation that needs the whole of a parameter may write it (`zerofx.initialize`).
     """
 
     def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
@@ -63,6 +64,7 @@ class Family:
         self.norms: dict[Any, Any] = {}
         self.gathered: dict[frozenset[str], int] = {}
         self.casts: Casts | None = None
+        self.rewritable = False
         self._groups: list[weakref.ref[ShardGroup]] = []
 
     def add(self, group: ShardGroup) -> None:
@@ -84,6 +86,15 @@ class Family:
             yield
         finally:
             self.casts.on = before
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """All ranks write to parameters in place, the same operations in the same order."""
+        self.rewritable = True
+        try:
+            yield
+        finally:
+            self.rewritable = False
 
     def gradients(self) -> list[ShardedTensor]:
         """The gradients that the module's parameters have now, in the same order on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zerofx._torch import backend_name
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
+from zerofx.initialize import Template, check_init, initialize, replace_by_empty
 from zerofx.layout import GroupLayout
 from zerofx.ondemand import average_by_hook, not_elementwise
 from zerofx.options import Options
@@ -26,11 +28,13 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
     data. Groups are converted one at a time: peak extra memory is this rank's shard of the largest group.
 
     Args:
-        module: an ``nn.Module`` whose parameters are on one device.
+        module: an ``nn.Module`` whose parameters are on one device. On the meta device: it is initialised here, each
+            rank keeping its slices alone; see `zerofx.initialize`.
         **options: see `Options`.
 
     Raises:
-        RuntimeError: no process group; ranks whose models differ.
+        RuntimeError: no process group; ranks whose models differ; a module of the meta device of which something was
+            left uninitialised.
         ValueError: a module, or an option, that cannot be sharded; the message says why. Nothing has changed then.
     """
     shard_module(module, Options.of(options))
@@ -40,29 +44,77 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
     process_group = options.process_group()
-    planned = _plan_alike(module, options, process_group)
-    if options.init_sync and process_group.size() > 1:
-        for buffer in module.buffers():
-            _broadcast(buffer, process_group)
+    device = _device(module, options, process_group)
+    planned = _plan_alike(module, options, process_group, device)
+    on_meta = next(module.parameters()).is_meta
+    sync = options.init_sync and process_group.size() > 1
     precision = options.mixed_precision
     groups, family = [], Family(options.stage, precision, options.buckets)
+    templates = {}
     for layout, parameters in planned:
-        group = ShardGroup(layout, process_group, parameters[0].device, family)
+        group = ShardGroup(layout, process_group, device, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
-            if options.init_sync and process_group.size() > 1:
+            if on_meta:
+                templates[parameter] = replace_by_empty(parameter, device)
+            elif sync:
                 _broadcast(parameter, process_group)
             if options.stage == 0:
+                if on_meta:
+                    parameter.data = templates[parameter].blank()
                 replicate_parameter(parameter, group, slot)
                 if parameter.requires_grad:
                     average_by_hook(parameter)  # type: ignore[arg-type]
             else:
                 shard_parameter(parameter, group, slot)
-        if options.init_sync:
+        if options.init_sync and not on_meta:
             group.mark_fresh()
         groups.append(group)
+    if on_meta:
+        _initialize(module, options, templates, device, process_group)
+    if sync:
+        for buffer in module.buffers():
+            _broadcast(buffer, process_group)
     if precision is not None:
         family.casts = precision.install(module)
     return groups
+
+
+def _initialize(
+    module: nn.Module,
+    options: Options,
+    templates: dict[nn.Parameter, Template],
+    device: torch.device,
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Values for a module that had none."""
+    path = options.init if isinstance(options.init, (str, Path)) else None
+    function = options.init if callable(options.init) else None
+    initialize(
+        module,
+        function,
+        templates,
+        device,
+        process_group,
+        from_rank_0=options.init_sync,
+        buffers_alone=path is not None,
+    )
+    if path is not None:
+        from zerofx.checkpoint import load
+
+        load(path, module, rng=False)
+
+
+def _device(module: nn.Module, options: Options, process_group: dist.ProcessGroup) -> torch.device:
+    """Where the shards are to be: with the parameters, or where a module of the meta device is to go."""
+    first = next(module.parameters(), None) if isinstance(module, nn.Module) else None
+    if first is None or not first.is_meta:
+        return torch.device("cpu") if first is None else first.device
+    if options.device is not None:
+        return torch.device(options.device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or backend_name(process_group, accelerator) == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def groups_of(module: nn.Module) -> list[ShardGroup]:
@@ -79,7 +131,7 @@ def _broadcast(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
     dist.broadcast(data, group=process_group, group_src=0)
 
 
-def _check(module: nn.Module) -> None:
+def _check(module: nn.Module, options: Options) -> None:
     """Refuse what cannot be sharded, before anything has changed."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
@@ -93,8 +145,6 @@ def _check(module: nn.Module) -> None:
             raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
         if type(p) is not nn.Parameter:
             raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
-        if p.is_meta:
-            raise ValueError(f"{name!r} is on the meta device: initialise it (module.to_empty, then init) first.")
         if p.device != first.device:
             raise ValueError(
                 f"parameters are on different devices: {first_name!r} on {first.device}, {name!r} on {p.device}. "
@@ -114,12 +164,21 @@ def _check(module: nn.Module) -> None:
             )
         if p.grad is not None:
             raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
-        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if p.numel() else name
+        has_memory = p.numel() and not p.is_meta
+        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if has_memory else name
         if other != name:
             raise ValueError(
                 f"{name!r} and {other!r} share memory but are two parameters: sharded apart they would no longer "
                 f"be tied. Tie them by assigning one parameter to both names."
             )
+    if first.is_meta:
+        check_init(module, options.init)
+    elif options.init is not None or options.device is not None:
+        what = "init" if options.init is not None else "device"
+        raise ValueError(
+            f"{what}= is for modules on the meta device, and {first_name!r} is on {first.device}: initialise the "
+            "module, and move it, before."
+        )
 
 
 def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -132,17 +191,18 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
 
 
 def _plan_alike(
-    module: nn.Module, options: Options, process_group: dist.ProcessGroup
+    module: nn.Module, options: Options, process_group: dist.ProcessGroup, device: torch.device
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on."""
     refusal: Exception | None = None
     facts: list[tuple[str, str]] = []
     planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
     try:
-        _check(module)
-        check_backend(process_group, next(module.parameters()).device)
+        _check(module, options)
+        check_backend(process_group, device)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
+        facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
     except (ValueError, TypeError) as e:
         refusal = e
