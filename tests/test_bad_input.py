@@ -201,6 +201,12 @@ REFUSALS: dict[str, Callable[[Any, Any], Any]] = {
     "deepcopy of a state dict": lambda module, weight: copy.deepcopy(module.state_dict()),
     "pickle": lambda module, weight: pickle.dumps(weight),
     "torch.save": lambda module, weight: torch.save(module.state_dict(), io.BytesIO()),
+    "pickle of a module": lambda module, weight: pickle.dumps(module),
+    "torch.save of a module": lambda module, weight: torch.save(module, io.BytesIO()),
+    "load_state_dict of others": lambda module, weight: module.load_state_dict(Net().state_dict(), assign=True),
+    "load_state_dict into a part": lambda module, weight: module.first.load_state_dict(
+        Net().first.state_dict(), assign=True
+    ),
     "half": lambda module, weight: module.half(),
     "double": lambda module, weight: module.double(),
     "to bfloat16": lambda module, weight: module.to(torch.bfloat16),

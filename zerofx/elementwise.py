@@ -61,6 +61,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in _GETTERS:
         return _as_is(func, args, kwargs)
     name = getattr(func, "__name__", str(func)).split(".")[0]
+    if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
     if name in METADATA:

@@ -41,8 +41,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerofx.hugging_face import is_model
 from zerofx.parameter import ShardedParameter
-from zerofx.whole import WholeParameter, in_place_of
+from zerofx.whole import Place, WholeParameter, in_place_of
 
 Init = Callable[[nn.Module], Any]
 
@@ -97,12 +98,23 @@ def check_init(module: nn.Module, init: Any) -> None:
             )
 
 
-def replace_by_empty(parameter: nn.Parameter, device: torch.device) -> Template:
-    """Give a parameter of the meta device empty memory on ``device``: the same object, of no elements yet."""
+def replace_by_empty(
+    parameter: nn.Parameter, places: list[Place], device: torch.device
+) -> tuple[nn.Parameter, Template]:
+    """A parameter of no elements on ``device`` in the place of one of the meta device, and what it is to become.
+
+    It is the same object, so that whoever holds it holds the real one now. Not where there are weak references to it
+    (`torch.nn.RNN` has some): those forbid it, and ``places`` get a new one, as with ``module.to_empty``.
+    """
     empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
     empty.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, empty)
-    return Template(empty, device)
+    try:
+        torch.utils.swap_tensors(parameter, empty)
+    except RuntimeError:
+        for module, name in places:
+            setattr(module, name, empty)
+        parameter, empty = empty, parameter
+    return parameter, Template(empty, device)
 
 
 def initialize(
@@ -201,7 +213,7 @@ def _children_first(module: nn.Module, owner: Any = None, seen: set[nn.Module] |
     if module in seen:
         return
     seen.add(module)
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+    if is_model(module):
         owner = module
     for child in module.children():
         yield from _children_first(child, owner, seen)

@@ -14,11 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zerofx._torch import backend_name
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
+from zerofx.hugging_face import keep_in_step
 from zerofx.initialize import Template, check_init, initialize, replace_by_empty
 from zerofx.layout import GroupLayout
 from zerofx.ondemand import average_by_hook, not_elementwise
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
+from zerofx.whole import places_of
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
@@ -50,12 +52,13 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     sync = options.init_sync and process_group.size() > 1
     precision = options.mixed_precision
     groups, family = [], Family(options.stage, precision, options.buckets)
-    templates = {}
+    templates, places = {}, places_of(module) if on_meta else {}
     for layout, parameters in planned:
         group = ShardGroup(layout, process_group, device, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if on_meta:
-                templates[parameter] = replace_by_empty(parameter, device)
+                parameter, template = replace_by_empty(parameter, places[parameter], device)
+                templates[parameter] = template
             elif sync:
                 _broadcast(parameter, process_group)
             if options.stage == 0:
@@ -74,6 +77,10 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     if sync:
         for buffer in module.buffers():
             _broadcast(buffer, process_group)
+    for m in module.modules():
+        m.register_load_state_dict_pre_hook(_refuse_assign)
+    if options.stage == 3 and process_group.size() > 1:
+        keep_in_step(module)
     if precision is not None:
         family.casts = precision.install(module)
     return groups
@@ -179,6 +186,18 @@ def _check(module: nn.Module, options: Options) -> None:
             f"{what}= is for modules on the meta device, and {first_name!r} is on {first.device}: initialise the "
             "module, and move it, before."
         )
+
+
+def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """``load_state_dict(assign=True)`` would put plain parameters in the place of sharded ones."""
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for name, p in module.named_parameters(recurse=False):
+        if isinstance(p, (ShardedTensor, ReplicatedParameter)) and state.get(prefix + name, p) is not p:
+            raise RuntimeError(
+                f"load_state_dict(assign=True): {p._slot.name!r} is sharded, and would be replaced by a plain "
+                "parameter, of which neither the optimizer nor zerofx knows. Use assign=False: it writes in place."
+            )
 
 
 def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import uncompiled
+from zerofx.hugging_face import each_by_itself
 from zerofx.ondemand import gather_tensor
 from zerofx.parameter import ReplicatedParameter, ShardedParameter
 
@@ -66,7 +67,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
                 model.embedding.weight[0] = 0
         with zerofx.unsharded(model, writeback=False):
             text = model.generate(prompt)                   # not a single collective: prompts may differ by rank
-            copy = copy.deepcopy(model)                     # an ordinary module
+            plain = copy.deepcopy(model)                    # an ordinary module
         with zerofx.unsharded([p, q]) as (whole_p, whole_q):
             ...
 
@@ -86,7 +87,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
         ValueError: nothing in ``what`` is sharded.
         RuntimeError: see the table above.
     """
-    places = _places(what)
+    places = places_of(what)
     sharded = [p for p in places if isinstance(p, (ShardedParameter, ReplicatedParameter))]
     if not sharded and not any(isinstance(p, WholeParameter) for p in places):
         raise ValueError(f"no parameter of this {type(what).__name__} is sharded: call zerofx.compile on it first.")
@@ -96,6 +97,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
     with contextlib.ExitStack() as stack:
         if isinstance(what, nn.Module):
             stack.enter_context(uncompiled(what))
+            stack.enter_context(each_by_itself(what))
         for family in families:
             stack.enter_context(family.casts_off())
         for p in sharded:
@@ -141,7 +143,7 @@ def in_place_of(parameter: nn.Parameter, whole: nn.Parameter, places: Iterable[P
             setattr(module, name, parameter)
 
 
-def _places(what: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> dict[Any, list[Place]]:
+def places_of(what: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> dict[Any, list[Place]]:
     """The parameters of ``what``, and where in it each stands."""
     places: dict[Any, list[Place]] = {}
     if isinstance(what, nn.Module):
