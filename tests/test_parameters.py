@@ -63,8 +63,8 @@ class Kinds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(10, 7).t())
-        self.half = nn.Parameter(torch.randn(7).bfloat16())
-        self.double = nn.Parameter(torch.randn(7).double())
+        self.low = nn.Parameter(torch.randn(7).bfloat16())
+        self.high = nn.Parameter(torch.randn(7).double())
         self.none = nn.Parameter(torch.empty(0, 7))
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.stepped = nn.Parameter(torch.randn(14)[::2])
@@ -73,7 +73,7 @@ class Kinds(nn.Module):
         self.use = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, self.weight) * self.half + self.double * self.scale - self.stepped
+        y = F.linear(x, self.weight) * self.low + self.high * self.scale - self.stepped
         y = y + torch.cat([self.none, self.none]).sum(0)
         return ((y * self.used_at_times if self.use else y) ** 2).mean()
 
@@ -164,11 +164,12 @@ def check_lora(stage: int) -> None:
     with count_collectives() as log:
         loss.backward()
     thin, base = 3 * 2 * 2 * 10 * 4, 3 * 110 * 4
-    reduced = sum(e.payload for e in log.events if e.name in ("reduce_scatter", "all_reduce", "all_to_all"))
+    reduced = sum(e.payload for e in log.events if e.name in ("all_reduce", "all_to_all_send"))
     gradients = sum(p.grad.to_local().numel() * 4 if stage else p.grad.numel() * 4 for p in module.parameters()
                     if p.grad is not None)  # fmt: skip
     assert all((p.grad is None) == (".base." in name) for name, p in module.named_parameters())
-    assert thin <= reduced <= thin + 3 * dist.get_world_size() * 128 < base, (dict(log.calls), reduced)
+    # Stages 2 and 3 send half of it, with padding; nothing that grows with the base.
+    assert thin // 2 <= reduced <= thin + 3 * dist.get_world_size() * 128 < base, (dict(log.calls), reduced)
     assert gradients <= thin
 
 

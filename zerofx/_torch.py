@@ -172,10 +172,20 @@ def input_index(placeholder: Node) -> int | None:
 
 
 def saved_outputs(output: Node) -> frozenset[int]:
-    """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15)."""
-    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+    """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
 
-    descs = output.meta["desc"]
+    The partitioner forgets to describe the outputs where it adds states of random generators to them (checkpointing of
+    what draws random numbers); by AOTAutograd's own count what is saved comes after all else.
+    """
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+    from torch._guards import TracingContext
+
+    descs = output.meta.get("desc")
+    if descs is None:
+        metadata = TracingContext.get().fw_metadata
+        assert metadata is not None, "AOTAutograd notes it before it partitions"
+        outputs: Any = output.args[0]
+        return frozenset(range(metadata.num_forward, len(outputs)))
     return frozenset(i for i, d in enumerate(descs) if isinstance(d, SavedForBackwardsAOTOutput))
 
 
