@@ -174,19 +174,18 @@ def input_index(placeholder: Node) -> int | None:
 def saved_outputs(output: Node) -> frozenset[int]:
     """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
 
-    The partitioner forgets to describe the outputs where it adds states of random generators to them (checkpointing of
-    what draws random numbers); by AOTAutograd's own count what is saved comes after all else.
+    By the outputs' descriptors. The partitioner drops these where it saves the state of a random number generator, as
+    it does for attention that is checkpointed: then what stands behind what the caller gets.
     """
-    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+    from torch._functorch._aot_autograd import descriptors
     from torch._guards import TracingContext
 
     descs = output.meta.get("desc")
     if descs is None:
-        metadata = TracingContext.get().fw_metadata
-        assert metadata is not None, "AOTAutograd notes it before it partitions"
-        outputs: Any = output.args[0]
-        return frozenset(range(metadata.num_forward, len(outputs)))
-    return frozenset(i for i, d in enumerate(descs) if isinstance(d, SavedForBackwardsAOTOutput))
+        first = TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
+        return frozenset(range(first, len(output.args[0])))  # type: ignore[arg-type]
+    saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    return frozenset(i for i, d in enumerate(descs) if isinstance(d, saved))
 
 
 def gradient_outputs(output: Node) -> dict[int, int]:
@@ -246,6 +245,19 @@ def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
     return tx.output.local_scope, tx.output.global_scope
 
 
+def inlined_alone(fn: Callable) -> Callable:
+    """Dynamo traces through ``fn`` from a caller's frame; called from plain code it runs as it is (2.11, 2.13, 2.15).
+
+    Dynamo would compile it as a frame of its own where plain code is called from compiled code. It does not tell one
+    getter of a tensor that is handed in as ``func`` from another, and would answer ``device`` with the ``dtype``.
+    """
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # what it calls, too
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
 # torch._dynamo (2.11, 2.13, 2.15): Dynamo runs the decorated function while it traces, and keeps the answer.
 run_while_tracing = torch._dynamo.assume_constant_result
 
@@ -284,6 +296,15 @@ def source_name(placeholder: Node) -> str | None:
     if source is None:
         return None
     return source.name() if callable(source.name) else source.name
+
+
+def static_shape(parameter: nn.Parameter) -> None:
+    """Have Dynamo take the sizes of ``parameter`` for numbers, never symbols (2.11, 2.13, 2.15).
+
+    It does so for plain parameters, but for subclasses only where it knows the module that holds them. Two frames that
+    share code and not sizes, each layer's after a graph break inside of a layer, would have symbols in their layouts.
+    """
+    torch._dynamo.mark_static(parameter)
 
 
 def gradient_edge(tensor: torch.Tensor) -> Any:

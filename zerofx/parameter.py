@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, run_while_tracing, traced_for
+from zerofx._torch import DisableTorchFunction, inlined_alone, run_while_tracing, static_shape, traced_for
 from zerofx.layout import Slot
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ShardedTensor(torch.Tensor):
     _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
+    @inlined_alone
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -188,6 +189,7 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
         "_traced_as": f"the sharded parameter {slot.name!r}",
         "_compute_dtype": group.family.precision.param_dtype,
     }
+    static_shape(parameter)
     parameter.__class__ = type(cls.__name__, (cls,), members)
     group.add(slot, parameter)  # type: ignore[arg-type]
 
