@@ -139,8 +139,8 @@ MODULES: dict[str, tuple[str, Build]] = {
         lambda: with_extra(nn.Parameter(torch.zeros(3, device="meta"))),
     ),
     "meta without reset_parameters": (
-        "'extra' is on the meta device, and its Net has no reset_parameters",
-        lambda: with_extra(nn.Parameter(torch.zeros(3))).to("meta"),
+        "'gain' is on the meta device, and its Gain has no reset_parameters",
+        lambda: Gain().to("meta"),
     ),
     "complex": (
         "'extra' has dtype torch.complex64.*imaginary",
