@@ -134,7 +134,14 @@ def test_bad_options_of_the_named_backend_are_named_too(fake_world: Callable[...
 MODULES: dict[str, tuple[str, Build]] = {
     "no module": ("expected an nn.Module, got list", lambda: [nn.Linear(2, 2)]),  # type: ignore
     "no parameters": ("ReLU has no parameters", nn.ReLU),
-    "meta": ("'extra' is on the meta device", lambda: with_extra(nn.Parameter(torch.zeros(3, device="meta")))),
+    "partly meta": (
+        "'extra' on meta|different devices: 'extra'.*'first.weight'",
+        lambda: with_extra(nn.Parameter(torch.zeros(3, device="meta"))),
+    ),
+    "meta without reset_parameters": (
+        "'gain' is on the meta device, and its Gain has no reset_parameters",
+        lambda: Gain().to("meta"),
+    ),
     "complex": (
         "'extra' has dtype torch.complex64.*imaginary",
         lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.complex64))),
@@ -194,6 +201,12 @@ REFUSALS: dict[str, Callable[[Any, Any], Any]] = {
     "deepcopy of a state dict": lambda module, weight: copy.deepcopy(module.state_dict()),
     "pickle": lambda module, weight: pickle.dumps(weight),
     "torch.save": lambda module, weight: torch.save(module.state_dict(), io.BytesIO()),
+    "pickle of a module": lambda module, weight: pickle.dumps(module),
+    "torch.save of a module": lambda module, weight: torch.save(module, io.BytesIO()),
+    "load_state_dict of others": lambda module, weight: module.load_state_dict(Net().state_dict(), assign=True),
+    "load_state_dict into a part": lambda module, weight: module.first.load_state_dict(
+        Net().first.state_dict(), assign=True
+    ),
     "half": lambda module, weight: module.half(),
     "double": lambda module, weight: module.double(),
     "to bfloat16": lambda module, weight: module.to(torch.bfloat16),

@@ -14,6 +14,7 @@ from zerofx.plan import plan
 from zerofx.precision import MixedPrecision
 from zerofx.predict import Prediction, Rates, predict
 from zerofx.shard import shard
+from zerofx.whole import unsharded
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "predict",
     "save",
     "shard",
+    "unsharded",
     "verify",
 ]
 del _ops

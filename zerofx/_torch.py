@@ -71,6 +71,19 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """``module`` and what is in it run as they read, whatever ``.compile`` made of them (2.11, 2.13, 2.15)."""
+    compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl is not None}
+    for m in compiled:
+        m._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for m, call in compiled.items():
+            m._compiled_call_impl = call
+
+
 def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable) -> Callable:
     """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15)."""
     from torch._inductor.compile_fx import compile_fx
@@ -254,6 +267,19 @@ def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
     except AttributeError:
         return None
     return tx.output.local_scope, tx.output.global_scope
+
+
+def inlined_alone(fn: Callable) -> Callable:
+    """Dynamo traces through ``fn`` from a caller's frame; called from plain code it runs as it is (2.11, 2.13, 2.15).
+
+    Dynamo would compile it as a frame of its own where plain code is called from compiled code. It does not tell one
+    getter of a tensor that is handed in as ``func`` from another, and would answer ``device`` with the ``dtype``.
+    """
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # what it calls, too
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
 
 
 # torch._dynamo (2.11, 2.13, 2.15): Dynamo runs the decorated function while it traces, and keeps the answer.

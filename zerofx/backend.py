@@ -306,6 +306,11 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
                 f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module "
                 "are: it was added or replaced after sharding. Add all parameters before zerofx.compile."
             )
+        if x.is_meta:
+            raise RuntimeError(
+                f"the parameter {node.name!r} is on the meta device, and the module is being traced already: call "
+                "zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile, which initialise it."
+            )
         if options.mixed_precision is not None:
             raise RuntimeError(
                 "mixed_precision in torch.compile(..., backend='zerofx'): the module is being traced already, in full "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerofx._torch import DisableTorchFunction, gradient_edge, pytree
 from zerofx.norms import all_reduce, norm, norms
-from zerofx.ondemand import is_in_place, readonly, unshard
+from zerofx.ondemand import gather_tensor, is_in_place, readonly, unshard
 from zerofx.parameter import ShardedParameter, ShardedTensor, count_write, detach
 
 _NAMED = """
@@ -61,6 +61,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in _GETTERS:
         return _as_is(func, args, kwargs)
     name = getattr(func, "__name__", str(func)).split(".")[0]
+    if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
     if name in METADATA:
@@ -98,7 +100,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         reduced = _reduction(name, args, kwargs)
         if reduced is not NotImplemented:
             return reduced
-    return _on_full(func, name, args, kwargs, written)
+    return _on_full(func, name, args, kwargs, written, tracked)
 
 
 _GETTERS = frozenset(
@@ -142,7 +144,7 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
             return None  # `module.to(...)` that changed nothing
         tensor._refuse("assigning .data", "use `with torch.no_grad(): parameter.copy_(full_tensor)`")
     if name in ("T", "mT", "H", "mH", "real", "imag"):
-        return _on_full(func, name, args, {}, written=None)
+        return _on_full(func, name, args, {}, written=None, tracked=torch.is_grad_enabled() and tensor.requires_grad)
     if name == "grad" and action == "__set__" and args[1] is not None:
         args = (tensor, _as_gradient(tensor, args[1]))
     return _as_is(func, args, {})
@@ -265,8 +267,8 @@ def _extreme(tensor: ShardedTensor, sign: int) -> torch.Tensor:
     return torch.where(pair[1] > 0, torch.nan, sign * pair[0]) if local.is_floating_point() else sign * pair[0]
 
 
-def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any) -> Any:
-    if isinstance(written, ShardedTensor):
+def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any, tracked: bool) -> Any:
+    if isinstance(written, ShardedTensor) and not written._group.family.rewritable:
         written._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
     gathered: dict[int, torch.Tensor] = {}
 
@@ -274,12 +276,14 @@ def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], wri
         if not isinstance(x, ShardedTensor):
             return x
         if id(x) not in gathered:
-            gathered[id(x)] = unshard(x, name)
+            gathered[id(x)] = gather_tensor(x) if x._group.family.rewritable else unshard(x, name)
         return gathered[id(x)]
 
     args, kwargs = pytree.tree_map(full, (args, kwargs))
     result = func(*args, **kwargs)
-    return result if torch.is_grad_enabled() else readonly(result, list(gathered.values()))
+    if isinstance(written, ShardedTensor):
+        return written.copy_(gathered[id(written)])
+    return result if tracked else readonly(result, list(gathered.values()))
 
 
 def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:

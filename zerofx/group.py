@@ -22,7 +22,9 @@ so a model's memory is free as soon as nothing holds the model.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +34,7 @@ from zerofx._torch import backend_name, resolve_process_group, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
 from zerofx.passes.ops import all_gather_pairwise_
-from zerofx.precision import MixedPrecision
+from zerofx.precision import Casts, MixedPrecision
 from zerofx.watch import alone
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Family:
         number: of the module among those of its process group, the same on every rank.
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
         gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
+        casts: the module's hooks under mixed precision.
+        rewritable: whether an operation that needs the whole of a parameter may write it (`zerofx.initialize`).
     """
 
     def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
@@ -62,6 +66,8 @@ class Family:
         self.number = 0
         self.norms: dict[Any, Any] = {}
         self.gathered: dict[frozenset[str], int] = {}
+        self.casts: Casts | None = None
+        self.rewritable = False
         self._groups: list[weakref.ref[ShardGroup]] = []
 
     def add(self, group: ShardGroup) -> None:
@@ -71,6 +77,27 @@ class Family:
     def groups(self) -> list[ShardGroup]:
         """Those that are alive."""
         return [group for ref in self._groups if (group := ref()) is not None]
+
+    @contextlib.contextmanager
+    def casts_off(self) -> Iterator[None]:
+        """Inputs and outputs of the module stay as they are."""
+        if self.casts is None:
+            yield
+            return
+        before, self.casts.on = self.casts.on, False
+        try:
+            yield
+        finally:
+            self.casts.on = before
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """All ranks write to parameters in place, the same operations in the same order."""
+        self.rewritable = True
+        try:
+            yield
+        finally:
+            self.rewritable = False
 
     def gradients(self) -> list[ShardedTensor]:
         """The gradients that the module's parameters have now, in the same order on every rank."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +34,10 @@ class Options:
         groups: see `zerofx.grouping`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
         init_sync: take rank 0's weights and buffers everywhere.
+        init: for a module on the meta device, how its weights come about: a function of a module, a checkpoint, or
+            None for what the modules do by themselves; see `zerofx.initialize`.
+        device: for a module on the meta device, where it is to be. None: the accelerator, where there is one with which
+            the process group works, else the CPU.
         mixed_precision: see `zerofx.precision`.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
@@ -44,6 +50,8 @@ class Options:
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     mesh: DeviceMesh | None = None
     init_sync: bool = True
+    init: Callable[[nn.Module], Any] | str | Path | None = None
+    device: torch.device | str | None = None
     mixed_precision: MixedPrecision | None = None
     buckets: Buckets = "group"
     timeout: float | None = None
@@ -65,6 +73,13 @@ class Options:
             raise ValueError(f"buckets={self.buckets!r} with stage={self.stage}: only stage 0 has a choice.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
+        if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):
+            raise ValueError(f"init={self.init!r}: expected a function of a module, a path, or None.")
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as e:
+                raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
         Grouping.of(self.groups)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")

@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, pytree, run_while_tracing, static_shape, traced_for
+from zerofx._torch import (
+    DisableTorchFunction,
+    inlined_alone,
+    pytree,
+    run_while_tracing,
+    static_shape,
+    traced_for,
+)
 from zerofx.layout import Slot
 
 if TYPE_CHECKING:
@@ -45,6 +52,7 @@ class ShardedTensor(torch.Tensor):
     _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
+    @inlined_alone
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -158,15 +166,19 @@ class ReplicatedParameter(nn.Parameter):
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
     """Turn ``parameter`` into a `ShardedParameter` in place: copy its slice to the group's shard, free the rest.
 
-    The object stays the same, so optimizers that hold it stay right.
+    The object stays the same, so optimizers that hold it stay right. One of no elements, where its slot has some, is
+    yet to be initialised: there is nothing to copy.
     """
     piece = group.layout.piece(slot, group.rank)
     local = group.local(slot, group.shard)
     with torch.no_grad():
         whole = parameter.detach()
-        if group.replica is not None:
-            group.layout.view(group.replica, slot).copy_(whole)
-        local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
+        if whole.shape == torch.Size(slot.shape):
+            if group.replica is not None:
+                group.layout.view(group.replica, slot).copy_(whole)
+            local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
+        else:
+            local.fill_(torch.nan)
         del whole
         # The old memory is let go, not emptied: a tensor elsewhere may share it. Before the new is made, for the peak.
         parameter.data = parameter.new_empty(0)

@@ -48,18 +48,34 @@ class MixedPrecision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}={dtype!r}): expected a floating-point torch.dtype, or None.")
 
-    def install(self, module: nn.Module) -> None:
-        """Have ``module`` cast what it is called with and what it returns."""
+    def install(self, module: nn.Module) -> Casts:
+        """Have ``module`` cast what it is called with and what it returns, for as long as the result is `Casts.on`."""
+        casts = Casts(self)
         if self.cast_forward_inputs and self.param_dtype is not None:
-            module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
         if self.output_dtype is not None:
-            module.register_forward_hook(self._cast_outputs)
+            module.register_forward_hook(casts.outputs)
+        return casts
 
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats((args, kwargs), self.param_dtype)
 
-    def _cast_outputs(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        return cast_floats(outputs, self.output_dtype)
+class Casts:
+    """The hooks of a module under mixed precision.
+
+    Attributes:
+        on: whether they cast. False while the module has its masters for weights (`zerofx.unsharded`).
+    """
+
+    def __init__(self, precision: MixedPrecision) -> None:
+        self.precision = precision
+        self.on = True
+
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The forward pre-hook."""
+        return cast_floats((args, kwargs), self.precision.param_dtype) if self.on else (args, kwargs)
+
+    def outputs(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        """The forward hook."""
+        return cast_floats(outputs, self.precision.output_dtype) if self.on else outputs
 
 
 def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zerofx._torch import backend_name
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
+from zerofx.hugging_face import keep_in_step
+from zerofx.initialize import Template, check_init, initialize, replace_by_empty
 from zerofx.layout import GroupLayout
 from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 from zerofx.watch import watch_of
+from zerofx.whole import places_of
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
@@ -28,11 +32,13 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
     data. Groups are converted one at a time: peak extra memory is this rank's shard of the largest group.
 
     Args:
-        module: an ``nn.Module`` whose parameters are on one device.
+        module: an ``nn.Module`` whose parameters are on one device. On the meta device: it is initialised here, each
+            rank keeping its slices alone; see `zerofx.initialize`.
         **options: see `Options`.
 
     Raises:
-        RuntimeError: no process group; ranks whose models differ.
+        RuntimeError: no process group; ranks whose models differ; a module of the meta device of which something was
+            left uninitialised.
         ValueError: a module, or an option, that cannot be sharded; the message says why. Nothing has changed then.
     """
     shard_module(module, Options.of(options))
@@ -42,33 +48,86 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
     process_group = options.process_group()
-    planned = _plan_alike(module, options, process_group)
-    if options.init_sync and process_group.size() > 1:
-        for buffer in module.buffers():
-            _broadcast(buffer, process_group)
+    device = _device(module, options, process_group)
+    planned = _plan_alike(module, options, process_group, device)
+    on_meta = next(module.parameters()).is_meta
+    sync = options.init_sync and process_group.size() > 1
     precision = options.mixed_precision
     groups, family = [], Family(options.stage, precision, options.buckets)
     watch = watch_of(process_group.group_name)
     if watch is not None:
         watch.families += 1
         family.number = watch.families
+    templates, places = {}, places_of(module) if on_meta else {}
     for layout, parameters in planned:
-        group = ShardGroup(layout, process_group, parameters[0].device, family)
+        group = ShardGroup(layout, process_group, device, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
-            if options.init_sync and process_group.size() > 1:
+            if on_meta:
+                parameter, template = replace_by_empty(parameter, places[parameter], device)
+                templates[parameter] = template
+            elif sync:
                 _broadcast(parameter, process_group)
             if options.stage == 0:
+                if on_meta:
+                    parameter.data = templates[parameter].blank()
                 replicate_parameter(parameter, group, slot)
                 average_by_hook(parameter)  # type: ignore[arg-type]
             else:
                 shard_parameter(parameter, group, slot)
                 reduce_by_hook(parameter)  # type: ignore[arg-type]
-        if options.init_sync:
+        if options.init_sync and not on_meta:
             group.mark_fresh()
         groups.append(group)
+    if on_meta:
+        _initialize(module, options, templates, device, process_group)
+    if sync:
+        for buffer in module.buffers():
+            _broadcast(buffer, process_group)
+    for m in module.modules():
+        m.register_load_state_dict_pre_hook(_refuse_assign)
+    if options.stage == 3 and process_group.size() > 1:
+        keep_in_step(module)
     if precision is not None:
-        precision.install(module)
+        family.casts = precision.install(module)
     return groups
+
+
+def _initialize(
+    module: nn.Module,
+    options: Options,
+    templates: dict[nn.Parameter, Template],
+    device: torch.device,
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Values for a module that had none."""
+    path = options.init if isinstance(options.init, (str, Path)) else None
+    function = options.init if callable(options.init) else None
+    initialize(
+        module,
+        function,
+        templates,
+        device,
+        process_group,
+        from_rank_0=options.init_sync,
+        buffers_alone=path is not None,
+    )
+    if path is not None:
+        from zerofx.checkpoint import load
+
+        load(path, module, rng=False)
+
+
+def _device(module: nn.Module, options: Options, process_group: dist.ProcessGroup) -> torch.device:
+    """Where the shards are to be: with the parameters, or where a module of the meta device is to go."""
+    first = next(module.parameters(), None) if isinstance(module, nn.Module) else None
+    if first is None or not first.is_meta:
+        return torch.device("cpu") if first is None else first.device
+    if options.device is not None:
+        return torch.device(options.device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or backend_name(process_group, accelerator) == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def groups_of(module: nn.Module) -> list[ShardGroup]:
@@ -86,7 +145,7 @@ def _broadcast(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse what cannot be sharded, before anything has changed; on the meta device, all but that."""
+    """Refuse what cannot be sharded, before anything has changed."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
     parameters = dict(module.named_parameters())
@@ -118,11 +177,37 @@ def check_module(module: nn.Module) -> None:
             )
         if p.grad is not None:
             raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
-        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if p.numel() and not p.is_meta else name
+        has_memory = p.numel() and not p.is_meta
+        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if has_memory else name
         if other != name:
             raise ValueError(
                 f"{name!r} and {other!r} share memory but are two parameters: sharded apart they would no longer "
                 f"be tied. Tie them by assigning one parameter to both names."
+            )
+
+
+def _check_init(module: nn.Module, options: Options) -> None:
+    """What is on the meta device is initialised here, and nothing else is."""
+    first_name, first = next(iter(module.named_parameters()))
+    if first.is_meta:
+        check_init(module, options.init)
+    elif options.init is not None or options.device is not None:
+        what = "init" if options.init is not None else "device"
+        raise ValueError(
+            f"{what}= is for modules on the meta device, and {first_name!r} is on {first.device}: initialise the "
+            "module, and move it, before."
+        )
+
+
+def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """``load_state_dict(assign=True)`` would put plain parameters in the place of sharded ones."""
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for name, p in module.named_parameters(recurse=False):
+        if isinstance(p, (ShardedTensor, ReplicatedParameter)) and state.get(prefix + name, p) is not p:
+            raise RuntimeError(
+                f"load_state_dict(assign=True): {p._slot.name!r} is sharded, and would be replaced by a plain "
+                "parameter, of which neither the optimizer nor zerofx knows. Use assign=False: it writes in place."
             )
 
 
@@ -135,14 +220,8 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
         )
 
 
-def _check_memory(module: nn.Module) -> None:
-    for name, p in module.named_parameters():
-        if p.is_meta:
-            raise ValueError(f"{name!r} is on the meta device: initialise it (module.to_empty, then init) first.")
-
-
 def _plan_alike(
-    module: nn.Module, options: Options, process_group: dist.ProcessGroup
+    module: nn.Module, options: Options, process_group: dist.ProcessGroup, device: torch.device
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on."""
     refusal: Exception | None = None
@@ -150,10 +229,11 @@ def _plan_alike(
     planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
     try:
         check_module(module)
-        _check_memory(module)
-        check_backend(process_group, next(module.parameters()).device)
+        _check_init(module, options)
+        check_backend(process_group, device)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
+        facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
         chosen: dict[str, Any] = {
             "stage": options.stage,
             "mixed_precision": options.mixed_precision,
