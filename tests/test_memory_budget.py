@@ -123,7 +123,8 @@ def keep_in_two_graphs(groups_in_budget: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("budget", [2, 3, 4, 5])
 def test_what_two_graphs_keep_is_within_one_budget(workers2: Workers, budget: int) -> None:
     for traces in workers2.run(keep_in_two_graphs, budget, timeout=120):
-        first, _, second, _ = (trace for trace in traces if trace["phase"] == "forward")  # each for two batch sizes
+        first, first_again, second, second_again = (trace for trace in traces if trace["phase"] == "forward")
+        assert first == first_again and second == second_again  # or a rank that recompiles alone is out of step
         assert first["kept"] > 0 and second["elsewhere"] == first["kept"]
         for trace in traces:
             assert trace["live"] + trace["elsewhere"] <= budget

@@ -150,7 +150,7 @@ class _CompiledGraph:
         setattr(self.record, phase, trace)
         if phase == "forward":
             family = next(iter(self.groups.values())).family
-            family.gathered[self.names] = sum(left.nbytes for left in self.kept_gathered.values())
+            family.keeps(self.names, sum(left.nbytes for left in self.kept_gathered.values()))
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
@@ -249,7 +249,7 @@ class _CompiledGraph:
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
             meanings=self.meanings,
-            held_elsewhere=sum(n for names, n in group.family.gathered.items() if names != self.names),
+            held_elsewhere=group.family.held_elsewhere(self.names, phase),
             largest_elsewhere=max(
                 (g.gathered_nbytes for g in group.family.groups() if g.layout not in self.groups), default=0
             ),

@@ -53,7 +53,6 @@ class Family:
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         number: of the module among those of its process group, the same on every rank.
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
-        gathered: bytes that graphs leave gathered between forward and backward, by the names of a graph's groups.
         casts: the module's hooks under mixed precision.
         rewritable: whether an operation that needs the whole of a parameter may write it (`zerofx.initialize`).
     """
@@ -65,10 +64,24 @@ class Family:
         self.sync = True
         self.number = 0
         self.norms: dict[Any, Any] = {}
-        self.gathered: dict[frozenset[str], int] = {}
+        self._gathered: dict[frozenset[str], int] = {}
+        self._elsewhere: dict[tuple[frozenset[str], str], int] = {}
         self.casts: Casts | None = None
         self.rewritable = False
         self._groups: list[weakref.ref[ShardGroup]] = []
+
+    def keeps(self, names: frozenset[str], nbytes: int) -> None:
+        """The graph of the groups ``names`` leaves so much gathered between forward and backward."""
+        self._gathered[names] = nbytes
+
+    def held_elsewhere(self, names: frozenset[str], phase: str) -> int:
+        """Bytes that graphs of other groups than ``names`` leave gathered.
+
+        As it was when this was first asked for these groups: a rank that compiles a graph anew, for a shape that it
+        alone has met, must come to the schedule that the others go on with.
+        """
+        others = sum(nbytes for other, nbytes in self._gathered.items() if other != names)
+        return self._elsewhere.setdefault((names, phase), others)
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""
