@@ -27,6 +27,7 @@ class Outcome:
         places: the places outside of any graph that gather a weight on demand, as warnings named them.
         loss: the largest relative difference of a loss.
         weights: the largest difference of a weight at the end, relative to the largest of its parameter.
+        still: the share of the one process's parameters that have not moved.
     """
 
     parameters: int
@@ -34,6 +35,7 @@ class Outcome:
     places: tuple[str, ...]
     loss: float
     weights: float
+    still: float
 
 
 def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -48,6 +50,7 @@ def train(name: str, stage: int) -> Outcome:
     plain = architecture.build(0)
     model = architecture.build(rank)  # rank 0's weights must win
     zerofx.compile(model, stage=stage, executor="eager", groups=zerofx.Grouping(min_bytes=0))
+    start = [q.detach().clone() for q in plain.parameters()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
     places, worst = [], 0.0
     for step in range(STEPS):
@@ -73,7 +76,10 @@ def train(name: str, stage: int) -> Outcome:
         whole = p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p
         if q.numel():
             weights = max(weights, ((whole - q).abs().max() / q.abs().max().clamp(min=1e-3)).item())
+    still: float = sum(q.numel() > 0 and torch.equal(q, old) for q, old in zip(plain.parameters(), start, strict=True))
+    still /= len(start)
     graphs = 0
     with contextlib.suppress(ValueError):
         graphs = len(zerofx.graphs(model))
-    return Outcome(sum(p.numel() for p in plain.parameters()), graphs, tuple(dict.fromkeys(places)), worst, weights)
+    numel = sum(p.numel() for p in plain.parameters())
+    return Outcome(numel, graphs, tuple(dict.fromkeys(places)), worst, weights, still)

@@ -10,8 +10,8 @@ import pytest
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.run import train
 
-# Three uses of one embedding; routing by data; buffers; a scan; a recurrence that splits the graph; one layer twice.
-TELLING = {"t5": 3, "mixtral": 3, "resnet": 2, "mamba": 3, "lstm": 3, "albert": 1}
+# Routing by data; buffers; a recurrence that splits the graph; one layer twice.
+TELLING = {"mixtral": 3, "resnet": 2, "lstm": 3, "albert": 1}
 REST = [name for name in ARCHITECTURES if name not in TELLING]
 
 
@@ -19,6 +19,7 @@ def check(workers, name: str, stage: int) -> None:
     for outcome in workers.run(train, name, stage, timeout=250):
         assert outcome.loss < 1e-5 and outcome.weights < 1e-4, outcome
         assert outcome.graphs or outcome.places
+        assert outcome.still < 0.2, outcome  # most have gradients, or equal numbers would mean nothing
 
 
 @pytest.mark.parametrize("name", TELLING)
