@@ -10,6 +10,8 @@ the contenders take turns, as in benchmarks/step.py. Beside them the same run me
 * the wire: what the link carries in both directions at once, through plain sockets, times the bytes of a step.
 
 The larger of the two is the *bound*; a contender's time over its bound says how much of the other is exposed.
+
+A run replaces what the file has of the same model and rate, and leaves the rest; beside it a plot is drawn of all.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ def main() -> int:
     args = parse()
     if dist.is_torchelastic_launched():
         be_a_rank(args)
-    runs = []
+    runs = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
+    wrong = False
     for model in args.models:
         for rate in args.rates:
-            result = {"model": model, "rate": rate, **race(args, model, rate)}
-            runs.append(result)
-            print(report(result), flush=True)
-            write(args, runs)
-    return int(any(run["failed"] or not run["largest_relative_difference_of_losses"] <= 1e-4 for run in runs))
+            found = race(args, model, rate)
+            print(f"{model} at {rate}: {report(found)}", flush=True)
+            runs[f"{model} at {rate}"] = facts(model) | found
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+            wrong |= bool(found["failed"]) or not found["largest_relative_difference_of_losses"] <= 1e-4
+    plot(runs, args.out.with_suffix(".svg"))
+    return int(wrong)
 
 
 def parse() -> argparse.Namespace:
@@ -150,7 +156,7 @@ def report(result: dict[str, Any]) -> str:
     """The table of one run."""
     contenders, link = result["contenders"], result["link_bytes_per_s"]
     arithmetic = contenders["alone"]["median_s"] if "alone" in contenders else 0.0
-    lines = [f"{result['model']} at {result['rate']}: the link carries {link / 1e6:.1f} MB/s each way"]
+    lines = [f"the link carries {link / 1e6:.1f} MB/s each way"]
     head = f"{'contender':24} {'median s':>9} {'min':>7} {'max':>7} {'wire s':>7} {'bound':>7} {'/ bound':>7}"
     lines += [f"{head}   {step.PREDICTED}"]
     for name, c in sorted(contenders.items(), key=lambda item: item[1]["median_s"]):
@@ -162,16 +168,39 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"losses differ by at most {result['largest_relative_difference_of_losses']:.1e}", ""])
 
 
-def write(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
-    facts = {
+def facts(model: str) -> dict[str, Any]:
+    return {
         "command": " ".join(["python benchmarks/two_hosts.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "processor": step.processor("cpu"),
-        "models": {name: MODELS[name] for name in args.models},
+        "settings": MODELS[model],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
+
+
+def plot(runs: dict[str, Any], path: Path) -> None:
+    """A panel for each run: a bar for each contender's median step, its spread, and a tick where its bound is."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "zerofx"
+    import matplotlib.pyplot as plt
+
+    heights = [len(run["contenders"]) for run in runs.values()]
+    size = (7, 0.8 + 0.24 * sum(heights) + 0.5 * len(runs))
+    ratios: dict[str, Any] = {"height_ratios": heights}
+    figure, axes = plt.subplots(len(runs), 1, figsize=size, layout="constrained", squeeze=False, gridspec_kw=ratios)
+    for (name, run), axis in zip(runs.items(), axes[:, 0], strict=True):
+        rows = sorted(run["contenders"].items(), key=lambda item: -item[1]["median_s"])
+        for y, (contender, c) in enumerate(rows):
+            color = "tab:blue" if contender.startswith("zerofx") else "lightgray"
+            spread = [[c["median_s"] - c["min_s"]], [c["max_s"] - c["median_s"]]]
+            axis.barh(y, c["median_s"], xerr=spread, color=color, error_kw={"linewidth": 0.8})
+            axis.vlines(c["bound_s"], y - 0.4, y + 0.4, color="black", linewidth=1.5)
+        axis.set_yticks(range(len(rows)), [contender for contender, _ in rows])
+        axis.set_title(name, loc="left", fontsize=10)
+    axes[-1, 0].set_xlabel("seconds a step; black: no schedule can be faster")
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
