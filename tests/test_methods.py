@@ -31,6 +31,17 @@ def prompt(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
+def check_training(name: str) -> None:
+    module = models.build(name)
+    zerofx.compile(module, executor="eager")
+    models.loss_of(module, models.make_batch(name, 2)).backward()
+    assert len(zerofx.graphs(module)) == 1
+
+
+def test_what_keeps_generate_in_step_leaves_the_model_one_graph(workers2: Workers) -> None:
+    workers2.run(check_training, "llama", timeout=150)
+
+
 def check_generate(name: str, stage: int, inside: bool) -> None:
     """Ranks with prompts of different lengths, of which one stops early."""
     rank, plain, module = dist.get_rank(), generator(name), generator(name)

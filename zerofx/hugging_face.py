@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,23 +16,35 @@ def is_model(module: nn.Module) -> bool:
 
 
 def keep_in_step(module: nn.Module) -> None:
-    """Have ``generate`` go on on every rank until the last is done, as transformers does for FSDP: ``synced_gpus``.
+    """Have ``generate`` go on on every rank until the last is done: its ``synced_gpus`` is True unless it is given.
 
-    In stage 3 each forward gathers weights from all ranks: one that stops early would leave the others waiting. The
-    layers that speech models skip at random are run everywhere for the same reason.
+    In stage 3 each forward gathers weights from all ranks: one that stops early would leave the others waiting.
+    (transformers does it by itself for modules that carry FSDP's mark. But Dynamo looks for that mark too, and makes a
+    graph of each of their layers.)
     """
     for model in filter(is_model, module.modules()):
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+        if hasattr(model, "generate"):
+            model.generate = functools.partial(_generate, model)  # type: ignore[assignment]
+
+
+def _generate(model: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+    synced = True if synced_gpus is None else synced_gpus
+    return type(model).generate(model, *args, synced_gpus=synced, **kwargs)
 
 
 @contextlib.contextmanager
 def each_by_itself(module: nn.Module) -> Iterator[None]:
     """`keep_in_step` undone: ranks generate by themselves."""
-    models: list[Any] = [m for m in module.modules() if getattr(m, "_is_fsdp_managed_module", False) is True]
-    for model in models:
-        model._is_fsdp_managed_module = False
+    kept: list[tuple[nn.Module, Any]] = [(m, vars(m)["generate"]) for m in module.modules() if _is_kept(m)]
+    for model, _ in kept:
+        del model.generate
     try:
         yield
     finally:
-        for model in models:
-            model._is_fsdp_managed_module = True
+        for model, generate in kept:
+            model.generate = generate
+
+
+def _is_kept(module: nn.Module) -> bool:
+    generate = vars(module).get("generate")
+    return isinstance(generate, functools.partial) and generate.func is _generate
