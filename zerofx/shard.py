@@ -280,7 +280,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     So is a step while gradients are kept back: the optimizer would not see them.
     """
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for shards in {getattr(parameter, "_group", None) for parameter in parameters}:
+    for shards in dict.fromkeys(getattr(parameter, "_group", None) for parameter in parameters):
         if isinstance(shards, ShardGroup) and shards.has_kept():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
