@@ -216,14 +216,16 @@ class _CompiledGraph:
         fixed += range(len(kept), len(kept) + len(ctx.shards))
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
         _torch.forget_output_strides(gm, moved)
-        schedule, watch = Schedule.of(gm, ctx), watch_of(ctx.process_group)
-        if watch is not None and schedule.collectives:
+        schedule = Schedule.of(gm, ctx)
+        if self.pretend is None and schedule.collectives and (watch := watch_of(ctx.process_group)) is not None:
             family = next(iter(self.groups.values())).family
             watch.publish(schedule, identity(trace.before, ctx, family.number))
         compiled = execute(gm, inputs, fixed)
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
-        return watched(compiled, schedule, ctx.process_group, self.options.timeout), kept, trace
+        if self.pretend is None:
+            compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
+        return compiled, kept, trace
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
         group = next(iter(self.groups.values()))
