@@ -117,8 +117,9 @@ def test_the_lowest_stage_that_fits_is_recommended_with_what_is_left() -> None:
 
     assert recommended(130 * GB) == 0
     assert recommended(30 * GB) == 1
-    assert recommended(30 * GB, micro_batches=2, no_sync=True) is None  # gradients stay whole, in every stage
+    assert recommended(30 * GB, micro_batches=2, no_sync=True) == 3  # 2 N of gradients come to the 2 N of weights
     assert recommended(10 * GB) == 3
+    assert recommended(10 * GB, micro_batches=2, no_sync=True) is None  # gradients stay whole in stage 3, too
     assert recommended(10 * GB, stages=(0, 1)) is None
     plan = zerofx.plan(gpt(torch.bfloat16), world_size=64, memory=30 * GB)
     assert plan.recommended is not None and plan.recommended.stage == 1
