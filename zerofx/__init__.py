@@ -5,6 +5,7 @@ from zerofx.calibrate import calibrate
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.dry_run import dry_run
 from zerofx.grouping import Grouping
+from zerofx.memory import MemorySummary, memory_summary
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
@@ -18,6 +19,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "Grouping",
+    "MemorySummary",
     "MixedPrecision",
     "Prediction",
     "Rates",
@@ -32,6 +34,7 @@ __all__ = [
     "graphs",
     "latest",
     "load",
+    "memory_summary",
     "no_sync",
     "plan",
     "predict",
