@@ -12,6 +12,7 @@ from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::r
 from zerofx.plan import plan
 from zerofx.precision import MixedPrecision
 from zerofx.predict import Prediction, Rates, predict
+from zerofx.report import report
 from zerofx.shard import shard
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "no_sync",
     "plan",
     "predict",
+    "report",
     "save",
     "shard",
 ]
