@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from zerofx._torch import StorageWeakRef, backend_name, resolve_process_group, storage_of, will_accumulate
 from zerofx.layout import GroupLayout, Slot
@@ -151,6 +152,11 @@ class ShardGroup:
         """
         if self.replica is None or self.shard._version == self._refreshed:
             return
+        with record_function(f"zerofx: refresh {self.layout.name}"):
+            self._start_refresh()
+
+    def _start_refresh(self) -> None:
+        assert self.replica is not None
         shard = self.shard
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
