@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -96,6 +97,17 @@ def test_a_gather_is_new_in_the_diff_of_the_pass_that_placed_it_and_names_its_gr
     new = [line for line in record.forward.diff("group").splitlines() if line[0] == "+" and "# all_gather" in line]
     assert [line.rpartition(" ")[2] for line in new] == ["tokens", "blocks.0", "blocks.1", "norm"]
     assert new[1].startswith("+ all_gather_into_tensor_default_1: f32[")
+
+
+def test_the_history_of_a_gather_names_the_passes_that_placed_and_moved_it_and_what_they_are_for() -> None:
+    text = record_of().forward.history("all_gather blocks.1")
+    titles = [line for line in text.splitlines() if line[1] != " "]
+    assert [title.partition(":")[0] for title in titles] == ["group", "prefetch", "lower"]
+    group, prefetch = (sys.modules[f"zerofx.passes.{name}"].__doc__.splitlines()[0] for name in ("group", "prefetch"))
+    assert titles[:2] == [f"group: {group}", f"prefetch: {prefetch}"]
+    marks = [line[0] for line in text.splitlines() if line[1] == " "]
+    assert marks == ["+", ">", "<", "-", "~"]
+    assert "no pass has touched" in record_of().forward.history("all_gather blocks.7")
 
 
 def run_code(executor: str) -> tuple[list[float], list[float]]:

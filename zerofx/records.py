@@ -7,6 +7,8 @@ passes up to there, which are deterministic. So records cost one copy of each gr
 from __future__ import annotations
 
 import copy
+import re
+import sys
 import time
 import weakref
 from collections.abc import Iterable
@@ -77,6 +79,26 @@ class Trace:
         variant = "" if self.context.sync == "reduce" else f" ({self.context.sync})"
         lines = difference(before.graph, after.graph) or ["  nothing"]
         return "\n".join([f"{self.context.phase}{variant}: {name} changed", *lines])
+
+    def history(self, words: str) -> str:
+        """What every pass did to the nodes whose line has all of ``words`` (whole ones), and what that pass is for.
+
+        ::
+
+            >>> print(record.forward.history("all_gather blocks.1"))
+            group: One collective per group over one flat buffer; weights become views of it.
+            + all_gather_into_tensor_default_2: f32[50176] = all_gather_into_tensor(shard_blocks_1, 4, '0')  # ...
+        """
+        lines, before = [], self.before
+        for pass_ in pipeline(self.context.stage):
+            after = self.after(pass_.__name__)
+            changed = [line for line in difference(before.graph, after.graph, context=0) if line[0] != " "]
+            found = [line for line in changed if set(words.split()) <= set(re.findall(r"[\w.#]+", line))]
+            if found:
+                why = (sys.modules[pass_.__module__].__doc__ or "").partition("\n")[0]
+                lines += [f"{pass_.__name__}: {why}", *found]
+            before = after
+        return "\n".join(lines) or f"no pass has touched a node with {words!r} in its line"
 
     def __str__(self) -> str:
         return format_trace(self)
