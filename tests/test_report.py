@@ -93,6 +93,8 @@ def test_numbers_in_the_page_are_those_of_the_prediction_the_groups_and_the_reco
         for kind in KINDS:
             most = max(live[kind] for live in phase.live)
             assert [int(e["data-most"]) for e in page.find("polygon", kind, section)] == ([most] if most else [])
+        corners = [point.split(",") for e in page.find("polygon", within=section) for point in e["points"].split()]
+        assert min(float(y) for _, y in corners) == 16.0, "stacked, the kinds reach the top at the peak"
         for bar in page.find("rect", within=section):
             assert float(bar["x"]) >= 0 and float(bar["x"]) + float(bar["width"]) <= 1000.6
     (table,) = page.find("table", "groups")
