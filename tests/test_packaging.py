@@ -250,7 +250,7 @@ def test_wheel_holds_only_zerofx_at_top_level(wheel: zipfile.ZipFile) -> None:
 
 
 def test_wheel_is_typed(wheel: zipfile.ZipFile) -> None:
-    assert "zerofx/py.typed" in wheel.namelist()
+    assert {"zerofx/py.typed", "zerofx/report.html"} <= set(wheel.namelist())
 
 
 def test_wheel_registers_the_dynamo_backend(wheel: zipfile.ZipFile) -> None:

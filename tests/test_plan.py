@@ -75,3 +75,86 @@ def test_it_prints_a_row_per_stage() -> None:
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zerofx.plan(nn.Linear(2, 2), **{"world_size": 2, **options})
+
+
+PAPERS_TABLE_1 = {  # ranks -> GB for 7.5, 128 and 1000 billion parameters, with Pos, Pos+g, Pos+g+p
+    1: [(120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)],
+    4: [(52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)],
+    16: [(35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)],
+    64: [(31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)],
+    256: [(30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)],
+    1024: [(30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)],
+}
+
+
+class Billions(nn.Module):
+    def __init__(self, billions: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(int(billions * 1e9), dtype=torch.bfloat16, device="meta"))
+
+
+@pytest.mark.parametrize("ranks", PAPERS_TABLE_1)
+def test_the_rows_of_the_papers_table_1(ranks: int) -> None:
+    for billions, row in zip((7.5, 128, 1000), PAPERS_TABLE_1[ranks], strict=True):
+        # The paper's stage 1 keeps whole gradients, which zerofx does while they accumulate; 2 and 3 do not.
+        once = totals(zerofx.plan(Billions(billions), world_size=ranks))
+        accumulating = totals(zerofx.plan(Billions(billions), world_size=ranks, micro_batches=2, no_sync=True))
+        planned = [x / GB for x in (accumulating[1], once[2], once[3])]
+        assert planned == pytest.approx(row, rel=0.003, abs=0.005)
+
+
+def test_figure_1_of_the_paper_with_exactly_7_5_billion_parameters() -> None:
+    accumulating = zerofx.plan(Billions(7.5), world_size=64, micro_batches=2, no_sync=True)
+    once = zerofx.plan(Billions(7.5), world_size=64)
+    gigabytes = [totals(once)[0], totals(accumulating)[1], totals(once)[2], totals(once)[3]]
+    assert [round(x / GB, 1) for x in gigabytes] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_the_lowest_stage_that_fits_is_recommended_with_what_is_left() -> None:
+    def recommended(memory: float, **options: Any) -> int | None:
+        plan = zerofx.plan(gpt(torch.bfloat16), world_size=64, memory=memory, **options)
+        return None if plan.recommended is None else plan.recommended.stage
+
+    assert recommended(130 * GB) == 0
+    assert recommended(30 * GB) == 1
+    assert recommended(30 * GB, micro_batches=2, no_sync=True) == 3  # 2 N of gradients come to the 2 N of weights
+    assert recommended(10 * GB) == 3
+    assert recommended(10 * GB, micro_batches=2, no_sync=True) is None  # gradients stay whole in stage 3, too
+    assert recommended(10 * GB, stages=(0, 1)) is None
+    plan = zerofx.plan(gpt(torch.bfloat16), world_size=64, memory=30 * GB)
+    assert plan.recommended is not None and plan.recommended.stage == 1
+    left = 30 * GB - float(plan.recommended.memory.total) - plan.recommended.buffers
+    assert str(plan).splitlines()[-1] == (
+        f"recommended: stage 1, the lowest that fits; {left / GB:.1f} GB of 30.0 GB are left for activations"
+    )
+    assert [row.split()[-1] for row in str(plan).splitlines()[2:6]] == ["no", "yes", "yes", "yes"]
+    unasked = zerofx.plan(gpt(torch.bfloat16), world_size=64)
+    assert (unasked.recommended, unasked.recommendation, unasked.least_ranks) == (None, "", None)
+
+
+def test_where_nothing_fits_the_least_number_of_ranks_is_named_and_does_fit() -> None:
+    plan = zerofx.plan(gpt(), world_size=4, memory=10 * GB)
+    assert plan.recommended is None and plan.least_ranks is not None
+    assert f"no stage fits into 10.0 GB on 4 ranks; stage 3 does from {plan.least_ranks} ranks on" in str(plan)
+    ranks = plan.least_ranks
+    for world_size, stage in ((ranks, 3), (ranks - 1, None)):
+        chosen = zerofx.plan(gpt(), world_size=world_size, memory=10 * GB).recommended
+        assert (None if chosen is None else chosen.stage) == stage
+    never = zerofx.plan(gpt(), world_size=4, memory=0.1 * GB)  # two groups, whole, are more than that
+    assert never.least_ranks is None and "on no number of ranks" in str(never)
+
+
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_what_stage_3_gathers_at_once_is_what_the_compiled_graph_does(world_size: int) -> None:
+    with torch.device("meta"):
+        model, x = GPT(3, 64, 4, 500, 32), torch.zeros(2, 32, dtype=torch.long)
+    grouping = zerofx.Grouping(min_bytes=0)
+    (stage,) = zerofx.plan(model, world_size=world_size, stages=[3], groups=grouping).stages
+    record = zerofx.dry_run(model, x, x, world_size=world_size, stage=3, groups=grouping)
+    assert record.forward is not None
+    assert stage.gathered == record.forward.context.gathered_bytes
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="ReLU has no parameters"):
+        zerofx.plan(nn.ReLU(), world_size=2)

@@ -6,6 +6,7 @@ from zerofx.calibrate import calibrate
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.dry_run import dry_run
 from zerofx.grouping import Grouping
+from zerofx.memory import MemorySummary, memory_summary
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter, ShardedTensor
 from zerofx.passes import VerificationError
@@ -13,6 +14,7 @@ from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::r
 from zerofx.plan import plan
 from zerofx.precision import MixedPrecision
 from zerofx.predict import Prediction, Rates, predict
+from zerofx.report import report
 from zerofx.shard import shard
 from zerofx.whole import unsharded
 
@@ -21,6 +23,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "Grouping",
+    "MemorySummary",
     "MixedPrecision",
     "OutOfStepError",
     "Prediction",
@@ -37,9 +40,11 @@ __all__ = [
     "graphs",
     "latest",
     "load",
+    "memory_summary",
     "no_sync",
     "plan",
     "predict",
+    "report",
     "save",
     "shard",
     "unsharded",

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import metadata as _metadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION  # noqa: F401
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _pytree as pytree
 
 # torch._C (2.11, 2.13, 2.15): run a function as if no argument were a tensor subclass. Dynamo traces through it.
@@ -53,6 +54,11 @@ def inductor_config() -> contextlib.AbstractContextManager[Any]:
         reorder_for_compute_comm_overlap=False,
         allow_buffer_reuse=False,
     )
+
+
+def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What ``ref`` refers to, if it is still there (2.11, 2.13, 2.15)."""
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
 
 
 def compile_module(module: nn.Module, **options: Any) -> None:

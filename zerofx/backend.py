@@ -36,6 +36,7 @@ from zerofx.passes.proof.meaning import Meanings
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module
+from zerofx.tracing import observed
 from zerofx.watch import watch_of, watched
 
 
@@ -154,7 +155,9 @@ class _CompiledGraph:
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
-        return forward_runner(compiled, kept, [self.groups[layout] for layout in ctx.shards], saved, gathered)
+        return forward_runner(
+            observed(compiled, trace), kept, [self.groups[layout] for layout in ctx.shards], saved, gathered
+        )
 
     def _compile_backward(
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
@@ -189,7 +192,7 @@ class _CompiledGraph:
         by_name = {layout.name: ref(layout) for layout in self.groups}
         likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
         return BackwardCode(
-            compiled,
+            observed(compiled, trace),
             inputs,
             groups=[ref(layout) for layout in ctx.shards],
             kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],

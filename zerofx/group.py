@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
-from zerofx._torch import backend_name, resolve_process_group, will_accumulate
+from zerofx._torch import StorageWeakRef, backend_name, resolve_process_group, storage_of, will_accumulate
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
 from zerofx.passes.ops import all_gather_pairwise_
@@ -147,7 +148,7 @@ class ShardGroup:
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
         self._kept: dict[Slot, torch.Tensor] = {}
         self._refreshed = -1
-        self._gathered_at: dict[int, int] = {}  # address of a buffer -> the shard's version then
+        self._gathered_at: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer
         if family.stage in (1, 2):
             dtype = family.precision.param_dtype or layout.dtype
             self.replica = torch.zeros(layout.numel, dtype=dtype, device=device)
@@ -194,6 +195,11 @@ class ShardGroup:
         """
         if self.replica is None or self.shard._version == self._refreshed:
             return
+        with record_function(f"zerofx: refresh {self.layout.name}"):
+            self._start_refresh()
+
+    def _start_refresh(self) -> None:
+        assert self.replica is not None
         shard = self.shard
         if shard.dtype != self.replica.dtype:
             shard = shard.to(self.replica.dtype)
@@ -210,16 +216,22 @@ class ShardGroup:
 
     def leave_gathered(self, buffer: torch.Tensor) -> None:
         """``buffer``, gathered in this forward, waits for its backward."""
-        self._gathered_at[buffer.data_ptr()] = self.shard._version
+        self._gathered_at[buffer.data_ptr()] = self.shard._version, StorageWeakRef(buffer.untyped_storage())
 
     def check_gathered(self, buffer: torch.Tensor) -> None:
         """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered. Once."""
-        if self._gathered_at.pop(buffer.data_ptr(), self.shard._version) != self.shard._version:
+        version, _ = self._gathered_at.pop(buffer.data_ptr(), (self.shard._version, None))
+        if version != self.shard._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of the group {self.layout.name!r}, between forward and backward. Run backward before the "
                 "optimizer's step, and update weights by hand only between steps."
             )
+
+    def left_gathered(self) -> list[torch.UntypedStorage]:
+        """The buffers that wait for a backward now; what was let go without one is not among them."""
+        refs = [ref for _, ref in self._gathered_at.values()]
+        return [storage for ref in refs if (storage := storage_of(ref)) is not None]
 
     def add(self, slot: Slot, parameter: ShardedParameter) -> None:
         """Make ``parameter`` the one that ``slot`` describes."""
@@ -273,6 +285,10 @@ class ShardGroup:
     def kept_slots(self) -> list[Slot]:
         """Of which parameters a gradient is kept, in the layout's order."""
         return [slot for slot in self.layout.slots if slot in self._kept]
+
+    def kept_gradients(self) -> list[torch.Tensor]:
+        """What is kept, whole."""
+        return list(self._kept.values())
 
     def has_kept(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""

@@ -27,9 +27,11 @@ from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 from zerofx.printing import format_bytes
+from zerofx.tracing import region
 from zerofx.watch import alone
 
 
+@region("gather", lambda tensor: tensor._slot.name)
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
@@ -50,6 +52,7 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     return flat.view(slot.shape)
 
 
+@region("reduce", lambda parameter, gradient: parameter._slot.name)
 def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None:
     """Add the average over ranks of the whole ``gradient`` to ``parameter.grad``. A collective.
 

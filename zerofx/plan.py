@@ -2,21 +2,27 @@
 
 ::
 
-    >>> print(zerofx.plan(model.bfloat16(), world_size=64))
+    >>> print(zerofx.plan(model.bfloat16(), world_size=64, memory=24e9))
     7,663,476,736 parameters in 112 groups, 64 ranks, Adam with two moments
-    stage   weights  gradients    master   moments     total  sent per step  collectives
-        0   15.3 GB    15.3 GB   30.7 GB   61.3 GB  122.6 GB        30.2 GB          112
-        1   15.3 GB   239.5 MB  479.0 MB  957.9 MB   17.0 GB        30.2 GB          224
-        2   15.3 GB   239.5 MB  479.0 MB  957.9 MB   17.0 GB        30.2 GB          224
-        3  239.5 MB   239.5 MB  479.0 MB  957.9 MB    1.9 GB        45.3 GB          336
+    stage   weights  gradients    master   moments     total   buffers  sent per step  collectives  fits 24.0 GB
+        0   15.3 GB    15.3 GB   30.7 GB   61.3 GB  122.6 GB       0 B        30.2 GB          112            no
+        1   15.3 GB   239.5 MB  479.0 MB  957.9 MB   17.0 GB  418.4 MB        30.2 GB          224           yes
+        2   15.3 GB   239.5 MB  479.0 MB  957.9 MB   17.0 GB  418.4 MB        30.2 GB          224           yes
+        3  239.5 MB   239.5 MB  479.0 MB  957.9 MB    1.9 GB  836.8 MB        45.3 GB          336           yes
+    recommended: stage 1, the lowest that fits; 6.6 GB of 24.0 GB are left for activations
+
+A stage fits if what a rank holds at rest (``total``) and the ``buffers`` of a step leave something of ``memory`` for
+activations, which no formula knows: they depend on the batch, and `zerofx.predict` counts them. The lowest stage that
+fits is recommended: a higher one saves memory that is not needed, and stage 3 sends half as much again.
 
 A module on the meta device will do. Frozen parameters have weights, and neither gradients nor moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -27,6 +33,9 @@ from zerofx.layout import GroupLayout
 from zerofx.precision import MixedPrecision
 from zerofx.printing import format_bytes
 
+MOST_RANKS = 2**20
+"""Where the search for a number of ranks that fits ends."""
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -35,35 +44,94 @@ class StageCost:
     Attributes:
         memory: at rest, between backward and the optimizer's step; expressions that are numbers.
         traffic: of one optimizer step.
+        gathered: stage 3, what ``memory_budget`` is by default: the two largest neighbouring groups.
+        packed: stages 1 to 3, gradients on their way: one group being reduced while the next is filled.
     """
 
     stage: int
     memory: cost.Memory
     traffic: cost.Traffic
+    gathered: int
+    packed: int
+
+    @property
+    def buffers(self) -> int:
+        """What a step needs on top of what is there at rest, without activations."""
+        return self.gathered + self.packed
+
+    @property
+    def needed(self) -> float:
+        """What must be there before the first activation."""
+        return float(self.memory.total) + self.buffers
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each stage would cost; ``print`` it."""
+    """What each stage would cost; ``print`` it.
+
+    Attributes:
+        memory: bytes that a rank has; None: nobody said.
+        least_ranks: the smallest number of ranks on which stage 3 fits into ``memory``; None if there is none, or no
+            ``memory``.
+    """
 
     parameters: int
     groups: int
     world_size: int
     stages: tuple[StageCost, ...]
+    memory: float | None = None
+    least_ranks: int | None = None
+
+    def fits(self, stage: StageCost) -> bool:
+        """Whether ``stage`` leaves something of ``memory`` for activations."""
+        return self.memory is None or stage.needed < self.memory
+
+    @property
+    def recommended(self) -> StageCost | None:
+        """The lowest of ``stages`` that fits; None if none does, or nobody said into what."""
+        if self.memory is None:
+            return None
+        return min(filter(self.fits, self.stages), key=lambda each: each.stage, default=None)
 
     def __str__(self) -> str:
         title = (
             f"{self.parameters:,} parameters in {self.groups} groups, {self.world_size} ranks, Adam with two moments"
         )
-        head = ("stage", "weights", "gradients", "master", "moments", "total", "sent per step", "collectives")
-        rows: list[tuple[str, ...]] = [head]
+        head = [
+            "stage",
+            "weights",
+            "gradients",
+            "master",
+            "moments",
+            "total",
+            "buffers",
+            "sent per step",
+            "collectives",
+        ]
+        rows = [head if self.memory is None else [*head, f"fits {format_bytes(self.memory)}"]]
         for each in self.stages:
-            sizes = [*astuple(each.memory), each.memory.total, each.traffic.total]
-            rows.append(
-                (str(each.stage), *(format_bytes(float(x)) for x in sizes), f"{int(each.traffic.collectives):,}")
+            sizes = [*astuple(each.memory), each.memory.total, each.buffers, each.traffic.total]
+            row = [str(each.stage), *(format_bytes(float(x)) for x in sizes), f"{int(each.traffic.collectives):,}"]
+            rows.append(row if self.memory is None else [*row, "yes" if self.fits(each) else "no"])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [title, *("  ".join(map(str.rjust, row, widths)) for row in rows)]
+        return "\n".join([*lines, self.recommendation] if self.memory is not None else lines)
+
+    @property
+    def recommendation(self) -> str:
+        """`recommended`, and why, in a line; "" if nobody said into what it must fit."""
+        if self.memory is None:
+            return ""
+        memory, chosen = format_bytes(self.memory), self.recommended
+        if chosen is not None:
+            left = format_bytes(self.memory - chosen.needed)
+            return (
+                f"recommended: stage {chosen.stage}, the lowest that fits; {left} of {memory} are left for activations"
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        return "\n".join([title, *("  ".join(map(str.rjust, row, widths)) for row in rows)])
+        line = f"no stage fits into {memory} on {self.world_size} ranks; "
+        if self.least_ranks is None:
+            return line + "stage 3 does on no number of ranks: what a step needs whole is too much (smaller groups?)"
+        return line + f"stage 3 does from {self.least_ranks:,} ranks on"
 
 
 def plan(
@@ -71,6 +139,7 @@ def plan(
     *,
     world_size: int,
     stages: Iterable[int] = (0, 1, 2, 3),
+    memory: float | None = None,
     mixed_precision: MixedPrecision | None = None,
     groups: Any = None,
     micro_batches: int = 1,
@@ -79,42 +148,82 @@ def plan(
     """What training ``module`` on ``world_size`` ranks would cost. Allocates nothing and needs no process group.
 
     Args:
-        module: on any device, the meta device included. With 16-bit parameters the optimizer is taken to be
-            `zerofx.AdamW`, which keeps float32 masters and moments; with others, any Adam.
+        module: on any device, the meta device included (`zerofx.shapes.build` makes well-known ones). With 16-bit
+            parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32 masters and moments; with
+            others, any Adam.
+        memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
 
     Raises:
-        ValueError: a stage, number of ranks or of micro-batches that there cannot be.
+        ValueError: a stage, number of ranks, of micro-batches or of bytes that there cannot be.
     """
     for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
         if number < 1:
             raise ValueError(f"{name}={number}: expected 1 or more.")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory={memory}: expected bytes, more than 0.")
     layouts = [layout for layout, _ in plan_groups(module, world_size, Grouping.of(groups))]
+    if not layouts:
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    costs = _costs(layouts, mixed_precision, micro_batches, no_sync)
+    least = None
+    if memory is not None:
+        least = _least(lambda ranks: costs(3, ranks).needed < memory)
+    return Plan(_numel(layouts), len(layouts), world_size, tuple(costs(s, world_size) for s in stages), memory, least)
+
+
+def _costs(
+    layouts: list[GroupLayout], precision: MixedPrecision | None, micro_batches: int, no_sync: bool
+) -> Callable[[int, int], StageCost]:
+    """A function of stage and number of ranks."""
     dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
-    sizes, accumulating = cost.Sizes.of(mixed_precision, dtype), no_sync and micro_batches > 1
+    sizes, accumulating = cost.Sizes.of(precision, dtype), no_sync and micro_batches > 1
     trained, frozen = ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
-    costs = []
-    for stage in stages:
+
+    def of(stage: int, ranks: int) -> StageCost:
         traffic = cost.traffic(stage, sizes, no_sync=no_sync)
         if dtype.itemsize == 2:
             memory = cost.memory_16_bit(stage, accumulating=accumulating)
         else:
             memory = cost.memory(stage, sizes, accumulating=accumulating)
-        numbers = {"N": _numel(trained), "M": world_size, "n": len(trained), "k": micro_batches}
+        numbers = {"N": _numel(trained), "M": ranks, "n": len(trained), "k": micro_batches}
         memory, traffic = memory.at(**numbers), traffic.at(**numbers)
-        parts = world_size if stage == 3 else 1
+        parts = ranks if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
         if stage == 3:  # only there frozen weights travel: replicas of them never get old
             twice, weight = 2 * micro_batches, int(sizes.weight)
             traffic = replace(
                 traffic,
-                gathered=traffic.gathered + twice * weight * _numel(frozen) * (world_size - 1) / world_size,
+                gathered=traffic.gathered + twice * weight * _numel(frozen) * (ranks - 1) / ranks,
                 collectives=traffic.collectives + twice * len(frozen),
             )
-        costs.append(StageCost(stage, memory, traffic))
-    return Plan(_numel(layouts), len(layouts), world_size, tuple(costs))
+        gathered = _neighbours(layouts, int(sizes.weight)) if stage == 3 else 0
+        packed = _neighbours(trained, int(sizes.gradient)) if stage else 0
+        return StageCost(stage, memory, traffic, gathered, packed)
+
+    return of
+
+
+def _least(fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of ranks that fits, where more ranks never need more."""
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high > MOST_RANKS:
+            return None
+    low = high // 2  # does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _neighbours(layouts: list[GroupLayout], itemsize: int) -> int:
+    """Bytes of the two neighbouring groups that are largest together."""
+    sizes = [layout.numel * itemsize for layout in layouts]
+    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
 
 
 def _numel(layouts: list[GroupLayout]) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
-from zerofx._torch import OpOverload
+from zerofx.listing import operator_name
 from zerofx.passes import edit
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _body(graph: Graph, width: int) -> list[str]:
             continue
         tag = node.meta.get("zerofx")
         if tag is None:
-            name = _operator_name(node)
+            name = operator_name(node)
             if name in _SILENT:
                 continue
             here = _place(node)
@@ -120,12 +120,6 @@ def _body(graph: Graph, width: int) -> list[str]:
             lines.append(f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip())
     flush()
     return lines
-
-
-def _operator_name(node: Node) -> str:
-    if isinstance(node.target, OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return getattr(node.target, "__name__", str(node.target))
 
 
 def _place(node: Node) -> str:

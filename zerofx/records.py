@@ -7,6 +7,8 @@ passes up to there, which are deterministic. So records cost one copy of each gr
 from __future__ import annotations
 
 import copy
+import re
+import sys
 import tempfile
 import time
 import weakref
@@ -18,8 +20,9 @@ from torch.fx import GraphModule
 
 from zerofx import _torch
 from zerofx.group import ShardGroup
+from zerofx.listing import difference, python_of
 from zerofx.passes import VerificationError, pipeline
-from zerofx.passes.context import Context
+from zerofx.passes.context import Context, Executor
 from zerofx.printing import format_trace
 
 
@@ -61,13 +64,14 @@ class Trace:
             file.write(f"torch {torch.__version__}\n\nbefore:{self.before.code}\nafter:{gm.code}\n{self.context}\n")
         return file.name
 
-    def after(self, name: str) -> GraphModule:
-        """The graph after the pass ``name``."""
+    def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
+        """The graph after the pass ``name``; ``executor``: as that one would have got it."""
         passes = pipeline(self.context.stage)
         names = [pass_.__name__ for pass_ in passes]
         if name not in names:
             raise KeyError(f"no pass {name!r}: the passes are {', '.join(names)}.")
         gm, ctx = copy_graph(self.before), _copy_context(self._initial)
+        ctx.executor = executor or ctx.executor
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
             for pass_ in passes[: names.index(name) + 1]:
@@ -78,6 +82,36 @@ class Trace:
     def final(self) -> GraphModule:
         """The graph that the executor got."""
         return self.after(pipeline(self.context.stage)[-1].__name__)
+
+    def diff(self, name: str) -> str:
+        """What the pass ``name`` changed, node by node; `zerofx.listing` says how to read it."""
+        names = [pass_.__name__ for pass_ in pipeline(self.context.stage)]
+        after = self.after(name)
+        i = names.index(name)
+        before = self.after(names[i - 1]) if i else self.before
+        variant = "" if self.context.sync == "reduce" else f" ({self.context.sync})"
+        lines = difference(before.graph, after.graph) or ["  nothing"]
+        return "\n".join([f"{self.context.phase}{variant}: {name} changed", *lines])
+
+    def history(self, words: str) -> str:
+        """What every pass did to the nodes whose line has all of ``words`` (whole ones), and what that pass is for.
+
+        ::
+
+            >>> print(record.forward.history("all_gather blocks.1"))
+            group: One collective per group over one flat buffer; weights become views of it.
+            + all_gather_into_tensor_default_2: f32[50176] = all_gather_into_tensor(shard_blocks_1, 4, '0')  # ...
+        """
+        lines, before = [], self.before
+        for pass_ in pipeline(self.context.stage):
+            after = self.after(pass_.__name__)
+            changed = [line for line in difference(before.graph, after.graph, context=0) if line[0] != " "]
+            found = [line for line in changed if set(words.split()) <= set(re.findall(r"[\w.#]+", line))]
+            if found:
+                why = (sys.modules[pass_.__module__].__doc__ or "").partition("\n")[0]
+                lines += [f"{pass_.__name__}: {why}", *found]
+            before = after
+        return "\n".join(lines) or f"no pass has touched a node with {words!r} in its line"
 
     def __str__(self) -> str:
         return format_trace(self)
@@ -100,6 +134,29 @@ class GraphRecord:
     def traces(self) -> Iterable[Trace]:
         """Those that have been compiled so far (a backward is compiled when it first runs)."""
         return [trace for field in fields(self) if (trace := getattr(self, field.name)) is not None]
+
+    def diff(self, name: str) -> str:
+        """What the pass ``name`` changed in each graph: ``print(record.diff("prefetch"))``."""
+        return "\n".join(trace.diff(name) for trace in self.traces())
+
+    @property
+    def code(self) -> str:
+        """The rewritten graphs as a Python file: a function for each, its inputs named; it runs where the ranks are.
+
+        Whatever the executor, it is what the eager one would run: gathers, waits, discards and all, in order.
+
+        Raises:
+            RuntimeError: a graph holds a constant that cannot be written as text.
+        """
+        imports, functions = {"torch": "import torch", "zerofx": "import zerofx"}, []
+        for field in fields(self):
+            trace = getattr(self, field.name)
+            if trace is not None:
+                gm = trace.after(pipeline(trace.context.stage)[-1].__name__, executor="eager")
+                needed, source = python_of(gm, field.name)
+                imports |= needed
+                functions.append(source)
+        return "\n\n".join(["\n".join(imports.values()) + "\n", *functions])
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.traces()))

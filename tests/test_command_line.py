@@ -1,0 +1,117 @@
+"""python -m zerofx plan: well-known models and Hugging Face configurations, by name or file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerofx
+from zerofx import shapes
+from zerofx.__main__ import main, parse_bytes
+
+PUBLISHED = {  # millions of parameters, as their authors or model cards give them
+    "gpt2": 124.4,
+    "gpt2-xl": 1557.6,
+    "llama-2-7b": 6738.4,
+    "llama-2-70b": 68976.6,
+    "llama-3.1-8b": 8030.3,
+    "llama-3.1-70b": 70553.7,
+    "llama-3.1-405b": 405853.4,
+    "mistral-7b": 7241.7,
+    "mixtral-8x7b": 46702.8,
+    "qwen2.5-7b": 7615.6,
+    "qwen2.5-72b": 72706.2,
+    "bert-large": 335.2,
+    "vit-l": 304.3,
+    "t5-11b": 11307.3,
+}
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_a_well_known_model_has_the_published_number_of_parameters_and_no_memory(name: str) -> None:
+    pytest.importorskip("transformers")
+    module = shapes.build(name)
+    assert round(sum(p.numel() for p in module.parameters()) / 1e6, 1) == PUBLISHED[name]
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in module.parameters())
+
+
+def test_the_command_prints_the_plan_of_405_billion_parameters_in_a_process_of_its_own() -> None:
+    pytest.importorskip("transformers")
+    options = ["--model", "llama-3.1-405b", "--world-size", "64", "--gpu-memory", "80GB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofx", "plan", *options], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr  # nothing fits
+    plan = zerofx.plan(shapes.build("llama-3.1-405b"), world_size=64, memory=80e9)
+    assert done.stdout == f"llama-3.1-405b, bf16: {plan}\n"
+    assert "no stage fits into 80.0 GB on 64 ranks; stage 3 does from" in done.stdout
+
+
+def test_options_reach_the_plan(capsys) -> None:
+    pytest.importorskip("transformers")
+    options = "plan --model gpt2 --world-size 8 --dtype mixed --micro-batches 4 --no-sync".split()
+    assert main(options) == 0
+    precision = zerofx.MixedPrecision(torch.bfloat16)
+    module = shapes.build("gpt2", torch.float32)
+    plan = zerofx.plan(module, world_size=8, mixed_precision=precision, micro_batches=4, no_sync=True)
+    assert capsys.readouterr().out == f"gpt2, mixed: {plan}\n"
+
+
+def test_a_config_json_is_as_good_as_a_name(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(shapes.SHAPES["gpt2"] | {"torch_dtype": "float32"}))
+    expected = zerofx.plan(shapes.build("gpt2"), world_size=2)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", "--model", str(path), "--world-size", "2"]) == 0
+        assert capsys.readouterr().out == f"{path}, bf16: {expected}\n"
+
+
+def test_a_configuration_without_architectures_is_the_bare_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {key: value for key, value in shapes.SHAPES["gpt2"].items() if key != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(shapes.build(tmp_path)).__name__ == "GPT2Model"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "neither a model of the table (gpt2, gpt2-xl"),
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object"),
+        ("{}", 'no "model_type"'),
+        ('{"model_type": "abacus"}', "model_type 'abacus' is not known to transformers"),
+    ],
+)
+def test_a_model_that_is_none_is_an_error_that_says_what_is_expected(
+    content: str | None, message: str, tmp_path: Path, capsys
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["plan", "--model", str(path), "--world-size", "2"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", "--model", "gpt2", "--world-size", "2"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_bytes_have_decimal_and_binary_units() -> None:
+    cases = {"80GB": 80e9, "80 GiB": 80 * 2**30, "1.5tb": 1.5e12, "24gib": 24 * 2**30, "1000": 1000, "5 kB": 5e3}
+    for text, n in cases.items():
+        assert parse_bytes(text) == n
+    for text in ("80 apples", "GB", "-1GB", "0GB", "", "iB", "8i"):
+        with pytest.raises(ValueError, match="expected bytes, such as 80GB"):
+            parse_bytes(text)
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", "--world-size", "2", "--gpu-memory", "much"])

@@ -1,0 +1,124 @@
+"""zerofx.memory_summary counts live tensors, to the byte, and says what it is for."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+import zerofx
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.register_buffer("scale", torch.ones(100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.scale[0]).square().mean()
+
+
+def build(stage: int, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    zerofx.compile(model, stage=stage, executor="eager", groups=zerofx.Grouping(min_bytes=0), **options)
+    return model, zerofx.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).backward()
+    optimizer.step()
+
+
+def live() -> dict[int, torch.UntypedStorage]:
+    """By address every storage of 400 bytes or more that a tensor in this process refers to; smaller are scalars."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
+    return {s.data_ptr(): s for s in storages if s.nbytes() >= 400}
+
+
+def counted(stage: int, low: bool) -> list[tuple[int, int, dict[str, int], str]]:
+    """Bytes of live tensors that were not there before, and the summary; after a step, and while accumulating."""
+    x = torch.randn(8, 64)
+    options = {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16)} if low else {}
+    before, found = live(), []
+    model, optimizer = build(stage, **options)
+    for accumulate in (False, True):
+        step(model, optimizer, x)
+        if accumulate:
+            optimizer.zero_grad()
+            with zerofx.no_sync(model):
+                model(x).backward()
+        gradients = [p.grad for p in model.parameters()]  # seen from Python
+        now = sum(s.nbytes() for address, s in live().items() if address not in before)
+        del gradients
+        summary = zerofx.memory_summary(model, optimizer)
+        found.append((now, summary.total, summary.nbytes, str(summary)))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "low"), [(0, False), (1, False), (1, True), (3, False)])
+def test_the_total_is_what_live_tensors_hold(workers2, stage: int, low: bool) -> None:
+    n, itemsize = 4 * 64 * 64, 4
+    for stepped, accumulating in workers2.run(counted, stage, low, timeout=120):
+        for alive, total, nbytes, text in (stepped, accumulating):
+            assert alive <= total < alive + 100, text  # the optimizer's counters
+            assert nbytes["buffers"] == 400
+            assert sum(nbytes.values()) == total
+        owned = n * itemsize // (1 if stage == 0 else 2)
+        assert stepped[2]["gradients"] == pytest.approx(owned, rel=0.01)
+        assert stepped[2]["optimizer state"] == pytest.approx(2 * owned, rel=0.01)
+        assert accumulating[2]["gradients"] == 0 and stepped[2]["kept gradients"] == 0
+        assert accumulating[2]["kept gradients"] == n * (2 if low else 4)
+        weights = stepped[2]["shards"] + stepped[2]["replicas"]
+        replicas = n * (2 if low else 4) if stage == 1 else 0
+        assert stepped[2]["replicas"] == pytest.approx(replicas, rel=0.01)
+        assert weights == pytest.approx(replicas + (owned if low or not replicas else 0), rel=0.01)
+
+
+def kept_between(budget: float) -> tuple[list[int], int]:
+    """Bytes kept gathered before and after a forward, after its backward, after another that none follows; promised."""
+    model, _ = build(3, memory_budget=budget)
+    x = torch.randn(8, 64)
+    model(x).backward()  # compiles
+    now = [zerofx.memory_summary(model).nbytes["kept gathered"]]
+    loss = model(x)
+    now.append(zerofx.memory_summary(model).nbytes["kept gathered"])
+    loss.backward()
+    now.append(zerofx.memory_summary(model).nbytes["kept gathered"])
+    loss = model(x)
+    del loss
+    now.append(zerofx.memory_summary(model).nbytes["kept gathered"])
+    (record,) = zerofx.graphs(model)
+    return now, sum(left.nbytes for left in record.forward.context.kept_gathered.values())
+
+
+def test_what_stays_gathered_between_forward_and_backward_is_counted_while_it_does(workers2) -> None:
+    for now, promised in workers2.run(kept_between, math.inf, timeout=120):
+        assert promised == 3 * 64 * 64 * 4  # the backward does not read the first layer
+        assert now == [0, promised, 0, 0]
+
+
+def test_it_prints_a_line_per_kind_that_there_is(fake_world) -> None:
+    fake_world(4, rank=1)
+    model = Net()
+    zerofx.compile(model, stage=3, executor="eager", groups=zerofx.Grouping(min_bytes=0))
+    title, *lines = str(zerofx.memory_summary(model)).splitlines()
+    assert title == "rank 1 of 4 holds 16.8 kB, stage 3"
+    assert [re.split(r"  +", line) for line in lines] == [
+        ["shards", "16.4 kB", "4 storages"],
+        ["buffers", "400 B", "1 storage"],
+    ]
+    with pytest.raises(ValueError, match="Linear is not sharded"):
+        zerofx.memory_summary(nn.Linear(2, 2))
