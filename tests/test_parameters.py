@@ -123,7 +123,11 @@ def check_freezing(stage: int, start_frozen: bool) -> None:
     assert not module(torch.ones(2, 10)).requires_grad
 
 
-@pytest.mark.parametrize("start_frozen", [False, True])
+# PyTorch 2.11's torch.compile does not notice that a parameter is trained again, with or without zerofx.
+UNNOTICED = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch.compile does not notice it")
+
+
+@pytest.mark.parametrize("start_frozen", [False, pytest.param(True, marks=UNNOTICED)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layers_are_frozen_and_unfrozen_in_the_middle_of_a_run(
     workers2: Workers, stage: int, start_frozen: bool

@@ -304,6 +304,8 @@ class ShardGroup:
 
 
 def _is_accumulated(parameter: ShardedParameter) -> bool:
+    if not parameter.requires_grad:  # frozen since its graph was compiled; PyTorch 2.11 does not compile it anew
+        return False
     try:
         return will_accumulate(parameter)
     except RuntimeError as e:
