@@ -229,8 +229,9 @@ def check_refusals(direct: bool) -> None:
         copy = weight[0].clone()
         copy.zero_()  # and so is writing to a copy
     assert not kept, f"lost without a word: {kept}"
-    with pytest.raises(RuntimeError):
-        weight[0].zero_()  # in grad mode, as for any view of a leaf
+    for view in (weight, weight.detach(), weight.data, bias.requires_grad_(False)):  # in grad mode, too
+        with pytest.raises(RuntimeError):
+            view[0].zero_()
     assert torch.equal(weight.full_tensor(), before[0]) and torch.equal(bias.full_tensor(), before[1])
 
 
@@ -263,3 +264,33 @@ def check_double_backward() -> None:
 
 def test_gradients_of_gradients_are_refused(workers2: Workers) -> None:
     workers2.run(quiet, check_double_backward)
+
+
+class Doubled(torch.autograd.Function):
+    """Sees the parameter itself: autograd is handed its whole gradient without a word to zerofx."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return 2 * gradient, torch.full(ctx.shape, 1.0 + dist.get_rank())
+
+
+def check_custom_functions() -> None:
+    weight = zerofx.shard(nn.Linear(13, 13, bias=False)).weight
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad .* Call loss.backward\(\)"):
+        torch.autograd.grad(Doubled.apply(x, weight).sum(), weight)
+    assert weight.grad is None
+    for calls in (1, 2):  # and nothing is left of it
+        Doubled.apply(x, weight).sum().backward()
+        assert weight.grad is not None and weight.grad.full_tensor().eq(1.5 * calls).all()
+    Doubled.apply(x, weight).sum().backward(inputs=[x])
+    assert weight.grad.full_tensor().eq(3.0).all()
+
+
+def test_gradients_that_a_custom_function_brings_are_averaged_and_autograd_grad_is_refused(workers2: Workers) -> None:
+    workers2.run(quiet, check_custom_functions)

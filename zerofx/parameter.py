@@ -127,7 +127,22 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     """
 
 
-class ReplicatedParameter(nn.Parameter):
+class PlainlyCopied(nn.Parameter):
+    """A whole parameter of a class of ours: copied or pickled it is an ordinary parameter."""
+
+    def plain(self) -> nn.Parameter:
+        """An ordinary parameter with a copy of the values."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        memo[id(self)] = copy = self.plain()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+class ReplicatedParameter(PlainlyCopied):
     """A parameter of a module under plain data parallelism (stage 0): whole, with its own memory, in all plain code.
 
     Like a `ShardedParameter` it has a class of its own, and Dynamo sees it cast to what the model computes in. Where
@@ -150,17 +165,6 @@ class ReplicatedParameter(nn.Parameter):
                 args = _cast(args, cls._compute_dtype)
                 kwargs = {name: _cast(value, cls._compute_dtype) for name, value in kwargs.items()}
             return func(*args, **kwargs)
-
-    def plain(self) -> nn.Parameter:
-        """An ordinary parameter with a copy of the values."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        memo[id(self)] = copy = self.plain()
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
 
 
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:

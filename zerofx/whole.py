@@ -35,25 +35,14 @@ from torch import nn
 from zerofx._torch import uncompiled
 from zerofx.hugging_face import each_by_itself
 from zerofx.ondemand import gather_tensor
-from zerofx.parameter import ReplicatedParameter, ShardedParameter
+from zerofx.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter
 
 Place = tuple[nn.Module, str]
 """Where a parameter stands: the module that holds it, and its name there."""
 
 
-class WholeParameter(nn.Parameter):
-    """A whole parameter that stands in the place of a sharded one; copied or pickled it is an ordinary parameter."""
-
-    def plain(self) -> nn.Parameter:
-        """An ordinary parameter with a copy of the values."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        memo[id(self)] = copy = self.plain()
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+class WholeParameter(PlainlyCopied):
+    """A whole parameter that stands in the place of a sharded one."""
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
-from tests.checkpoint.nets import EACH_GROUP, Net, differing, digests, full_state, train
+from tests.checkpoint.nets import EACH_GROUP, Net, batch, differing, digests, full_state, train
 from tests.workers import Workers
 from zerofx.checkpoint.checksum import checksum_of
 
@@ -302,6 +302,23 @@ def check_one_rank(folder: str) -> None:
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_last_checkpoint_stands(workers2: Workers, tmp_path: Path) -> None:
     workers2.run(check_one_rank, str(tmp_path / "c"), timeout=4 * LIMIT)
+
+
+def check_gradient_that_is_not_finite(folder: str) -> None:
+    model, optimizer = start()
+    zerofx.save(folder, model, optimizer, step=1)
+    before = digests(full_state(model, optimizer))
+    (model(*batch(1)) * (math.nan if dist.get_rank() == 1 else 1.0)).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert not differing(digests(full_state(model, optimizer)), before)
+    optimizer.zero_grad()
+    zerofx.load(folder, model, optimizer)
+    assert math.isfinite(train(model, optimizer, range(1, 2))[0])
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all(workers2: Workers, tmp_path: Path) -> None:
+    workers2.run(check_gradient_that_is_not_finite, str(tmp_path / "c"), timeout=LIMIT)
 
 
 def check_full_disk(folder: str, background: bool) -> None:
