@@ -88,6 +88,8 @@ class Zerofx(Contender):
 
 class Fsdp2(Contender):
     def build(self, model: GPT) -> tuple[Any, Any]:
+        # a thread saves, and says so to the other ranks: not in the midst of what this one says
+        self.of_the_thread = dist.new_group(backend="gloo")
         sharded = fsdp2(compiled=False)(model)
         return sharded, torch.optim.AdamW(sharded.parameters())
 
@@ -99,7 +101,7 @@ class Fsdp2(Contender):
         dcp.save(self.state(), checkpoint_id=folder)
 
     def save_in_background(self, folder: Path) -> Callable[[], Any]:
-        future: Any = dcp.async_save(self.state(), checkpoint_id=folder)
+        future: Any = dcp.async_save(self.state(), checkpoint_id=folder, process_group=self.of_the_thread)
         return getattr(future, "upload_completion", future).result
 
     def load(self, folder: Path) -> None:

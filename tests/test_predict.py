@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 import sys
@@ -395,11 +396,13 @@ def calls(run: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
+    gc.disable()  # what it would collect, and call, is left of earlier tests
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
