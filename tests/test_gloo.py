@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.passes.graphs import Sketch, apply, aten, up_to
 from zerofx.passes import lower
 
-STEPS = 10_000
+STEPS = 5_000
 
 
 def exchange(dtype: torch.dtype) -> None:

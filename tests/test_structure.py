@@ -133,8 +133,14 @@ def one_step(executor: str, steps: int = 1, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "executor"),
+    [
+        *((world, "eager") for world in (1, 2, 3)),
+        *((world, "inductor") for world in (1, 2)),
+        pytest.param(3, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_one_gather_per_group_and_phase_one_reduction_and_the_bytes_of_the_zero_paper(
     make_workers, world: int, executor: str
 ) -> None:
@@ -168,10 +174,10 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     from torch.multiprocessing.reductions import StorageWeakRef
 
     model, x = build(executor, memory_budget=memory_budget)
-    outputs: list[tuple[StorageWeakRef, int, int]] = []
+    outputs: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: each message of a gather brings a part of one
     most, note = 0, counting._note
 
-    def live(ref: StorageWeakRef, nbytes: int, address: int) -> int:
+    def live(address: int, ref: StorageWeakRef, nbytes: int) -> int:
         if ref.expired():
             return 0
         storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -180,14 +186,16 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     def watch(operator: str, args: tuple[Any, ...]) -> None:
         nonlocal most
         note(operator, args)
-        if operator == "recv_" and args[-1] == ALL_GATHER_TAG:  # on two ranks there is one in an all-gather
+        if operator == "recv_" and args[-1] == ALL_GATHER_TAG:
             for tensor in counting._tensors(args[0]):
                 if not isinstance(tensor, torch._subclasses.FakeTensor):
                     storage = tensor.untyped_storage()
-                    outputs.append((StorageWeakRef(storage), storage.nbytes(), storage.data_ptr()))
+                    outputs[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
             # Gloo's thread may hold on to a finished operation for a moment: give it time to let go.
             deadline = time.monotonic() + 2
-            while (now := sum(live(*output) for output in outputs)) > said and time.monotonic() < deadline:
+            while (
+                now := sum(live(address, *of) for address, of in outputs.items())
+            ) > said and time.monotonic() < deadline:
                 time.sleep(0.001)
             most = max(most, now)
 
@@ -208,7 +216,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_gathered_bytes_stay_within_the_budget(workers2, executor: str) -> None:
     block = 12 * DIM * DIM * 4  # roughly; the two norms and the biases come on top
-    for budget in (None, int(1.1 * block), 4 * block):
+    for budget in (None, int(1.1 * block), 4 * block) if executor == "eager" else (int(1.1 * block),):
         most, said, _, _ = workers2.run(live_gathered_bytes, executor, budget, timeout=200)[0]
         assert 0 < most <= said
         if budget is not None:
