@@ -8,7 +8,8 @@ untimed step (the caches belong to whoever ran before) and then `--steps` timed 
 machine does hits all alike. A step is forward, backward, optimizer step and zero_grad; its time is that of
 the slowest rank. All start from the same weights and see the same data, so their losses must agree, step by
 step: one that does less than the others is found out. Collectives are counted at the process group, and the
-bytes that a step allocates at its peak by the allocator. Beside what is measured of zerofx stands what
+bytes that a step allocates at its peak by the allocator; ``processor_s`` is what all threads of a rank, on its one
+core, worked in a step. Beside what is measured of zerofx stands what
 `zerofx.predict` says of forward and backward, by rates that are measured before anything else is.
 """
 
@@ -49,9 +50,14 @@ Wrap = Callable[[GPT], Any]
 LEARNING_RATE = 0.1
 
 
-def zerofx(stage: int, **options: Any) -> Wrap:
+def zerofx(stage: int, max_bytes: int | None = None, apart: bool = False, **options: Any) -> Wrap:
+    """``max_bytes``: of a group, which is a block otherwise. ``apart``: reductions in a process group of their own."""
+
     def wrap(model: GPT) -> Any:
-        return importlib.import_module("zerofx").compile(model, stage=stage, **options)
+        zerofx = importlib.import_module("zerofx")
+        groups = None if max_bytes is None else zerofx.Grouping(max_bytes=max_bytes)
+        reductions = dist.new_group() if apart else None
+        return zerofx.compile(model, stage=stage, groups=groups, reduce_group=reductions, **options)
 
     return wrap
 
@@ -121,6 +127,9 @@ def ddp(compiled: bool) -> Wrap:
 CONTENDERS: dict[str, Wrap] = {
     "zerofx": zerofx(3),
     "zerofx-eager": zerofx(3, executor="eager"),
+    "zerofx-3-8MiB": zerofx(3, max_bytes=8 << 20),
+    "zerofx-2-8MiB": zerofx(2, max_bytes=8 << 20),
+    "zerofx-3-apart": zerofx(3, apart=True),
     "zerofx-0": zerofx(0),
     "zerofx-1": zerofx(1),
     "zerofx-2": zerofx(2),
@@ -151,6 +160,7 @@ class Contender:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.name, self.args, self.device = name, args, device
         self.times: list[float] = []
+        self.processor_times: list[float] = []
         self.losses: list[torch.Tensor] = []
         self.log = CollectiveLog()
         self.peak_bytes = 0
@@ -170,9 +180,10 @@ class Contender:
         """``n`` timed steps in a row; the ranks start together, and what one step leaves to the next is in its time."""
         dist.barrier()
         for _ in range(n):
-            start = now(self.device)
+            start, worked = now(self.device), time.process_time()
             self.step()
             self.times.append(now(self.device) - start)
+            self.processor_times.append(time.process_time() - worked)
 
     def step(self) -> None:
         seed = len(self.losses) * dist.get_world_size() + dist.get_rank()
@@ -263,9 +274,11 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
     result: dict[str, Any] = {}
     for contender in contenders:
         times = over_ranks(torch.tensor(contender.times, device=device), dist.ReduceOp.MAX)
+        worked = over_ranks(torch.tensor(contender.processor_times, device=device), dist.ReduceOp.MAX)
         losses = over_ranks(torch.stack(contender.losses) / args.world, dist.ReduceOp.SUM)
         result[contender.name] = {
             **{"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "n": len(times)},
+            "processor_s": statistics.median(worked),
             "calls_per_step": contender.log.calls,
             "wire_bytes_per_step": contender.log.total_bytes,
             "peak_bytes": contender.peak_bytes,

@@ -157,13 +157,15 @@ def report(result: dict[str, Any]) -> str:
     contenders, link = result["contenders"], result["link_bytes_per_s"]
     arithmetic = contenders["alone"]["median_s"] if "alone" in contenders else 0.0
     lines = [f"the link carries {link / 1e6:.1f} MB/s each way"]
-    head = f"{'contender':24} {'median s':>9} {'min':>7} {'max':>7} {'wire s':>7} {'bound':>7} {'/ bound':>7}"
+    head = (
+        f"{'contender':24} {'median s':>9} {'min':>7} {'max':>7} {'wire s':>7} {'cpu s':>6} {'bound':>7} {'/ bound':>7}"
+    )
     lines += [f"{head}   {step.PREDICTED}"]
     for name, c in sorted(contenders.items(), key=lambda item: item[1]["median_s"]):
         c["wire_s"] = c["wire_bytes_per_step"] / link
         c["bound_s"] = max(c["wire_s"], arithmetic)
         line = f"{name:24} {c['median_s']:9.3f} {c['min_s']:7.3f} {c['max_s']:7.3f}"
-        line += f" {c['wire_s']:7.3f} {c['bound_s']:7.3f} {c['median_s'] / c['bound_s']:7.2f}"
+        line += f" {c['wire_s']:7.3f} {c['processor_s']:6.3f} {c['bound_s']:7.3f} {c['median_s'] / c['bound_s']:7.2f}"
         lines.append(f"{line}   {step.predicted(c)}".rstrip())
     return "\n".join([*lines, f"losses differ by at most {result['largest_relative_difference_of_losses']:.1e}", ""])
 

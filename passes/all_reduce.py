@@ -90,7 +90,7 @@ def _average(
     if world_size == 1:
         sums = add("pack", _aten.clone.default, sums)  # .grad must not share memory with what backward holds
     else:
-        sums = add("all_reduce", _c10d.all_reduce.default, sums, "sum", ctx.process_group)
+        sums = add("all_reduce", _c10d.all_reduce.default, sums, "sum", ctx.reduce_group)
         sums = add("wait_grad", _c10d.wait_tensor.default, sums)
     if sums.meta["val"].dtype != dtype:
         sums = add("gradient", edit.CAST, sums, dtype)

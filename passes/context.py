@@ -123,6 +123,8 @@ class Context:
     phase: Phase
     process_group: str
     """Name of the process group, as ``torch.distributed`` resolves it."""
+    reduce_group: str = ""
+    """Name of the one that reductions run in; by default the same."""
     backend: str = "gloo"
     """Communication backend of that group: decides how `lower` spells a reduce-scatter."""
     executor: Executor = "inductor"
@@ -168,3 +170,6 @@ class Context:
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
+
+    def __post_init__(self) -> None:
+        self.reduce_group = self.reduce_group or self.process_group

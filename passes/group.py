@@ -141,7 +141,7 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         flat,
         "sum",
         layout.world_size,
-        ctx.process_group,
+        ctx.reduce_group,
     )
     sums = add("wait_grad", _c10d.wait_tensor.default, sums)
     if dtype != layout.dtype:

@@ -43,7 +43,7 @@ def reduce(gm: GraphModule, ctx: Context) -> int:
     for ref, grad in gradients:
         if ctx.sync != "keep":
             layout, tag = ref.layout, Tag("reduce_grad", ref.layout.name)
-            args = (grad, ref.slot.offset, layout.shard_numel, layout.world_size, ctx.process_group)
+            args = (grad, ref.slot.offset, layout.shard_numel, layout.world_size, ctx.reduce_group)
             with gm.graph.inserting_after(edit.after_inputs(grad)):
                 grad = edit.insert(gm.graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad)
         extra.append(grad)

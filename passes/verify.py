@@ -12,7 +12,7 @@ inputs       no parameter is an input any more; the last inputs are the shards (
              left gathered) that were promised, in size and dtype
 gather       nothing reads a shard but the one gather that brings it
 wait         each collective is waited for exactly once; nothing reads what is under way
-group        every collective runs in the process group, over as many ranks as the layout has, and sums
+group        every collective runs in its process group, over as many ranks as the layout has, and sums
 slice        each weight is exactly the part of the gathered buffer where its layout has it
 discard      a gathered buffer is given back right after its last use, and not read afterwards
 budget       gathered bytes never exceed the memory budget

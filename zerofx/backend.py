@@ -246,6 +246,7 @@ class _CompiledGraph:
         return Context(
             phase=phase,
             process_group=group.group_name,
+            reduce_group=group.family.reduce_group or group.group_name,
             backend=group.backend,
             executor=self.options.executor,
             parameters=parameters,

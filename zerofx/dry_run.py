@@ -69,8 +69,9 @@ def dry_run(
     checked = Options.of(options)
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: expected 1 or more.")
-    if checked.mesh is not None:
-        raise ValueError("mesh= in a dry run: there are no processes that could form one. Give world_size=.")
+    for name in ("mesh", "reduce_group"):
+        if getattr(checked, name) is not None:
+            raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
     device = torch.device(device)
     check_module(module)
     module = _without_memory(module, device)

@@ -53,6 +53,7 @@ class Family:
         buckets: what one all-reduce of stage 0 takes.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         number: of the module among those of its process group, the same on every rank.
+        reduce_group: the name of the process group of reductions, where that is another (`Options.reduce_group`).
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
         casts: the module's hooks under mixed precision.
         rewritable: whether an operation that needs the whole of a parameter may write it (`zerofx.initialize`).
@@ -64,6 +65,7 @@ class Family:
         self.buckets: Buckets = buckets
         self.sync = True
         self.number = 0
+        self.reduce_group: str | None = None
         self.norms: dict[Any, Any] = {}
         self._gathered: dict[frozenset[str], int] = {}
         self._elsewhere: dict[tuple[frozenset[str], str], int] = {}

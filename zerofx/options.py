@@ -33,6 +33,8 @@ class Options:
             starts gathers earlier still. None: just what one group ahead takes; ``math.inf``: all stay gathered.
         groups: see `zerofx.grouping`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
+        reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
+            reductions of compiled graphs run: no gather queues behind one. None: all in one.
         init_sync: take rank 0's weights and buffers everywhere.
         init: for a module on the meta device, how its weights come about: a function of a module, a checkpoint, or
             None for what the modules do by themselves; see `zerofx.initialize`.
@@ -49,6 +51,7 @@ class Options:
     memory_budget: float | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     mesh: DeviceMesh | None = None
+    reduce_group: dist.ProcessGroup | str | None = None
     init_sync: bool = True
     init: Callable[[nn.Module], Any] | str | Path | None = None
     device: torch.device | str | None = None
@@ -85,6 +88,12 @@ class Options:
             raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
         if self.mesh is not None and self.mesh.ndim != 1:
             raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
+        if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as in `zerofx.group`
+            object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
+        elif self.reduce_group is dist.GroupMember.NON_GROUP_MEMBER:  # refused together with the ranks that are in it
+            object.__setattr__(self, "reduce_group", "")
+        if self.reduce_group is not None and not isinstance(self.reduce_group, str):
+            raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
 
     @staticmethod
     def of(options: dict[str, Any]) -> Options:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerofx._torch import backend_name
+from zerofx._torch import backend_name, resolve_process_group
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.hugging_face import keep_in_step
@@ -21,7 +21,7 @@ from zerofx.layout import GroupLayout
 from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
-from zerofx.watch import watch_of
+from zerofx.watch import watch_of, watch_too
 from zerofx.whole import places_of
 
 
@@ -58,6 +58,11 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     if watch is not None:
         watch.families += 1
         family.number = watch.families
+    if options.reduce_group is not None:
+        assert isinstance(options.reduce_group, str)
+        family.reduce_group = options.reduce_group
+        if watch is not None:
+            watch_too(watch, options.reduce_group)
     templates, places = {}, places_of(module) if on_meta else {}
     for layout, parameters in planned:
         group = ShardGroup(layout, process_group, device, family)
@@ -231,6 +236,7 @@ def _plan_alike(
         check_module(module)
         _check_init(module, options)
         check_backend(process_group, device)
+        _check_reduce_group(options, process_group)
         planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
         facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
@@ -240,6 +246,7 @@ def _plan_alike(
             "buckets": options.buckets,
         }
         chosen |= {"memory_budget": options.memory_budget, "executor": options.executor}
+        chosen |= {"reduce_group": options.reduce_group}
         facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
     except (ValueError, TypeError) as e:
@@ -260,6 +267,23 @@ def _plan_alike(
                 "shapes, dtypes and requires_grad of parameters and buffers, and options must be the same everywhere."
             )
     return planned
+
+
+def _check_reduce_group(options: Options, process_group: dist.ProcessGroup) -> None:
+    if options.reduce_group is None:
+        return
+    assert isinstance(options.reduce_group, str)
+    try:
+        ranks = dist.get_process_group_ranks(resolve_process_group(options.reduce_group))
+    except RuntimeError as e:
+        raise ValueError(
+            f"reduce_group={options.reduce_group!r}: rank {dist.get_rank()} is in no process group of that name."
+        ) from e
+    if ranks != (expected := dist.get_process_group_ranks(process_group)):
+        raise ValueError(
+            f"reduce_group has the ranks {ranks}: expected {expected}, those that the module is sharded over. Make one "
+            "with torch.distributed.new_group(ranks)."
+        )
 
 
 def _digest(fact: Any) -> str:

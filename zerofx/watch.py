@@ -51,6 +51,7 @@ class Watch:
     def __init__(self, name: str) -> None:
         group = _torch.resolve_process_group(name)
         self.name, self.rank, self.world_size = name, group.rank(), group.size()
+        self.names = {name}  # and those of process groups that share the watch
         self.default_store = _torch.default_store()
         self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
@@ -203,7 +204,8 @@ class Watch:
         self.failure = why
         if not self.store.check(["failed"]):
             self.store.set("failed", why)
-        _torch.abort_collectives(self.name)
+        for name in self.names:
+            _torch.abort_collectives(name)
 
 
 class _Watched(dist.Work):
@@ -242,6 +244,12 @@ def watch_of(name: str) -> Watch | None:
         return None
     _watches[name] = Watch(name)
     return _watches[name]
+
+
+def watch_too(watch: Watch, name: str) -> None:
+    """Collectives in the process group ``name``, of the same ranks, are under ``watch`` as well."""
+    watch.names.add(name)
+    _watches[name] = watch
 
 
 def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:

@@ -238,7 +238,7 @@ class Reader:
 
     def _start_gather(self, op: Op, flat: Flat) -> None:
         _, world_size, process_group = op.args
-        self._check_collective(op, flat.layout, world_size, process_group)
+        self._check_collective(op, flat.layout, world_size, process_group, self.ctx.process_group)
         if flat in self.started:
             self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
         self.started[flat] = op.node
@@ -253,7 +253,7 @@ class Reader:
         layout = self._layout_of(pack, node)
         operation = op.args[1] if name is not _zerofx.all_to_all_pairwise.default else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
-        self._check_collective(op, layout, world_size, process_group, operation)
+        self._check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
         if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
         states = {_c10d.reduce_scatter_tensor.default: "shard", _zerofx.all_to_all_pairwise.default: "parts"}
@@ -261,10 +261,10 @@ class Reader:
         self.waits[node] = []
 
     def _check_collective(
-        self, op: Op, layout: GroupLayout, world_size: int, process_group: str, operation: str = "sum"
+        self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"
     ) -> None:
         found = (world_size, process_group, operation)
-        wanted = (layout.world_size, self.ctx.process_group, "sum")
+        wanted = (layout.world_size, right, "sum")
         if found != wanted:
             self.fail(
                 "group", op.node, "it runs over {} ranks of {!r} ({})".format(*found), "{} of {!r} ({})".format(*wanted)
