@@ -1,4 +1,4 @@
-"""Reductions in a process group of their own: the same numbers, nothing in the wrong group, the same watch over both."""
+"""Reductions in a process group of their own: the same numbers, nothing in the wrong group, one watch over both."""
 
 from __future__ import annotations
 

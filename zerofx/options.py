@@ -90,8 +90,8 @@ class Options:
             raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
         if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as in `zerofx.group`
             object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
-        elif self.reduce_group is dist.GroupMember.NON_GROUP_MEMBER:  # refused together with the ranks that are in it
-            object.__setattr__(self, "reduce_group", "")
+        elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+            object.__setattr__(self, "reduce_group", "")  # refused together with the ranks that are in it
         if self.reduce_group is not None and not isinstance(self.reduce_group, str):
             raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
 
