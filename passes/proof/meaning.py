@@ -58,7 +58,7 @@ class Op:
     @property
     def inputs(self) -> list[Node]:
         """The nodes among its arguments."""
-        if not self.after:
+        if self.target is self.node.target:
             return self.node.all_input_nodes
         return [x for x in pytree.arg_tree_leaves(*self.args, **self.kwargs) if isinstance(x, Node)]
 
