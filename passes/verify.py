@@ -21,7 +21,8 @@ reduction    each gradient is reduced once: where its layout has it, times one o
              not narrowed before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
-write        nothing writes to weights; all other writes stay as they were
+write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
+             writes stay as they were
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
 ===========  ============================================================================================
 

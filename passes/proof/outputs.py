@@ -62,7 +62,9 @@ class Outputs:
         if ctx.phase == "backward":
             self._check_reductions(values[first:])
         if self.before is not None and self.reader.writes != self.before.writes:
-            self.reader.fail("write", self.gm.graph.output_node(), "other writes to memory, or in another order", "as before")
+            self.reader.fail(
+                "write", self.gm.graph.output_node(), "other writes to memory, or in another order", "as before"
+            )
 
     def _check_output(self, i: int, value: Any) -> None:
         ctx, output = self.ctx, self.gm.graph.output_node()
@@ -74,6 +76,8 @@ class Outputs:
                     "reduction", value, "it leaves the graph as it is, for autograd to add up", "None there"
                 )
             return
+        if value is not None and i in ctx.saved_parameters:
+            self.reader.fail("saved", value, "it leaves where the caller puts a parameter", "None there")
         if value is None:
             if i in ctx.saved_parameters:
                 self.meanings.brought[name] = self.meanings.parameter(ctx.saved_parameters[i], ctx)
@@ -83,6 +87,8 @@ class Outputs:
             self._check_saved(i, name, value, was)
         elif isinstance(value, Node):
             self._check_number(value, was, f"output {i}")
+            if self.before is not None and value in self.reader.weights and i not in self.before.lent:
+                self.reader.fail("write", value, "the caller may write to it, and it is a view of weights", "a copy")
         if i in ctx.saved and was is not None:
             self.meanings.saved[name] = was
 

@@ -168,6 +168,32 @@ def test_a_dropped_write_and_two_that_change_places_are_found() -> None:
         assert caught.value.rule == "write", order
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_cast_that_the_model_returns_must_not_become_a_view_of_weights(stage: int) -> None:
+    """`narrow` leaves such casts where they are: who gets them may write to them."""
+    s = Sketch(stage=stage, param_dtype=torch.bfloat16)
+    (w,) = s.parameters("h.0", w=(8, 8))
+    gm, ctx = s.done(s.call(edit.CAST, w, torch.bfloat16))
+    ctx.before = copy_graph(gm)
+    apply(gm, ctx, *pipeline(stage)[:-1])
+    assert verify(gm, ctx) == 0
+    (cast,) = edit.output_values(gm.graph)
+    (weight,) = edit.tagged(gm.graph, "weight")
+    if stage == 3:  # as if the shard had been cast
+        (shard,), (start,) = edit.tagged(gm.graph, "shard"), edit.tagged(gm.graph, "all_gather")
+        with gm.graph.inserting_before(start):
+            low = gm.graph.call_function(edit.CAST, (shard, torch.bfloat16))
+        low.meta["val"] = shard.meta["val"].to(torch.bfloat16)
+        start.args = (low, *start.args[1:])
+        for mark in edit.tagged(gm.graph, "discard"):
+            gm.graph.erase_node(mark)
+    edit.set_output_values(gm.graph, [weight])
+    gm.graph.erase_node(cast)
+    with pytest.raises(VerificationError, match="a view of weights") as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "write"
+
+
 def test_the_error_names_rule_node_group_and_line() -> None:
     s = Sketch()
     w, b = s.parameters("h.0", w=(8, 8), b=(8,))

@@ -28,7 +28,7 @@ from tests.passes.mutants import (
     when,
     without_marks,
 )
-from zerofx.passes import Context, Tag, edit
+from zerofx.passes import Context, ParameterRef, Tag, edit
 
 # ---- saved ----------------------------------------------------------------------------------------------------------
 
@@ -43,10 +43,16 @@ def _places(*kinds: str, where: Callable[[Node], object] = lambda node: True) ->
     return places
 
 
-def _save(gm: GraphModule, place: int, weight: Node, node: Node) -> None:
+def _give(gm: GraphModule, ctx: Context, place: int, node: Node) -> None:
+    """Forward saves ``node``; the caller does not put a parameter there."""
+    ctx.saved_parameters.pop(place, None)
+    give(gm, place, node)
+
+
+def _save(gm: GraphModule, ctx: Context, place: int, weight: Node, node: Node) -> None:
     """Forward saves ``node``, which it made of ``weight``."""
     without_marks(weight.args[0] if weight.meta["zerofx"].kind == "weight" else weight)  # type: ignore[arg-type]
-    give(gm, place, node)
+    _give(gm, ctx, place, node)
 
 
 _matrix = lambda w: len(w.args[1]) == 2  # noqa: E731
@@ -54,32 +60,32 @@ _matrix = lambda w: len(w.args[1]) == 2  # noqa: E731
 
 @breaks("saved", _places("wait", "refresh"))
 def a_whole_group_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    _save(gm, *place, place[1])
+    _save(gm, ctx, *place, place[1])
 
 
 @breaks("saved", when(lambda ctx: ctx.shards and ctx.shards[0].world_size > 1, _places("shard")))
 def a_shard_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    give(gm, *place)
+    _give(gm, ctx, *place)
 
 
 @breaks("saved", _places("weight"))
 def a_weight_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    _save(gm, *place, place[1])
+    _save(gm, ctx, *place, place[1])
 
 
 @breaks("saved", _places("weight", where=_matrix))
 def a_view_of_a_weight_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    _save(gm, *place, like(place[1], aten.t.default, place[1]))
+    _save(gm, ctx, *place, like(place[1], aten.t.default, place[1]))
 
 
 @breaks("saved", _places("weight", where=_matrix))
 def a_row_of_a_weight_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    _save(gm, *place, like(place[1], aten.select.int, place[1], 0, 0))
+    _save(gm, ctx, *place, like(place[1], aten.select.int, place[1], 0, 0))
 
 
 @breaks("saved", _places("weight"))
 def a_weight_is_saved_under_another_name(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    _save(gm, *place, like(place[1], aten.alias.default, place[1]))
+    _save(gm, ctx, *place, like(place[1], aten.alias.default, place[1]))
 
 
 def _copy(weight: Node, target: Any, *args: Any) -> Node:
@@ -95,12 +101,12 @@ def _copy(weight: Node, target: Any, *args: Any) -> Node:
 
 @breaks("saved", _places("weight"))
 def a_cast_of_a_weight_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    give(gm, place[0], _copy(place[1], edit.CAST, torch.float64))
+    _give(gm, ctx, place[0], _copy(place[1], edit.CAST, torch.float64))
 
 
 @breaks("saved", _places("weight"))
 def a_copy_of_a_weight_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    give(gm, place[0], _copy(place[1], aten.clone.default))
+    _give(gm, ctx, place[0], _copy(place[1], aten.clone.default))
 
 
 @breaks("saved", _places("weight", where=_matrix))
@@ -111,7 +117,7 @@ def a_copy_of_a_view_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, N
     for mark in [u for u in place[1].args[0].users if "zerofx" in u.meta and u.meta["zerofx"].kind == "discard"]:  # type: ignore[union-attr]
         if order[mark] < order[copied]:
             copied.append(mark)
-    give(gm, place[0], copied)
+    _give(gm, ctx, place[0], copied)
 
 
 def _activations(gm: GraphModule, ctx: Context) -> list[tuple[int, Node]]:
@@ -121,12 +127,19 @@ def _activations(gm: GraphModule, ctx: Context) -> list[tuple[int, Node]]:
 
 @breaks("saved", when(lambda ctx: ctx.stage, _activations))
 def a_weight_in_the_place_of_an_activation(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
-    _save(gm, *place, place[1])
+    _save(gm, ctx, *place, place[1])
 
 
 def _kept(gm: GraphModule, ctx: Context) -> list[tuple[int, str]]:
     """What forward leaves gathered, and where."""
     return [(g.position, name) for name, g in ctx.kept_gathered.items()] if ctx.phase == "forward" else []
+
+
+@breaks("saved", _kept)
+def a_kept_group_where_a_parameter_is_promised(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
+    """The caller would put the parameter there, and backward take it for the group."""
+    layout = next(layout for layout in ctx.shards if layout.name == place[1])
+    ctx.saved_parameters[place[0]] = ParameterRef(layout, layout.slots[0])
 
 
 @breaks("saved", _kept)
