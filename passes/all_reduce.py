@@ -92,10 +92,12 @@ def _average(
     else:
         sums = add("all_reduce", _c10d.all_reduce.default, sums, "sum", ctx.reduce_group)
         sums = add("wait_grad", _c10d.wait_tensor.default, sums)
+    if sums.meta["val"].dtype.itemsize < dtype.itemsize:
+        sums = add("gradient", edit.CAST, sums, dtype)
+    if world_size > 1 and not divided:  # in the wider of both dtypes: the sum is up to M times the average
+        sums = add("gradient", _aten.mul.Tensor, sums, 1.0 / world_size)
     if sums.meta["val"].dtype != dtype:
         sums = add("gradient", edit.CAST, sums, dtype)
-    if world_size > 1 and not divided:
-        sums = add("gradient", _aten.mul.Tensor, sums, 1.0 / world_size)
     averaged, offset = [], 0
     for ref, _ in bucket:
         shape = ref.slot.shape

@@ -144,9 +144,11 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         ctx.reduce_group,
     )
     sums = add("wait_grad", _c10d.wait_tensor.default, sums)
-    if dtype != layout.dtype:
+    # A sum over ranks is up to M times what its average is: scaled in the wider of both dtypes, or it overflows.
+    if dtype.itemsize < layout.dtype.itemsize:
         sums = add("gradient", edit.CAST, sums, layout.dtype)
-    return add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
+    average = add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
+    return average if average.meta["val"].dtype == layout.dtype else add("gradient", edit.CAST, average, layout.dtype)
 
 
 def _by_group(nodes: list[Node]) -> dict[str, list[Node]]:

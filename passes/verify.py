@@ -10,17 +10,19 @@ rule         what must hold
 ===========  ============================================================================================
 inputs       no parameter is an input any more; the last inputs are the shards (replicas, kept gradients, what was
              left gathered) that were promised, in size and dtype
-gather       nothing reads a shard but the one gather that brings it
-wait         each collective is waited for exactly once; nothing reads what is under way
+gather       nothing reads a shard but the one gather that brings it; each parameter is brought once, and is read
+wait         each collective is waited for exactly once; nothing reads or returns what is under way
 group        every collective runs in its process group, over as many ranks as the layout has, and sums
 slice        each weight is exactly the part of the gathered buffer where its layout has it
 discard      a gathered buffer is given back right after its last use, and not read afterwards
 budget       gathered bytes never exceed the memory budget
 saved        nothing full-size goes from forward to backward, but what is kept
-reduction    each gradient is reduced once: where its layout has it, times one over the number of ranks
+reduction    each gradient is reduced once: where its layout has it, times one over the number of ranks; the sum is
+             not narrowed before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
-write        nothing writes to weights; all other writes stay as they were
+write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
+             writes stay as they were
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
 ===========  ============================================================================================
 
@@ -36,7 +38,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from zerofx.passes.context import Context
-from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned
+from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned, check_read
 from zerofx.passes.proof.outputs import Outputs
 from zerofx.passes.proof.reader import Reader
 
@@ -51,6 +53,7 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     reader.read()
     Outputs(reader).check()
     buffers = list(reader.buffers.values())
+    check_read(buffers)
     check_discards(buffers, reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
     check_order(reader.waits, reader.ops, reader.order)

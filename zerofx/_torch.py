@@ -251,6 +251,22 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def allocations(runs: Sequence[Callable[[], object]]) -> list[list[int]]:
+    """Calls ``runs``; for each the bytes that it allocated on the CPU, and as negative numbers gave back, in order.
+
+    What a run returns is held until the next is over (2.11, 2.13, 2.15).
+    """
+    activities, name = [torch.profiler.ProfilerActivity.CPU], "zerofx::run"
+    with torch.profiler.profile(activities=activities, profile_memory=True) as prof:
+        for run in runs:
+            with torch.profiler.record_function(name):
+                held = run()  # noqa: F841
+    events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == name)
+    return [[nbytes for time, nbytes in changes if start <= time <= end] for start, end in spans]
+
+
 def without_symbols(value: Any) -> Any:
     """``value`` (or a tuple) with numbers for symbols, as they were when it was captured (2.11, 2.13, 2.15)."""
     return pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda x: x.node.hint, value)

@@ -165,13 +165,19 @@ class Prediction:
 
 
 def predict(
-    module: nn.Module, rates: Rates | None = None, *, records: Iterable[GraphRecord] | None = None
+    module: nn.Module,
+    rates: Rates | None = None,
+    *,
+    records: Iterable[GraphRecord] | None = None,
+    probe: bool = False,
 ) -> Prediction:
-    """What a step of ``module`` will take on this rank. Runs nothing, allocates nothing, and is no collective.
+    """What a step of ``module`` will take on this rank. Without ``probe`` runs and allocates nothing. No collective.
 
     Args:
         module: compiled, and its backward run once (which compiles that).
         rates: without them there are bytes and no times.
+        probe: run each product, convolution and attention kernel of the step once by itself, on zeros, for the memory
+            that it takes inside and gives back (workspace.py). Without that it counts for nothing.
         records: which of ``zerofx.graphs(module)`` make up the step, in the order they run; by default all that have a
             forward. A module that was compiled again for other shapes has more than one step's.
 
@@ -191,7 +197,7 @@ def predict(
             "nothing was compiled for training yet: graphs are captured when they first run. Run one step, forward and "
             "loss.backward(), before zerofx.predict."
         )
-    return on_the_clock(rehearse(chosen), rates, _held(module))
+    return on_the_clock(rehearse(chosen, probe), rates, _held(module))
 
 
 def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: int = 0) -> Prediction:

@@ -7,8 +7,8 @@
 
 Nothing is modelled that can be looked at: which intermediates exist, which views share memory, what is reused and when
 the last reference to a buffer goes is what Python, FX and Inductor's memory planning do with it. Memory that a kernel
-takes and gives back inside of itself is not seen. A step is run as a whole, forward graphs in order, backward graphs
-the other way round: what forward saves are the tensors that backward gets.
+takes and gives back inside of itself is not seen, unless kernels may be run (workspace.py). A step is run as a whole,
+forward graphs in order, backward graphs the other way round: what forward saves are the tensors that backward gets.
 
 Three things are added, because no code says them:
 
@@ -36,6 +36,7 @@ from zerofx._torch import OpOverload, pytree
 from zerofx.passes import edit
 from zerofx.passes.ops import discard
 from zerofx.records import GraphRecord, Trace
+from zerofx.workspace import Workspaces
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "temporary")
@@ -92,10 +93,11 @@ class Phase:
     changes: list[Change]
 
 
-def rehearse(records: list[GraphRecord]) -> list[Phase]:
+def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:
     """Run forward and backward of ``records`` once on fake tensors; what each graph did, in the order they ran.
 
-    Dimensions that are symbols have the size they had when the graph was captured.
+    Dimensions that are symbols have the size they had when the graph was captured. ``probe``: kernels with a formula
+    for their arithmetic (products, convolutions, attention) are run once too, for the memory that they take inside.
 
     Raises:
         RuntimeError: a graph has no backward yet, or its code cannot be run without numbers.
@@ -109,7 +111,7 @@ def rehearse(records: list[GraphRecord]) -> list[Phase]:
     # Made before any tensor of ours is: passes run in the graphs' own fake tensor mode.
     forwards = [_Code(record.forward) for record in records]  # type: ignore[arg-type]
     backwards = [_Code(record.backward) for record in records]  # type: ignore[arg-type]
-    recorder = Recorder()
+    recorder = Recorder(Workspaces() if probe else None)
     step = _Step(recorder)
     phases = []
     with torch.no_grad(), _torch.fake_mode(), recorder:
@@ -121,6 +123,8 @@ def rehearse(records: list[GraphRecord]) -> list[Phase]:
             with recorder.phase(i, "backward", code) as phase:
                 step.backward(i, code)
             phases.append(phase)
+    if recorder.workspaces is not None:
+        recorder.workspaces.measure()
     return phases
 
 
@@ -236,8 +240,9 @@ class _Run(Interpreter):
 class Recorder(_torch.TorchDispatchMode):
     """Notes every operator that runs under it, and every storage that comes and goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspaces: Workspaces | None = None) -> None:
         super().__init__()
+        self.workspaces = workspaces
         self.operations: list[Operation] = []
         self.changes: list[Change] = []
         self.name = self.source = self.group = ""
@@ -299,6 +304,8 @@ class Recorder(_torch.TorchDispatchMode):
             picks = name in _PICKS or (func is None and self._kind(x) == "weights")
             nbytes += min(_nbytes(x), bound) if picks else _nbytes(x)
         flops = 0 if func is None else flops_of(func, args, kwargs, out)
+        if flops and self.workspaces is not None:
+            self._take_and_give_back(self.workspaces, func, args, kwargs)
         self.operations.append(
             Operation(self.name or name, "kernel", self.group, self.source, flops=flops, nbytes=nbytes)
         )
@@ -344,6 +351,16 @@ class Recorder(_torch.TorchDispatchMode):
             buffer = Buffer(nbytes)
             self._watch(x, buffer)
             self.changes.append(Change(len(self.operations), buffer, True))
+
+    def _take_and_give_back(self, workspaces: Workspaces, func: Any, args: Any, kwargs: Any) -> None:
+        """What the next operation takes inside; how much that is will be known when the rehearsal is over."""
+        buffer = Buffer(0)
+        self.changes += [Change(len(self.operations), buffer, made) for made in (True, False)]
+
+        def known(nbytes: int) -> None:
+            buffer.nbytes = nbytes
+
+        workspaces.want(func, args, kwargs, known)
 
     def free(self, x: torch.Tensor) -> None:
         """The storage of ``x`` is given back while there are still references to it."""

@@ -71,12 +71,14 @@ class Pack:
     """Gradients and zeros end to end, on the way through a reduction.
 
     ``state``: "packed", then "parts" (of every rank, unsummed), "shard" (summed, this rank's) or "whole" (summed).
+    ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
     """
 
     parts: tuple[Part, ...]
     numel: int
     state: str = "packed"
     scale: float = 1.0
+    narrowed: bool = False
 
 
 @dataclass(frozen=True)

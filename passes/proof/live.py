@@ -52,6 +52,13 @@ class Buffer:
         self.readers.append(node)
 
 
+def check_read(buffers: list[Buffer]) -> None:
+    """The rule "gather", of buffers: what is gathered is read."""
+    for buffer in buffers:
+        if buffer.start is not buffer.node and not buffer.readers and not buffer.escapes:
+            refuse("gather", buffer.start, "nothing reads what it brings", "no gather", buffer.group)
+
+
 def check_discards(buffers: list[Buffer], nodes: list[Node], ctx: Context) -> None:
     """The rule "discard"."""
     for buffer in buffers:
@@ -104,9 +111,8 @@ def _one_ahead(buffers: list[Buffer], order: dict[Node, int]) -> int:
 
 def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int]) -> None:
     """The rule "order", of the graph as it reads: of each kind, first started is first waited for."""
-    starts = [start for start in waits if start in ops]
-    for kind in (True, False):
-        same = sorted((s for s in starts if (ops[s].target in GATHERS) == kind), key=order.__getitem__)
+    for kind in (True, False):  # a replica is gathered by who brings it, in the order of inputs
+        same = sorted((s for s in waits if (s not in ops or ops[s].target in GATHERS) == kind), key=order.__getitem__)
         for first, second in pairwise(same):
             if order[waits[second][0]] < order[waits[first][0]]:
                 tag = second.meta.get("zerofx")
@@ -118,8 +124,10 @@ def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, i
     """The rule "order", where the executor schedules by dependence alone.
 
     Each gather follows the one before it, and whatever reads a buffer that is to be gone by then: such a reader is a
-    kernel that the gather follows, or computed inside of such kernels only.
+    kernel that the gather follows, or computed inside of such kernels only, or stored before it is first read. A wait
+    follows the gathers that start before it.
     """
+    _check_waits(buffers, ops)
     starts = [op for op in ops.values() if op.target in GATHERS and any(b.start is op.node for b in buffers)]
     followed: set[Node] = set()
     pending = sorted((b for b in buffers if not b.escapes), key=lambda b: -b.last)
@@ -135,16 +143,39 @@ def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, i
                 refuse("order", start.node, found, "a dependence on all readers of what is gone", buffer.group)
 
 
+def _check_waits(buffers: list[Buffer], ops: dict[Node, Op]) -> None:
+    gathered = {b.node: b for b in buffers if b.start is not b.node}
+    starts = {b.start for b in gathered.values()}
+    waited, ahead, started = "", [], []  # the group that was waited for last, and what was under way by then
+    for node, op in ops.items():
+        if node in starts:
+            started.append(node)
+        elif node in gathered:
+            buffer = gathered[node]
+            if buffer.group != waited:
+                waited, ahead, started = buffer.group, started, []
+            loose = next((start for start in ahead if start is not buffer.start and start not in op.after), None)
+            if loose is not None:
+                found = f"nothing keeps it behind {loose.name!r}"
+                refuse("order", node, found, "the next gather under way by then", buffer.group)
+
+
 def _loose(buffer: Buffer, ops: dict[Node, Op], place: int, order: dict[Node, int], followed: set[Node]) -> Node | None:
     views = {buffer.node, *(n for n in buffer.readers if ops[n].shares_memory())}
     todo, seen = [n for n in buffer.readers if n not in views], set(views)
     while todo:
         node = todo.pop()
-        if node in followed or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         readers = [user for user in node.users if user not in ops or node in ops[user].inputs]
-        if is_kernel(ops[node]) or any(order[user] > place for user in readers):  # type: ignore[arg-type]
+        kernel, late = is_kernel(ops[node]), any(order[user] > place for user in readers)  # type: ignore[arg-type]
+        if node in followed:  # it is done by then; but what is not stored is computed once more, in a later reader
+            first = min(readers, key=order.__getitem__, default=None)
+            if kernel or not late or first not in ops or node in ops[first].after:
+                continue
+            return node
+        if kernel or late:
             return node
         todo += readers
     return None

@@ -58,7 +58,7 @@ class Op:
     @property
     def inputs(self) -> list[Node]:
         """The nodes among its arguments."""
-        if not self.after:
+        if self.target is self.node.target:
             return self.node.all_input_nodes
         return [x for x in pytree.arg_tree_leaves(*self.args, **self.kwargs) if isinstance(x, Node)]
 
@@ -177,6 +177,8 @@ class Original:
     outputs: list[Number | None]
     writes: list[Number]
     inputs: list[str]
+    lent: frozenset[int]
+    """Outputs that may share memory with a parameter."""
 
     @staticmethod
     def read(gm: GraphModule, ctx: Context, meanings: Meanings) -> Original:
@@ -184,20 +186,27 @@ class Original:
         numbers: dict[Node, Number] = {}
         calls: dict[Any, int] = {}
         writes: list[Number] = []
+        weights: set[Node] = set()
         for node in gm.graph.nodes:
             if node.op == "output":
                 break
             if node.op == "placeholder":
                 numbers[node] = input_number(node, ctx, meanings)
+                if node.name in ctx.parameters:
+                    weights.add(node)
             elif node.op == "get_attr":
                 numbers[node] = hash(("attribute", node.target))
             else:
                 op = Op(node, node.target, node.args, node.kwargs)
                 numbers[node] = meanings.of(op, numbers, calls)
                 write(op, numbers, writes)
-        outputs = [numbers[x] if isinstance(x, Node) else None for x in edit.output_values(gm.graph)]
+                if op.shares_memory() and not weights.isdisjoint(node.all_input_nodes):
+                    weights.add(node)
+        values = edit.output_values(gm.graph)
+        lent = frozenset(i for i, x in enumerate(values) if isinstance(x, Node) and x in weights)
+        outputs = [numbers[x] if isinstance(x, Node) else None for x in values]
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        return Original({node.name: number for node, number in numbers.items()}, outputs, writes, inputs)
+        return Original({node.name: number for node, number in numbers.items()}, outputs, writes, inputs, lent)
 
 
 def input_number(node: Node, ctx: Context, meanings: Meanings) -> Number:

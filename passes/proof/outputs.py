@@ -14,7 +14,7 @@ from torch.fx import Node
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
-from zerofx.passes.proof.facts import Flat, Pack, Share
+from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
@@ -46,6 +46,8 @@ class Outputs:
     def check(self) -> None:
         """Check the rules that outputs can break."""
         for node in edit.output_values(self.gm.graph):
+            if isinstance(self.facts.get(node), Started):
+                self.reader.fail("wait", node, "it leaves the graph, and may be under way", "a wait before that")
             for buffer in self.reader.memory.get(node, ()):
                 buffer.escapes = True
         self._check_outputs()
@@ -59,6 +61,10 @@ class Outputs:
             self._check_output(i, value)
         if ctx.phase == "backward":
             self._check_reductions(values[first:])
+        if self.before is not None and self.reader.writes != self.before.writes:
+            self.reader.fail(
+                "write", self.gm.graph.output_node(), "other writes to memory, or in another order", "as before"
+            )
 
     def _check_output(self, i: int, value: Any) -> None:
         ctx, output = self.ctx, self.gm.graph.output_node()
@@ -70,6 +76,8 @@ class Outputs:
                     "reduction", value, "it leaves the graph as it is, for autograd to add up", "None there"
                 )
             return
+        if value is not None and i in ctx.saved_parameters:
+            self.reader.fail("saved", value, "it leaves where the caller puts a parameter", "None there")
         if value is None:
             if i in ctx.saved_parameters:
                 self.meanings.brought[name] = self.meanings.parameter(ctx.saved_parameters[i], ctx)
@@ -79,6 +87,8 @@ class Outputs:
             self._check_saved(i, name, value, was)
         elif isinstance(value, Node):
             self._check_number(value, was, f"output {i}")
+            if self.before is not None and value in self.reader.weights and i not in self.before.lent:
+                self.reader.fail("write", value, "the caller may write to it, and it is a view of weights", "a copy")
         if i in ctx.saved and was is not None:
             self.meanings.saved[name] = was
 
@@ -92,7 +102,8 @@ class Outputs:
         flat = self.facts.get(value)
         if isinstance(flat, Flat):
             kept = self.ctx.kept_gathered.get(flat.layout.name)
-            if kept is None or kept.position != i or kept.numel != flat.numel:
+            found = flat.numel, value.meta["val"].dtype
+            if kept is None or kept.position != i or (kept.numel, kept.dtype) != found:
                 self.reader.fail("saved", value, "a whole group leaves with what backward needs", "only what is kept")
             self.meanings.kept[flat.layout.name] = flat
             return
@@ -210,11 +221,11 @@ class Outputs:
         share = 1.0 / ref.layout.world_size
         if scale is not None and scale != share:
             undivided = next((n for n in want.numbers if n is not None and self._divided(n, share) == number), None)
-            if scale != 1.0 or (undivided is None and self.before is not None):
+            if scale != 1.0 or (self.before is not None and number in (*want.numbers, self._sum(want.numbers))):
                 self.reader.fail(
                     "reduction", output, f"the gradient of {ref.slot.name!r} is scaled by {scale}", f"{share}"
                 )
-            number = undivided
+            number = undivided if undivided is not None else number
         if self.before is None:
             want.found += 1
         elif number == self._sum(want.numbers):  # of all uses at once

@@ -106,6 +106,32 @@ def test_a_save_that_dies_or_fails_at_any_moment_leaves_the_old_checkpoint_or_th
     assert seen == {1.0, 2.0}
 
 
+def test_all_is_forced_to_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power may go at any moment: a name must not be there before what it stands for, nor go unwritten itself."""
+    events: list[Any] = []  # inodes that were forced to the disk, and names that were given
+    fsync, rename = os.fsync, Path.rename
+
+    def forced(handle: int) -> None:
+        fsync(handle)
+        events.append(os.fstat(handle).st_ino)
+
+    def named(path: Path, target: Path) -> Path:
+        events.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    monkeypatch.setattr(Path, "rename", named)
+    folder = zerofx.save(tmp_path / "c", model(1.0), more=torch.ones(3))
+    at = events.index(folder)
+    files = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    assert len(files) >= 4 and set(files.values()) | {folder.stat().st_ino} <= set(events[:at])
+    assert max(files, key=lambda name: events.index(files[name])) == folders.MARK
+    assert folder.stat().st_ino in events[events.index(files[folders.MARK]) : at]
+    assert tmp_path.stat().st_ino in events[at:]
+
+
 def test_the_last_k_are_left_and_what_dead_saves_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / ".step-00000001.tmp").mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,21 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import tests.passes.mutants_outputs  # noqa: F401  # they add themselves to MUTATORS
 import zerofx
 from tests.passes.graphs import Sketch, apply, aten
-from tests.passes.mutants import MUTATORS, Graph, another, record, rewritten
+from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTANTS
+    MUTANTS,
+    Graph,
+    Mutant,
+    another,
+    buffers,
+    collectives,
+    gradients,
+    inputs,
+    record,
+    rewritten,
+    values,
+)
 from zerofx.passes import VerificationError, edit, pipeline, verify
 from zerofx.records import copy_graph
 
@@ -75,28 +87,53 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
 
 
+def verdict(mutant: Mutant, graph: Graph, place: int) -> str:
+    """The rule that finds ``mutant`` at that place of ``graph``, and what it says."""
+    gm, ctx = another(graph)
+    mutant.break_(gm, ctx, mutant.places(gm, ctx)[place])
+    try:
+        verify(gm, ctx)
+    except VerificationError as error:
+        return f"{error.rule}: {error}"
+    return "not found"
+
+
+def test_every_rule_has_ten_mutants_with_a_graph_to_break(graphs: dict[str, Graph]) -> None:
+    assert set(MUTANTS) == set(RULES)
+    assert all(len({mutant.name for mutant in MUTANTS[rule]}) == len(MUTANTS[rule]) >= 10 for rule in RULES)
+    for mutant in (mutant for rule in RULES for mutant in MUTANTS[rule]):
+        assert any(mutant.places(*graph) for graph in graphs.values()), mutant.name
+
+
+def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> list[str]:
+    """Where ``mutant`` was not found, or by another rule than its own; at most ``most`` graphs are broken."""
+    wrong, tried = [], 0
+    names = sorted(graphs, key=lambda name: zlib.crc32(f"{mutant.name} {name}".encode()))  # a mixed bag for each
+    for name in names:
+        places = mutant.places(*graphs[name])
+        if not places:
+            continue
+        for place in {tried % len(places)} if most < len(names) else {0, len(places) // 2, len(places) - 1}:
+            found = verdict(mutant, graphs[name], place)
+            if not found.startswith(f"{mutant.rule}: "):
+                wrong.append(f"{mutant.name} {place} in {name}: {found}")
+        tried += 1
+        if tried == most:
+            break
+    return wrong
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_what_breaks_a_rule_is_found_by_it(rule: str, graphs: dict[str, Graph]) -> None:
-    tried: Counter[str] = Counter()
-    wrong = []
-    for mutator in MUTATORS[rule]:
-        for name, graph in graphs.items():
-            gm, ctx = another(graph)
-            n = tried[mutator.__name__] % 2  # the first place, or the second
-            if not mutator(gm, ctx, n):
-                continue
-            tried[mutator.__name__] += 1
-            try:
-                verify(gm, ctx)
-            except VerificationError as error:
-                if error.rule != rule:
-                    wrong.append(f"{mutator.__name__} {n} in {name}: {error}")
-            else:
-                wrong.append(f"{mutator.__name__} {n} in {name}: not found")
-            if tried[mutator.__name__] == 8:
-                break
-    assert not wrong, f"{len(wrong)} of {sum(tried.values())}:\n" + "\n".join(wrong[:20])
-    assert len(tried) == len(MUTATORS[rule]) and sum(tried.values()) >= 10, tried
+    wrong = [line for mutant in MUTANTS[rule] for line in found_by_another(mutant, graphs, most=2)]
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_what_breaks_a_rule_is_found_by_it_in_every_graph(rule: str, graphs: dict[str, Graph]) -> None:
+    wrong = [line for mutant in MUTANTS[rule] for line in found_by_another(mutant, graphs, most=len(graphs))]
+    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
 
 
 def test_a_write_that_moves_past_a_reader_is_found() -> None:
@@ -129,6 +166,32 @@ def test_a_dropped_write_and_two_that_change_places_are_found() -> None:
         with pytest.raises(VerificationError) as caught:
             verify(gm, ctx)
         assert caught.value.rule == "write", order
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_cast_that_the_model_returns_must_not_become_a_view_of_weights(stage: int) -> None:
+    """`narrow` leaves such casts where they are: who gets them may write to them."""
+    s = Sketch(stage=stage, param_dtype=torch.bfloat16)
+    (w,) = s.parameters("h.0", w=(8, 8))
+    gm, ctx = s.done(s.call(edit.CAST, w, torch.bfloat16))
+    ctx.before = copy_graph(gm)
+    apply(gm, ctx, *pipeline(stage)[:-1])
+    assert verify(gm, ctx) == 0
+    (cast,) = edit.output_values(gm.graph)
+    (weight,) = edit.tagged(gm.graph, "weight")
+    if stage == 3:  # as if the shard had been cast
+        (shard,), (start,) = edit.tagged(gm.graph, "shard"), edit.tagged(gm.graph, "all_gather")
+        with gm.graph.inserting_before(start):
+            low = gm.graph.call_function(edit.CAST, (shard, torch.bfloat16))
+        low.meta["val"] = shard.meta["val"].to(torch.bfloat16)
+        start.args = (low, *start.args[1:])
+        for mark in edit.tagged(gm.graph, "discard"):
+            gm.graph.erase_node(mark)
+    edit.set_output_values(gm.graph, [weight])
+    gm.graph.erase_node(cast)
+    with pytest.raises(VerificationError, match="a view of weights") as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "write"
 
 
 def test_the_error_names_rule_node_group_and_line() -> None:

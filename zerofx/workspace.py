@@ -1,0 +1,105 @@
+"""The memory that a kernel takes and gives back inside of itself: found by running it once.
+
+No operator says how much that is: it is up to the library behind it, to shapes, to threads. A convolution by oneDNN
+reorders its weights into blocks; a product in bfloat16 may be packed. So the kernel is run, by itself, on zeros of the
+shapes at hand::
+
+    while it runs    + weights in blocks    + result    - weights in blocks
+    live                   40,960            43,008           2,048
+    workspace        43,008 - 2,048 = 40,960: the most there was, less what is left
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerofx import _torch
+from zerofx._torch import pytree
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """A tensor to be made."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+
+
+class Workspaces:
+    """Kernels whose workspace is wanted. Those with the same operator, shapes and dtypes are run once, in `measure`."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[Any, tuple[Callable[[], Any], list[Callable[[int], None]]]] = {}
+
+    def want(self, func: Any, args: Any, kwargs: Any, tell: Callable[[int], None]) -> None:
+        """``tell`` will be called with the bytes that ``func`` takes inside. Holds on to none of its arguments."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [
+            _Zeros(tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves
+        ]
+
+        def make() -> tuple[Any, Any, Any]:
+            args, kwargs = pytree.tree_unflatten([x.make() if isinstance(x, _Zeros) else x for x in leaves], spec)
+            return func, args, kwargs
+
+        key = func, str(spec), tuple(map(repr, leaves))
+        self._wanted.setdefault(key, (make, []))[1].append(tell)
+
+    def measure(self) -> None:
+        """Run the kernels one after the other, and tell. Each has its arguments' and results' memory meanwhile."""
+        with torch.no_grad():
+            by_device: dict[str, list[Any]] = {}
+            for make, tell in self._wanted.values():
+                func, args, kwargs = make()
+                func(*args, **kwargs)  # what is set up once, and kept, is not the kernel's
+                tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                by_device.setdefault(tensors[0].device.type, []).append((make, tell))
+            del func, args, kwargs, tensors
+            for device, kernels in by_device.items():
+                found = (_on_cpu if device == "cpu" else _on_accelerator)([make for make, _ in kernels])
+                for nbytes, (_, tells) in zip(found, kernels, strict=True):
+                    for tell in tells:
+                        tell(nbytes)
+        self._wanted.clear()
+
+
+def _on_cpu(kernels: list[Callable[[], Any]]) -> list[int]:
+    arguments: Any = None
+
+    def bring(make: Callable[[], Any]) -> None:
+        nonlocal arguments
+        arguments = make()
+
+    def run() -> Any:
+        func, args, kwargs = arguments
+        return func(*args, **kwargs)
+
+    runs = [step for make in kernels for step in (lambda make=make: bring(make), run)]
+    found = []
+    for changes in _torch.allocations(runs)[1::2]:
+        live = list(itertools.accumulate(changes, initial=0))
+        found.append(max(live) - live[-1])
+    return found
+
+
+def _on_accelerator(kernels: list[Callable[[], Any]]) -> list[int]:
+    found = []
+    for make in kernels:
+        func, args, kwargs = make()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        out = func(*args, **kwargs)
+        torch.accelerator.synchronize()
+        found.append(int(torch.accelerator.max_memory_allocated() - torch.accelerator.memory_allocated()))
+        del out
+    return found
