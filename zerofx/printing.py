@@ -45,10 +45,18 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 
 def format_trace(trace: Trace) -> str:
     """The graph before `lower`: everything that zerofx put in, and what of the user's stands between."""
-    graph = trace.after("discard" if trace.context.stage else "prefetch").graph
+    graph = trace.before_lower().graph
     collectives = edit.tagged(graph, *_VERBS)
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
     return "\n".join([_header(trace, collectives), *_body(graph, width)])
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` in the largest of s, ms and µs that leaves a number of at least 1."""
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if abs(seconds) * factor >= 1:
+            return f"{seconds * factor:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
 
 
 def format_bytes(n: float) -> str:
@@ -63,7 +71,7 @@ def format_bytes(n: float) -> str:
 def _header(trace: Trace, collectives: list[Node]) -> str:
     sizes: dict[str, list[int]] = {}
     for node in collectives:
-        sizes.setdefault(node.meta["zerofx"].kind, []).append(_whole_bytes(node))
+        sizes.setdefault(node.meta["zerofx"].kind, []).append(whole_bytes(node))
     most = format_bytes(trace.context.gathered_bytes)
     gathers = sizes.get("all_gather", [])
     parts = []
@@ -81,7 +89,7 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     return f"{trace.context.phase}{variant}: {'; '.join(parts) or 'no collectives'}"
 
 
-def _whole_bytes(node: Node) -> int:
+def whole_bytes(node: Node) -> int:
     """Bytes of the flat buffer that a collective is about, whole."""
     source = node.args[0] if node.meta["zerofx"].kind == "reduce_scatter" else node
     value = source.meta["val"]  # type: ignore[union-attr]
@@ -107,7 +115,7 @@ def _body(graph: Graph, width: int) -> list[str]:
             name = operator_name(node)
             if name in _SILENT:
                 continue
-            here = _place(node)
+            here = place_of(node)
             if here != place:
                 flush()
                 place = here
@@ -116,13 +124,13 @@ def _body(graph: Graph, width: int) -> list[str]:
             flush()
             size = ""
             if tag.kind in ("all_gather", "refresh", "reduce_scatter", "all_reduce"):
-                size = f"{format_bytes(_whole_bytes(node)):>10}"
+                size = f"{format_bytes(whole_bytes(node)):>10}"
             lines.append(f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip())
     flush()
     return lines
 
 
-def _place(node: Node) -> str:
+def place_of(node: Node) -> str:
     """``file:line\0code`` of the innermost frame of the user's that made ``node``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:

@@ -1,0 +1,230 @@
+"""Why a node of a rewritten graph is there, and why it stands where it stands.
+
+::
+
+    >>> print(record.explain("all_gather blocks.1"))
+    forward: all_gather_into_tensor_default_2  # all_gather blocks.1
+      brings   12 parameters, 200.7 kB: blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.qkv.weight, ...
+      made by  group: One collective per group: ...
+      moved by prefetch: Gathers start ahead of their use, within a budget of live bytes; ...
+      stands   1 group ahead of its use, in front of the wait for blocks.0: it travels while blocks.0 computes
+      earlier  would be too much: 537.6 kB gathered at once, the budget is 401.4 kB
+      for      models.py:74  for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+
+Nothing of it is written down by the passes. Who made a node and who moved it is read off the graphs before and after
+each pass; why it stands there, off the graph's order and bytes, as `zerofx.passes.schedule` counts them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph, Node
+
+from zerofx.listing import difference, node_line, node_name
+from zerofx.passes import edit, pipeline
+from zerofx.passes.context import Tag
+from zerofx.passes.schedule import find_gathers, groups_ahead, live_bytes
+from zerofx.printing import format_bytes, place_of, whole_bytes
+
+if TYPE_CHECKING:
+    from zerofx.records import Trace
+
+MOST_NAMES = 4
+"""Parameters that are named; the others are counted."""
+
+Why = list[tuple[str, str]]
+"""What is said of a node: (which question, the answer)."""
+
+
+def explain(trace: Trace, words: str) -> str:
+    """What every node of zerofx's whose line has all of ``words`` (whole ones; a node's name will do) is there for.
+
+    Raises:
+        ValueError: there is no such node in the graph.
+    """
+    reasons = Reasons(trace)
+    found = [node for node in reasons.graph.nodes if has_words(node_line(node), words)]
+    if not found:
+        raise ValueError(
+            f"no line of the {trace.context.phase} graph has {words!r} in it: give a node's name, or a kind and a "
+            f"group as in its comment, such as {_example(reasons.graph)!r}. print(record) shows the groups, and "
+            f'record.{trace.context.phase}.diff("group") every name.'
+        )
+    ours = [node for node in found if "zerofx" in node.meta]
+    lines = []
+    for node in ours or found:
+        tag = node.meta.get("zerofx")
+        lines.append(f"{trace.context.phase}: {node.name}" + (f"  # {tag.kind} {tag.group}" if tag else ""))
+        lines += [f"  {question:<8} {answer}" for question, answer in reasons.why(node)]
+    return "\n".join(lines)
+
+
+def has_words(line: str, words: str) -> bool:
+    """Whether each of ``words`` stands in ``line``, whole."""
+    return set(words.split()) <= set(re.findall(r"[\w.#]+", line))
+
+
+def purpose(pass_: Callable) -> str:
+    """The first line of the file of a pass: what it is for."""
+    return (sys.modules[pass_.__module__].__doc__ or "").partition("\n")[0]
+
+
+def _example(graph: Graph) -> str:
+    first = next((n for n in edit.tagged(graph, "all_gather", "refresh", "all_reduce", "reduce_scatter")), None)
+    return f"{first.meta['zerofx'].kind} {first.meta['zerofx'].group}" if first is not None else "mm"
+
+
+class Reasons:
+    """Answers about the nodes of one graph, as it is before `lower`.
+
+    Args:
+        changes: pass -> its marked lines (`zerofx.listing.difference`), if they are there already.
+    """
+
+    def __init__(self, trace: Trace, changes: dict[str, list[str]] | None = None) -> None:
+        self.context = trace.context
+        self.graph = trace.before_lower().graph
+        self.order = edit.positions(self.graph)
+        self.gathers, self.held = find_gathers(self.graph)
+        self.ahead = groups_ahead(self.graph)
+        self.purposes = {pass_.__name__: purpose(pass_) for pass_ in pipeline(trace.context.stage)}
+        self._trace, self._changes = trace, changes
+
+    def why(self, node: Node) -> Why:
+        """What there is to say of ``node``, in the order to read it."""
+        tag = node.meta.get("zerofx")
+        if tag is None:
+            return [("is", "the model's own, or AOTAutograd's"), *self._line(node)]
+        said: Why = []
+        if tag.kind in _ABOUT:
+            said.append((_ABOUT[tag.kind], self._what(node, tag)))
+        for question, passes in zip(("made by", "moved by"), self.history):
+            if node.name in passes:
+                name = passes[node.name]
+                said.append((question, f"{name}: {self.purposes[name]}"))
+        said += _PLACES[tag.kind](self, node, tag.group) if tag.kind in _PLACES else []
+        return [*said, *self._line(node)]
+
+    @cached_property
+    def history(self) -> tuple[dict[str, str], dict[str, str]]:
+        """By a node's name: which pass made it, and which one moved it last."""
+        made: dict[str, str] = {}
+        moved: dict[str, str] = {}
+        for name, lines in (self._changes or changes_of(self._trace)).items():
+            if name != "lower":
+                made |= {node_name(line[2:]): name for line in lines if line[0] == "+"}
+                moved |= {node_name(line[2:]): name for line in lines if line[0] == ">"}
+        return made, moved
+
+    def _what(self, node: Node, tag: Tag) -> str:
+        """Bytes and parameters that a collective or a buffer is about."""
+        size = format_bytes(whole_bytes(node.args[0] if tag.kind == "discard" else node))  # type: ignore[arg-type]
+        if tag.kind in ("reduce_scatter", "all_reduce"):
+            reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
+            slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
+        else:
+            slots = [ref.slot for ref in self.context.parameters.values() if ref.layout.name == tag.group]
+        names = list(dict.fromkeys(slot.name for slot in slots))
+        more = f", {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        return f"{size}: {', '.join(names[:MOST_NAMES])}{more}" if names else size
+
+    def _line(self, node: Node) -> Why:
+        place = place_of(node).replace("\0", "  ")
+        return [("for", place)] if place else []
+
+    def _index(self, group: str) -> int:
+        return next(i for i, gather in enumerate(self.gathers) if gather.group == group)
+
+    # ------------------------------------------------------------------ places, kind by kind
+
+    def _gather(self, node: Node, group: str) -> Why:
+        ahead, i = self.ahead[node], self._index(group)
+        if ahead:
+            next_ = self.gathers[i - ahead].group
+            words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, in front of the wait for {next_}"
+            place = f"{words}: it travels while {next_} computes"
+        else:
+            place = "right in front of its own wait: nothing computes meanwhile"
+        return [("stands", place), ("earlier", self._not_earlier(node, i))]
+
+    def _not_earlier(self, node: Node, i: int) -> str:
+        starts = [self._segment(j) for j in range(len(self.gathers))]
+        if starts[i] == 0 or i == 0:
+            return "is no place: it is the graph's first"
+        if starts[i] == starts[i - 1]:
+            return f"would be ahead of the gather of {self.gathers[i - 1].group}: they start in the order of their use"
+        live = live_bytes(self.gathers, starts, self.held)[starts[i] - 1] + self.gathers[i].nbytes
+        budget, given = self.context.memory_budget, "memory_budget"
+        if budget is None:
+            budget, given = self.context.gathered_bytes, "without memory_budget what one group ahead takes"
+        return (
+            f"would be too much: {format_bytes(live)} gathered at once; the budget is {format_bytes(budget)}, {given}"
+        )
+
+    def _segment(self, i: int) -> int:
+        """In which of `schedule`'s segments gather i starts: 0 before anything computes."""
+        start: Node = self.gathers[i].waits[0].args[0]  # type: ignore[assignment]
+        segment = i + 1 - self.ahead[start]
+        computes = (n for n in self.graph.nodes if n.op == "call_function" and "zerofx" not in n.meta)
+        first = next((self.order[n] for n in computes), len(self.order))
+        return 0 if segment == 1 and self.order[start] < first else segment
+
+    def _wait(self, node: Node, group: str) -> Why:
+        if any(user.op == "output" for user in node.users):
+            held = "it stays gathered: backward needs it first, and the budget has room (`keep`)"
+            return [("stands", "in front of the group's first use"), ("then", held)]
+        return [("stands", "in front of the group's first use")]
+
+    def _refresh(self, node: Node, group: str) -> Why:
+        return [("stands", "in front of the group's first use; the gather itself was started before the graph ran")]
+
+    def _discard(self, node: Node, group: str) -> Why:
+        return [("stands", "behind the last reader of the group's gathered weights")]
+
+    def _reduction(self, node: Node, group: str) -> Why:
+        return [("stands", "right behind the last of these gradients to be there")]
+
+    def _wait_grad(self, node: Node, group: str) -> Why:
+        later = (n for n in edit.tagged(self.graph, "pack") if self.order[n] > self.order[node])
+        following = next((n.meta["zerofx"].group for n in later), None)
+        if following is None:
+            return [("stands", "at the end: there is nothing left to compute meanwhile")]
+        return [("stands", f"in front of the packing of {following}: one packed gradient is in flight at a time")]
+
+    def _gathered(self, node: Node, group: str) -> Why:
+        return [("stands", "among the inputs: forward left the group gathered, so that it is not gathered again")]
+
+
+_PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
+    "all_gather": Reasons._gather,
+    "wait": Reasons._wait,
+    "refresh": Reasons._refresh,
+    "discard": Reasons._discard,
+    "reduce_scatter": Reasons._reduction,
+    "all_reduce": Reasons._reduction,
+    "wait_grad": Reasons._wait_grad,
+    "gathered": Reasons._gathered,
+}
+_ABOUT = {
+    "all_gather": "brings",
+    "wait": "brings",
+    "refresh": "brings",
+    "gathered": "brings",
+    "discard": "frees",
+    "reduce_scatter": "takes",
+    "all_reduce": "takes",
+}
+
+
+def changes_of(trace: Trace) -> dict[str, list[str]]:
+    """Pass -> its marked lines."""
+    changes, before = {}, trace.before
+    for pass_, after in trace.steps():
+        changes[pass_.__name__] = difference(before.graph, after.graph)
+        before = after
+    return changes
