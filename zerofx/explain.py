@@ -48,7 +48,8 @@ def explain(trace: Trace, words: str) -> str:
         ValueError: there is no such node in the graph.
     """
     reasons = Reasons(trace)
-    found = [node for node in reasons.graph.nodes if has_words(node_line(node), words)]
+    found = [node for node in reasons.graph.nodes if node.name == words]
+    found = found or [node for node in reasons.graph.nodes if has_words(node_line(node), words)]
     if not found:
         raise ValueError(
             f"no line of the {trace.context.phase} graph has {words!r} in it: give a node's name, or a kind and a "
@@ -155,7 +156,7 @@ class Reasons:
     def _not_earlier(self, node: Node, i: int) -> str:
         starts = [self._segment(j) for j in range(len(self.gathers))]
         if starts[i] == 0 or i == 0:
-            return "is no place: it is the graph's first"
+            return "is no place: nothing of the model's comes before it"
         if starts[i] == starts[i - 1]:
             return f"would be ahead of the gather of {self.gathers[i - 1].group}: they start in the order of their use"
         live = live_bytes(self.gathers, starts, self.held)[starts[i] - 1] + self.gathers[i].nbytes

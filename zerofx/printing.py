@@ -9,11 +9,15 @@
                model.py:12        embedding                            x = self.embed(tokens)
       discard  embed
       ...
+
+Layers that look alike are shown once: of a hundred blocks the first, and how many follow. Lines end at `WIDTH`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +25,7 @@ from torch.fx import Graph, Node
 
 from zerofx.listing import operator_name
 from zerofx.passes import edit
+from zerofx.passes.context import Tag
 
 if TYPE_CHECKING:
     from zerofx.records import Trace
@@ -40,15 +45,24 @@ _SILENT = frozenset(
     full _unsafe_view split unbind
     """.split()
 )
+WIDTH = 120
+_PLACE, _OPS = 24, 44
+ALIKE = 3
+"""Layers in a row that look alike; of more, all but the first are folded."""
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 
 
-def format_trace(trace: Trace) -> str:
-    """The graph before `lower`: everything that zerofx put in, and what of the user's stands between."""
+def format_trace(trace: Trace, fold: bool = True) -> str:
+    """The graph before `lower`: everything that zerofx put in, and what of the user's stands between.
+
+    ``fold``: show layers that look alike once.
+    """
     graph = trace.before_lower().graph
     collectives = edit.tagged(graph, *_VERBS)
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
-    return "\n".join([_header(trace, collectives), *_body(graph, width)])
+    body = _body(graph, width)
+    return "\n".join([_header(trace, collectives), *(_folded(body) if fold else (line for _, line in body))])
 
 
 def format_seconds(seconds: float) -> str:
@@ -96,15 +110,17 @@ def whole_bytes(node: Node) -> int:
     return 0 if value is None else value.numel() * value.dtype.itemsize
 
 
-def _body(graph: Graph, width: int) -> list[str]:
-    lines: list[str] = []
+def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
+    """The lines, and what zerofx's are about."""
+    lines: list[tuple[Tag | None, str]] = []
     place = ""  # the run of the user's operations being folded, and where they come from
     ops: list[str] = []
 
     def flush() -> None:
         if ops:
             where, _, code = place.partition("\0")
-            lines.append(f"           {where:<24} {_count(ops):<44} {code}".rstrip())
+            line = f"           {_cut(where, _PLACE):<{_PLACE}} {_cut(_count(ops), _OPS):<{_OPS}} {code}".rstrip()
+            lines.append((None, _cut(line, WIDTH)))
             ops.clear()
 
     for node in graph.nodes:
@@ -125,9 +141,62 @@ def _body(graph: Graph, width: int) -> list[str]:
             size = ""
             if tag.kind in ("all_gather", "refresh", "reduce_scatter", "all_reduce"):
                 size = f"{format_bytes(whole_bytes(node)):>10}"
-            lines.append(f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip())
+            lines.append((tag, f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
     flush()
     return lines
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _folded(body: list[tuple[Tag | None, str]]) -> Iterator[str]:
+    """The lines, but of layers in a row that look alike only the first.
+
+    A layer is what stands from one wait for weights to the next; where there is none, from one reduction to the next;
+    where there is neither, from one time to the next of a line that comes again and again. Two look alike if their
+    lines do, group names being told by how far their number is from the layer's own.
+    """
+    kinds = {tag.kind for tag, _ in body if tag is not None}
+    head = next((kind for kind in ("wait", "refresh", "reduce_scatter", "all_reduce") if kind in kinds), "")
+    often = Counter(line for _, line in body)
+    again = next((line for _, line in body if often[line] > ALIKE), "")
+    layers: list[list[tuple[Tag | None, str]]] = [[]]
+    for tag, line in body:
+        if line == again if not head else tag is not None and tag.kind == head:
+            layers.append([])
+        layers[-1].append((tag, line))
+    looks = [_look(layer) for layer in layers]
+    i = 0
+    while i < len(layers):
+        alike = next((j for j in range(i, len(layers)) if looks[j] != looks[i]), len(layers)) - i
+        yield from (line for _, line in layers[i])
+        if alike > ALIKE:
+            tags = [layers[j][0][0] for j in (i + 1, i + alike - 1)]
+            names = " to ".join(tag.group for tag in tags if tag is not None)
+            yield f"  ...      {names}{': ' if names else ''}{alike - 1} more like this one"
+            i += alike
+        else:
+            i += 1
+
+
+def _look(layer: list[tuple[Tag | None, str]]) -> list[str]:
+    number = _number(layer[0][0].group) if layer and layer[0][0] is not None else 0
+
+    def look(tag: Tag | None, line: str) -> str:
+        if tag is None:
+            return line
+        return line.replace(tag.group, _NUMBER.sub(f"{_number(tag.group) - number:+d}", tag.group, count=1)).strip()
+
+    return [" ".join(look(tag, line).split()) for tag, line in layer]
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _number(group: str) -> int:
+    found = _NUMBER.search(group)
+    return int(found[0]) if found else 0
 
 
 def place_of(node: Node) -> str:
