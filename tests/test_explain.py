@@ -117,6 +117,7 @@ def test_every_node_of_zerofxs_was_made_by_a_pass_that_made_it(stage: int) -> No
             name = answers["made by"].partition(":")[0]
             before = passes[passes.index(name) - 1]
             assert node.name in graphs[name] - graphs[before], node
+            assert answers.get("moved by", "prefetch: ").startswith("prefetch: "), "the one pass that moves nodes"
 
 
 def test_a_name_will_do_and_a_node_of_the_models_own_is_said_to_be_that() -> None:

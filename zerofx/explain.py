@@ -20,12 +20,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
-from zerofx.listing import difference, node_line, node_name
+from zerofx.listing import difference, node_line
 from zerofx.passes import edit, pipeline
 from zerofx.passes.context import Tag
 from zerofx.passes.schedule import find_gathers, groups_ahead, live_bytes
@@ -60,7 +60,7 @@ def explain(trace: Trace, words: str) -> str:
     lines = []
     for node in ours or found:
         tag = node.meta.get("zerofx")
-        lines.append(f"{trace.context.phase}: {node.name}" + (f"  # {tag.kind} {tag.group}" if tag else ""))
+        lines.append(f"{trace.name}: {node.name}" + (f"  # {tag.kind} {tag.group}" if tag else ""))
         lines += [f"  {question:<8} {answer}" for question, answer in reasons.why(node)]
     return "\n".join(lines)
 
@@ -80,21 +80,67 @@ def _example(graph: Graph) -> str:
     return f"{first.meta['zerofx'].kind} {first.meta['zerofx'].group}" if first is not None else "mm"
 
 
-class Reasons:
-    """Answers about the nodes of one graph, as it is before `lower`.
+class History:
+    """What the passes did to one graph.
 
-    Args:
-        changes: pass -> its marked lines (`zerofx.listing.difference`), if they are there already.
+    Attributes:
+        graphs: pass -> the graph after it; "": as it was before all of them.
+        made: a node's name -> the pass that inserted it.
+        moved: a node's name -> the last pass that moved it, past a node of the model's, a wait for weights or a pack.
     """
 
-    def __init__(self, trace: Trace, changes: dict[str, list[str]] | None = None) -> None:
+    def __init__(self, trace: Trace) -> None:
+        self.graphs: dict[str, Graph] = {"": trace.before.graph}
+        self.made: dict[str, str] = {}
+        self.moved: dict[str, str] = {}
+        before = trace.before.graph
+        for pass_, gm in trace.steps():
+            name, after = pass_.__name__, gm.graph
+            self.graphs[name] = after
+            if name != "lower":  # only spells
+                fixed = _fixed(before) & _fixed(after)
+                old, new = _places(before, fixed), _places(after, fixed)
+                self.made |= dict.fromkeys(new.keys() - old.keys(), name)
+                self.moved |= {node: name for node in new.keys() & old.keys() if new[node] != old[node]}
+            before = after
+
+    def changes(self) -> dict[str, list[str]]:
+        """Pass -> its marked lines (`zerofx.listing`)."""
+        return {name: difference(old, new) for (_, old), (name, new) in pairwise(self.graphs.items())}
+
+    @property
+    def before_lower(self) -> Graph:
+        """The graph in front of `lower`."""
+        names = list(self.graphs)
+        return self.graphs[names[names.index("lower") - 1]]
+
+
+def _fixed(graph: Graph) -> set[str]:
+    """The nodes that no pass moves."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    return {node.name for node in calls if "zerofx" not in node.meta or node.meta["zerofx"].kind in ("wait", "pack")}
+
+
+def _places(graph: Graph, fixed: set[str]) -> dict[str, int]:
+    """For each node how many of ``fixed`` stand in front of it."""
+    places, n = {}, 0
+    for node in graph.nodes:
+        places[node.name] = n
+        n += node.name in fixed
+    return places
+
+
+class Reasons:
+    """Answers about the nodes of one graph, as it is before `lower`."""
+
+    def __init__(self, trace: Trace, history: History | None = None) -> None:
         self.context = trace.context
-        self.graph = trace.before_lower().graph
+        self.history = history or History(trace)
+        self.graph = self.history.before_lower
         self.order = edit.positions(self.graph)
         self.gathers, self.held = find_gathers(self.graph)
         self.ahead = groups_ahead(self.graph)
         self.purposes = {pass_.__name__: purpose(pass_) for pass_ in pipeline(trace.context.stage)}
-        self._trace, self._changes = trace, changes
 
     def why(self, node: Node) -> Why:
         """What there is to say of ``node``, in the order to read it."""
@@ -104,23 +150,12 @@ class Reasons:
         said: Why = []
         if tag.kind in _ABOUT:
             said.append((_ABOUT[tag.kind], self._what(node, tag)))
-        for question, passes in zip(("made by", "moved by"), self.history):
+        for question, passes in (("made by", self.history.made), ("moved by", self.history.moved)):
             if node.name in passes:
                 name = passes[node.name]
                 said.append((question, f"{name}: {self.purposes[name]}"))
         said += _PLACES[tag.kind](self, node, tag.group) if tag.kind in _PLACES else []
         return [*said, *self._line(node)]
-
-    @cached_property
-    def history(self) -> tuple[dict[str, str], dict[str, str]]:
-        """By a node's name: which pass made it, and which one moved it last."""
-        made: dict[str, str] = {}
-        moved: dict[str, str] = {}
-        for name, lines in (self._changes or changes_of(self._trace)).items():
-            if name != "lower":
-                made |= {node_name(line[2:]): name for line in lines if line[0] == "+"}
-                moved |= {node_name(line[2:]): name for line in lines if line[0] == ">"}
-        return made, moved
 
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
@@ -220,12 +255,3 @@ _ABOUT = {
     "reduce_scatter": "takes",
     "all_reduce": "takes",
 }
-
-
-def changes_of(trace: Trace) -> dict[str, list[str]]:
-    """Pass -> its marked lines."""
-    changes, before = {}, trace.before
-    for pass_, after in trace.steps():
-        changes[pass_.__name__] = difference(before.graph, after.graph)
-        before = after
-    return changes

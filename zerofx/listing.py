@@ -79,7 +79,7 @@ def difference(before: Graph, after: Graph, context: int = 1) -> list[str]:
     hunks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     gone = {line for verb, i, j, _, _ in hunks if verb != "equal" for line in old[i:j]}
     made = {line for verb, _, _, i, j in hunks if verb != "equal" for line in new[i:j]}
-    moved, names = gone & made, {node_name(line) for line in gone - made}
+    moved, names = gone & made, {_name(line) for line in gone - made}
     lines: list[str] = []
     for k, (verb, i, j, start, end) in enumerate(hunks):
         if verb == "equal":
@@ -89,14 +89,11 @@ def difference(before: Graph, after: Graph, context: int = 1) -> list[str]:
             lines += [f"  {line}" for line in head] + ["  ..."] * bool(skipped) + [f"  {line}" for line in tail]
             continue
         lines += [f"{'<' if line in moved else '-'} {line}" for line in old[i:j]]
-        lines += [
-            f"{'>' if line in moved else '~' if node_name(line) in names else '+'} {line}" for line in new[start:end]
-        ]
+        lines += [f"{'>' if line in moved else '~' if _name(line) in names else '+'} {line}" for line in new[start:end]]
     return lines if gone or made else []
 
 
-def node_name(line: str) -> str:
-    """The name of the node that ``line`` of `graph_lines` is about."""
+def _name(line: str) -> str:
     return line.partition(" = ")[0].partition(":")[0].partition(" ")[0]
 
 

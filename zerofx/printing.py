@@ -99,8 +99,7 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
-    variant = "" if trace.context.sync == "reduce" else f" ({trace.context.sync})"
-    return f"{trace.context.phase}{variant}: {'; '.join(parts) or 'no collectives'}"
+    return f"{trace.name}: {'; '.join(parts) or 'no collectives'}"
 
 
 def whole_bytes(node: Node) -> int:

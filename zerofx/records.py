@@ -48,6 +48,11 @@ class Trace:
         self.pretended = pretended
         self.seconds = {"record": time.perf_counter() - start}
 
+    @property
+    def name(self) -> str:
+        """The phase, and in brackets what it does with gradients if that is not to reduce them."""
+        return self.context.phase + ("" if self.context.sync == "reduce" else f" ({self.context.sync})")
+
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""
         for pass_ in pipeline(self.context.stage):
@@ -104,9 +109,8 @@ class Trace:
         after = self.after(name)
         i = names.index(name)
         before = self.after(names[i - 1]) if i else self.before
-        variant = "" if self.context.sync == "reduce" else f" ({self.context.sync})"
         lines = difference(before.graph, after.graph) or ["  nothing"]
-        return "\n".join([f"{self.context.phase}{variant}: {name} changed", *lines])
+        return "\n".join([f"{self.name}: {name} changed", *lines])
 
     def history(self, words: str) -> str:
         """What every pass did to the nodes whose line has all of ``words`` (whole ones), and what that pass is for.

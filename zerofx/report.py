@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zerofx.api import _groups
-from zerofx.explain import Reasons, changes_of, purpose
+from zerofx.explain import History, Reasons, purpose
 from zerofx.layout import GroupLayout
 from zerofx.listing import node_line
 from zerofx.passes import pipeline
@@ -168,9 +168,9 @@ def _group_table(layouts: list[GroupLayout], stage: int) -> str:
 
 
 def _graph(i: int, trace: Trace, graphs: int) -> str:
-    variant = "" if trace.context.sync == "reduce" else f" ({trace.context.sync})"
-    phase = trace.context.phase + variant
-    changes, passes = changes_of(trace), []
+    phase = trace.name
+    history, passes = History(trace), []
+    changes = history.changes()
     for pass_ in pipeline(trace.context.stage):
         name = pass_.__name__
         edits = f"{trace.edits[name]} edit{'' if trace.edits[name] == 1 else 's'}"
@@ -186,12 +186,12 @@ def _graph(i: int, trace: Trace, graphs: int) -> str:
         f"between them</span></summary><pre>{escape(str(trace))}</pre></details>"
         '<div class="filter"><input type="search" placeholder="find nodes: all_gather blocks.1" '
         f'aria-label="find nodes of {phase}"><output></output></div>'
-        f'<pre class="listing">{_listing(trace, changes)}</pre></section>\n'
+        f'<pre class="listing">{_listing(Reasons(trace, history))}</pre></section>\n'
     )
 
 
-def _listing(trace: Trace, changes: dict[str, list[str]]) -> str:
-    reasons, lines = Reasons(trace, changes), []
+def _listing(reasons: Reasons) -> str:
+    lines = []
     for node in reasons.graph.nodes:
         tag, data = node.meta.get("zerofx"), ""
         if tag is not None:

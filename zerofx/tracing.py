@@ -62,7 +62,7 @@ def observed(compiled: Callable, trace: Trace) -> Callable:
     """The boxed ``compiled``, logged now and named whenever it runs."""
     groups = list(dict.fromkeys(layout.name for layout in _layouts(trace)))
     _log(trace, len(groups))
-    name = f"zerofx: {_phase(trace)} {' to '.join(dict.fromkeys([groups[0], groups[-1]])) if groups else ''}".rstrip()
+    name = f"zerofx: {trace.name} {' to '.join(dict.fromkeys([groups[0], groups[-1]])) if groups else ''}".rstrip()
 
     def run(args: list[Any]) -> Any:
         with record_function(name):
@@ -81,9 +81,9 @@ def _log(trace: Trace, groups: int) -> None:
         moved[0] += f", at most {format_bytes(context.gathered_bytes)} gathered at once"
     if context.reductions:
         moved.append(f"reduces {format_bytes(sum(map(_nbytes, context.reductions)))} of gradients")
-    log.info("%s: %d groups; %s; rewritten in %.3f s", _phase(trace), groups, "; ".join(moved), seconds)
+    log.info("%s: %d groups; %s; rewritten in %.3f s", trace.name, groups, "; ".join(moved), seconds)
     for name, edits in trace.edits.items():
-        log.debug("%s: %s made %d edits in %.3f s", _phase(trace), name, edits, trace.seconds[name])
+        log.debug("%s: %s made %d edits in %.3f s", trace.name, name, edits, trace.seconds[name])
 
 
 def _nbytes(reduction: Any) -> int:
@@ -92,7 +92,3 @@ def _nbytes(reduction: Any) -> int:
 
 def _layouts(trace: Trace) -> list[Any]:
     return [*trace.context.shards, *(reduction.layout for reduction in trace.context.reductions)]
-
-
-def _phase(trace: Trace) -> str:
-    return trace.context.phase + ("" if trace.context.sync == "reduce" else f" ({trace.context.sync})")
