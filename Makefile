@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench gpu clean
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench pictures gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,6 +55,9 @@ format: $(VENV)/dev.stamp  ## apply ruff's fixes and formatting
 
 bench: $(VENV)/dev.stamp  ## time a training step
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+pictures: $(VENV)/dev.stamp  ## draw the README's picture, with Chromium
+	$(BIN)/python docs/pictures/make.py
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
 	$(BIN)/python -m pytest -m gpu tests/kernels $(ARGS)

@@ -63,6 +63,14 @@ def find_gathers(graph: Graph) -> tuple[list[Gather], list[Gather]]:
     return [describe(waits) for waits in by_group.values()], held
 
 
+def groups_ahead(graph: Graph) -> dict[Node, int]:
+    """For each start of a gather, how many other groups are waited for between it and its own wait."""
+    order, (gathers, _) = edit.positions(graph), find_gathers(graph)
+    opens = [order[gather.waits[0]] for gather in gathers]
+    starts = {wait.args[0]: i for i, gather in enumerate(gathers) for wait in gather.waits}
+    return {start: i - bisect_right(opens, order[start]) for start, i in starts.items()}  # type: ignore[index, misc]
+
+
 def one_ahead(gathers: list[Gather]) -> list[int]:
     """The segment in which each gather starts, if each starts one group ahead of its use."""
     return list(range(len(gathers)))

@@ -348,6 +348,15 @@ def test_parameters_at_rest_are_what_the_rank_holds(fake_world) -> None:
             assert held == n
 
 
+@pytest.mark.parametrize("precision", [None, zerofx.MixedPrecision(torch.bfloat16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_record_is_predicted_as_the_module_that_it_is_of(fake_world, stage: int, precision: Any) -> None:
+    fake_world(4)
+    model, rates = trained(stage=stage, mixed_precision=precision), Rates(1e10, 1e10, 1e9)
+    (record,) = zerofx.graphs(model)
+    assert zerofx.predict(record, rates) == zerofx.predict(model, rates)
+
+
 def test_sizes_that_are_symbols_count_as_they_were_captured(fake_world) -> None:
     fake_world(2)
     fixed, free = zerofx.predict(trained(dynamic=False)), zerofx.predict(trained(dynamic=True))

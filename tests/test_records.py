@@ -102,3 +102,45 @@ def test_bytes_are_printed_in_the_largest_unit() -> None:
     sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 12_345_678: "12.3 MB", 7.5e9: "7.5 GB", 2e12: "2.0 TB"}
     for n, text in sizes.items():
         assert printing.format_bytes(n) == text
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_layers_that_look_alike_are_printed_once_and_no_line_is_wide(stage: int) -> None:
+    model, x = GPT(layers=7, dim=16, heads=2, vocab=64, length=16), torch.zeros(2, 16, dtype=torch.long)
+    record = zerofx.dry_run(
+        model, x, x, world_size=4, executor="eager", stage=stage, groups=zerofx.Grouping(min_bytes=0)
+    )
+    for trace in record.traces():
+        short, long = str(trace).splitlines(), printing.format_trace(trace, fold=False).splitlines()
+        assert max(map(len, short[1:])) <= printing.WIDTH and len(short) < len(long)
+        (i,) = (i for i, line in enumerate(short) if line.startswith("  ... "))
+        alike = re.search(r"(\d+) more like this one", short[i])
+        assert alike is not None
+        # What is left out are whole layers, and what is there is there as it was.
+        missing, rest = len(long) - len(short) + 1, len(short) - i - 1
+        assert short[:i] == long[:i] and short[i + 1 :] == long[len(long) - rest :]
+        assert missing % int(alike[1]) == 0
+        size = missing // int(alike[1])
+        layers = [long[i + k * size : i + (k + 1) * size] for k in range(-1, int(alike[1]))]
+        assert len({re.sub(r"blocks\.\d+ *", "", "\n".join(layer)) for layer in layers}) == 1
+        named = re.findall(r"blocks\.(\d+)", short[i])
+        assert len(named) == (0 if (stage, trace.context.phase) == (0, "forward") else 2)
+        if named:
+            assert abs(int(named[0]) - int(named[1])) == int(alike[1]) - 1
+
+
+def test_a_layer_unlike_its_neighbours_is_not_folded() -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(13))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                x = layer(x).sin() if i != 5 else layer(x).cos()
+            return x.sum()
+
+    groups = zerofx.Grouping(min_bytes=0)
+    record = zerofx.dry_run(Odd(), torch.ones(2, 8), world_size=4, executor="eager", groups=groups)
+    forward = str(record.forward)
+    assert "  wait     layers.5\n" in forward and forward.count("more like this one") == 2

@@ -277,6 +277,11 @@ def source_code(compiled: Any) -> str | None:
     return getattr(compiled, "source_code", None)
 
 
+def profiler_is_on() -> bool:
+    """Whether `torch.profiler` records this thread now."""
+    return torch.autograd._profiler_enabled()
+
+
 def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Locals and globals of the frame that Dynamo compiles now: what a graph input's source refers to.
 

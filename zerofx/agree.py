@@ -93,6 +93,12 @@ class Schedule:
             return f"nothing more in {self.phase}"
         return f"{self.phase}: {self.collectives[i]}"
 
+    def short(self, i: int) -> str:
+        """The collective ``i`` by kind and group alone."""
+        if i >= len(self.collectives):
+            return self.where(i)
+        return f"{self.collectives[i].kind} {self.collectives[i].group}"
+
 
 def difference(mine: Schedule, theirs: Schedule, rank: int, other: int) -> str:
     """The first collective in which two schedules differ, as a sentence."""

@@ -206,7 +206,7 @@ class _CompiledGraph:
     ) -> tuple[Callable, list[int], Trace]:
         """Run the passes and the executor; returns the boxed code, which old inputs it takes, and the record."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        trace = Trace(gm, ctx)
+        trace = Trace(gm, ctx, pretended=self.pretend is not None)
         with _torch.fake_mode_of(example_inputs):
             trace.run(gm)
         brought = ctx.parameters if ctx.stage else {}

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from torch import nn
 
 from zerofx.api import _groups, graphs
+from zerofx.layout import GroupLayout
 from zerofx.printing import format_bytes
 from zerofx.records import GraphRecord
 from zerofx.rehearsal import KINDS, Kind, Operation, Phase, rehearse
@@ -165,16 +166,17 @@ class Prediction:
 
 
 def predict(
-    module: nn.Module,
+    model: nn.Module | GraphRecord,
     rates: Rates | None = None,
     *,
     records: Iterable[GraphRecord] | None = None,
     probe: bool = False,
 ) -> Prediction:
-    """What a step of ``module`` will take on this rank. Without ``probe`` runs and allocates nothing. No collective.
+    """What a step of ``model`` will take on this rank. Without ``probe`` runs and allocates nothing. No collective.
 
     Args:
-        module: compiled, and its backward run once (which compiles that).
+        model: compiled, and its backward run once (which compiles that); or a record, as of `zerofx.dry_run`: of what a
+            dry run wrote for Inductor there is no generated code, so it is followed as the eager executor would run it.
         rates: without them there are bytes and no times.
         probe: run each product, convolution and attention kernel of the step once by itself, on zeros, for the memory
             that it takes inside and gives back (workspace.py). Without that it counts for nothing.
@@ -189,15 +191,29 @@ def predict(
         ValueError: the module is not sharded.
         RuntimeError: nothing was compiled yet, or no backward; or Inductor's code cannot be followed.
     """
-    if records is None:
-        records = [record for record in graphs(module) if record.forward is not None]
-    chosen = list(records)
+    chosen = step_of(model, records)
     if not chosen:
         raise RuntimeError(
             "nothing was compiled for training yet: graphs are captured when they first run. Run one step, forward and "
             "loss.backward(), before zerofx.predict."
         )
-    return on_the_clock(rehearse(chosen, probe), rates, _held(module))
+    held = _held_by(chosen) if isinstance(model, GraphRecord) else _held(model)
+    return on_the_clock(rehearse(chosen, probe), rates, held)
+
+
+def step_of(model: nn.Module | GraphRecord, records: Iterable[GraphRecord] | None = None) -> list[GraphRecord]:
+    """The graphs that make up a step, as `predict` takes them."""
+    if records is not None:
+        return list(records)
+    if isinstance(model, GraphRecord):
+        return [model]
+    return [record for record in graphs(model) if record.forward is not None]
+
+
+def layouts_of(records: Iterable[GraphRecord]) -> list[GroupLayout]:
+    """The groups whose parameters the graphs of ``records`` read, in the order they are first read."""
+    traces = [trace for record in records for trace in record.traces()]
+    return list(dict.fromkeys(ref.layout for trace in traces for ref in trace.context.parameters.values()))
 
 
 def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: int = 0) -> Prediction:
@@ -275,6 +291,21 @@ def _held(module: nn.Module) -> int:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _held_by(records: list[GraphRecord]) -> int:
+    """The same, by the layouts (zerofx.group has the table)."""
+    context = next(trace.context for record in records for trace in record.traces())
+    held = 0
+    for layout in layouts_of(records):
+        whole, shard = layout.numel * (context.param_dtype or layout.dtype).itemsize, layout.nbytes // layout.world_size
+        if context.stage == 0:
+            held += sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
+        elif context.stage == 3:
+            held += shard
+        else:  # in the parameters' own dtype the shard is a part of the replica
+            held += whole + (shard if context.param_dtype not in (None, layout.dtype) else 0)
+    return held
 
 
 def _cells(what: PhasePrediction | Prediction, peak: LiveBytes) -> list[str]:

@@ -9,11 +9,15 @@
                model.py:12        embedding                            x = self.embed(tokens)
       discard  embed
       ...
+
+Layers that look alike are shown once: of a hundred blocks the first, and how many follow. Lines end at `WIDTH`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +25,7 @@ from torch.fx import Graph, Node
 
 from zerofx.listing import operator_name
 from zerofx.passes import edit
+from zerofx.passes.context import Tag
 
 if TYPE_CHECKING:
     from zerofx.records import Trace
@@ -40,15 +45,32 @@ _SILENT = frozenset(
     full _unsafe_view split unbind
     """.split()
 )
+WIDTH = 120
+_PLACE, _OPS = 24, 44
+ALIKE = 3
+"""Layers in a row that look alike; of more, all but the first are folded."""
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 
 
-def format_trace(trace: Trace) -> str:
-    """The graph before `lower`: everything that zerofx put in, and what of the user's stands between."""
-    graph = trace.after("discard" if trace.context.stage else "prefetch").graph
+def format_trace(trace: Trace, fold: bool = True) -> str:
+    """The graph before `lower`: everything that zerofx put in, and what of the user's stands between.
+
+    ``fold``: show layers that look alike once.
+    """
+    graph = trace.before_lower().graph
     collectives = edit.tagged(graph, *_VERBS)
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
-    return "\n".join([_header(trace, collectives), *_body(graph, width)])
+    body = _body(graph, width)
+    return "\n".join([_header(trace, collectives), *(_folded(body) if fold else (line for _, line in body))])
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` in the largest of s, ms and µs that leaves a number of at least 1."""
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if abs(seconds) * factor >= 1:
+            return f"{seconds * factor:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
 
 
 def format_bytes(n: float) -> str:
@@ -63,7 +85,7 @@ def format_bytes(n: float) -> str:
 def _header(trace: Trace, collectives: list[Node]) -> str:
     sizes: dict[str, list[int]] = {}
     for node in collectives:
-        sizes.setdefault(node.meta["zerofx"].kind, []).append(_whole_bytes(node))
+        sizes.setdefault(node.meta["zerofx"].kind, []).append(whole_bytes(node))
     most = format_bytes(trace.context.gathered_bytes)
     gathers = sizes.get("all_gather", [])
     parts = []
@@ -77,26 +99,27 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
-    variant = "" if trace.context.sync == "reduce" else f" ({trace.context.sync})"
-    return f"{trace.context.phase}{variant}: {'; '.join(parts) or 'no collectives'}"
+    return f"{trace.name}: {'; '.join(parts) or 'no collectives'}"
 
 
-def _whole_bytes(node: Node) -> int:
+def whole_bytes(node: Node) -> int:
     """Bytes of the flat buffer that a collective is about, whole."""
     source = node.args[0] if node.meta["zerofx"].kind == "reduce_scatter" else node
     value = source.meta["val"]  # type: ignore[union-attr]
     return 0 if value is None else value.numel() * value.dtype.itemsize
 
 
-def _body(graph: Graph, width: int) -> list[str]:
-    lines: list[str] = []
+def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
+    """The lines, and what zerofx's are about."""
+    lines: list[tuple[Tag | None, str]] = []
     place = ""  # the run of the user's operations being folded, and where they come from
     ops: list[str] = []
 
     def flush() -> None:
         if ops:
             where, _, code = place.partition("\0")
-            lines.append(f"           {where:<24} {_count(ops):<44} {code}".rstrip())
+            line = f"           {_cut(where, _PLACE):<{_PLACE}} {_cut(_count(ops), _OPS):<{_OPS}} {code}".rstrip()
+            lines.append((None, _cut(line, WIDTH)))
             ops.clear()
 
     for node in graph.nodes:
@@ -107,7 +130,7 @@ def _body(graph: Graph, width: int) -> list[str]:
             name = operator_name(node)
             if name in _SILENT:
                 continue
-            here = _place(node)
+            here = place_of(node)
             if here != place:
                 flush()
                 place = here
@@ -116,13 +139,66 @@ def _body(graph: Graph, width: int) -> list[str]:
             flush()
             size = ""
             if tag.kind in ("all_gather", "refresh", "reduce_scatter", "all_reduce"):
-                size = f"{format_bytes(_whole_bytes(node)):>10}"
-            lines.append(f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip())
+                size = f"{format_bytes(whole_bytes(node)):>10}"
+            lines.append((tag, f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
     flush()
     return lines
 
 
-def _place(node: Node) -> str:
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _folded(body: list[tuple[Tag | None, str]]) -> Iterator[str]:
+    """The lines, but of layers in a row that look alike only the first.
+
+    A layer is what stands from one wait for weights to the next; where there is none, from one reduction to the next;
+    where there is neither, from one time to the next of a line that comes again and again. Two look alike if their
+    lines do, group names being told by how far their number is from the layer's own.
+    """
+    kinds = {tag.kind for tag, _ in body if tag is not None}
+    head = next((kind for kind in ("wait", "refresh", "reduce_scatter", "all_reduce") if kind in kinds), "")
+    often = Counter(line for _, line in body)
+    again = next((line for _, line in body if often[line] > ALIKE), "")
+    layers: list[list[tuple[Tag | None, str]]] = [[]]
+    for tag, line in body:
+        if line == again if not head else tag is not None and tag.kind == head:
+            layers.append([])
+        layers[-1].append((tag, line))
+    looks = [_look(layer) for layer in layers]
+    i = 0
+    while i < len(layers):
+        alike = next((j for j in range(i, len(layers)) if looks[j] != looks[i]), len(layers)) - i
+        yield from (line for _, line in layers[i])
+        if alike > ALIKE:
+            tags = [layers[j][0][0] for j in (i + 1, i + alike - 1)]
+            names = " to ".join(tag.group for tag in tags if tag is not None)
+            yield f"  ...      {names}{': ' if names else ''}{alike - 1} more like this one"
+            i += alike
+        else:
+            i += 1
+
+
+def _look(layer: list[tuple[Tag | None, str]]) -> list[str]:
+    number = _number(layer[0][0].group) if layer and layer[0][0] is not None else 0
+
+    def look(tag: Tag | None, line: str) -> str:
+        if tag is None:
+            return line
+        return line.replace(tag.group, _NUMBER.sub(f"{_number(tag.group) - number:+d}", tag.group, count=1)).strip()
+
+    return [" ".join(look(tag, line).split()) for tag, line in layer]
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _number(group: str) -> int:
+    found = _NUMBER.search(group)
+    return int(found[0]) if found else 0
+
+
+def place_of(node: Node) -> str:
     """``file:line\0code`` of the innermost frame of the user's that made ``node``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:

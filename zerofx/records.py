@@ -7,18 +7,17 @@ passes up to there, which are deterministic. So records cost one copy of each gr
 from __future__ import annotations
 
 import copy
-import re
-import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
+from zerofx.explain import explain, has_words, purpose
 from zerofx.group import ShardGroup
 from zerofx.listing import difference, python_of
 from zerofx.passes import VerificationError, pipeline
@@ -35,9 +34,10 @@ class Trace:
         seconds: pass name -> how long it took; "record": the copy that is ``before``.
         context: what the passes knew and found out.
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
+        pretended: no executor got the graph: it is of `zerofx.dry_run`.
     """
 
-    def __init__(self, gm: GraphModule, ctx: Context) -> None:
+    def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:
         start = time.perf_counter()
         self.before = copy_graph(gm)
         self._initial = _copy_context(ctx)
@@ -45,7 +45,13 @@ class Trace:
         self.context = ctx
         self.edits: dict[str, int] = {}
         self.code: str | None = None
+        self.pretended = pretended
         self.seconds = {"record": time.perf_counter() - start}
+
+    @property
+    def name(self) -> str:
+        """The phase, and in brackets what it does with gradients if that is not to reduce them."""
+        return self.context.phase + ("" if self.context.sync == "reduce" else f" ({self.context.sync})")
 
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""
@@ -78,10 +84,24 @@ class Trace:
                 pass_(gm, ctx)
         return gm
 
+    def steps(self) -> Iterator[tuple[Callable, GraphModule]]:
+        """Every pass and the graph after it, in order; cheaper than asking `after` for each."""
+        gm, ctx = copy_graph(self.before), _copy_context(self._initial)
+        values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        for pass_ in pipeline(self.context.stage):
+            with _torch.fake_mode_of(values):
+                pass_(gm, ctx)
+            yield pass_, copy_graph(gm)
+
     @property
     def final(self) -> GraphModule:
         """The graph that the executor got."""
         return self.after(pipeline(self.context.stage)[-1].__name__)
+
+    def before_lower(self) -> GraphModule:
+        """The graph in which zerofx's nodes are all there and the user's are still the user's: in front of `lower`."""
+        names = [pass_.__name__ for pass_ in pipeline(self.context.stage)]
+        return self.after(names[names.index("lower") - 1])
 
     def diff(self, name: str) -> str:
         """What the pass ``name`` changed, node by node; `zerofx.listing` says how to read it."""
@@ -89,9 +109,8 @@ class Trace:
         after = self.after(name)
         i = names.index(name)
         before = self.after(names[i - 1]) if i else self.before
-        variant = "" if self.context.sync == "reduce" else f" ({self.context.sync})"
         lines = difference(before.graph, after.graph) or ["  nothing"]
-        return "\n".join([f"{self.context.phase}{variant}: {name} changed", *lines])
+        return "\n".join([f"{self.name}: {name} changed", *lines])
 
     def history(self, words: str) -> str:
         """What every pass did to the nodes whose line has all of ``words`` (whole ones), and what that pass is for.
@@ -103,15 +122,17 @@ class Trace:
             + all_gather_into_tensor_default_2: f32[50176] = all_gather_into_tensor(shard_blocks_1, 4, '0')  # ...
         """
         lines, before = [], self.before
-        for pass_ in pipeline(self.context.stage):
-            after = self.after(pass_.__name__)
+        for pass_, after in self.steps():
             changed = [line for line in difference(before.graph, after.graph, context=0) if line[0] != " "]
-            found = [line for line in changed if set(words.split()) <= set(re.findall(r"[\w.#]+", line))]
+            found = [line for line in changed if has_words(line, words)]
             if found:
-                why = (sys.modules[pass_.__module__].__doc__ or "").partition("\n")[0]
-                lines += [f"{pass_.__name__}: {why}", *found]
+                lines += [f"{pass_.__name__}: {purpose(pass_)}", *found]
             before = after
         return "\n".join(lines) or f"no pass has touched a node with {words!r} in its line"
+
+    def explain(self, words: str) -> str:
+        """Why zerofx's nodes that ``words`` name are there, and stand where they stand: `zerofx.explain`."""
+        return explain(self, words)
 
     def __str__(self) -> str:
         return format_trace(self)
@@ -135,9 +156,33 @@ class GraphRecord:
         """Those that have been compiled so far (a backward is compiled when it first runs)."""
         return [trace for field in fields(self) if (trace := getattr(self, field.name)) is not None]
 
+    @property
+    def pretended(self) -> bool:
+        """Whether it is of `zerofx.dry_run`: no executor got the graphs."""
+        return any(trace.pretended for trace in self.traces())
+
     def diff(self, name: str) -> str:
         """What the pass ``name`` changed in each graph: ``print(record.diff("prefetch"))``."""
         return "\n".join(trace.diff(name) for trace in self.traces())
+
+    def explain(self, words: str) -> str:
+        """Which pass placed a node, and why there: ``print(record.explain("all_gather blocks.1"))``; in each graph.
+
+        Args:
+            words: of the node's line, whole ones: a kind and a group, or the node's name.
+
+        Raises:
+            ValueError: no graph has such a node.
+        """
+        said, missing = [], None
+        for trace in self.traces():
+            try:
+                said.append(trace.explain(words))
+            except ValueError as e:
+                missing = e
+        if not said and missing is not None:
+            raise missing
+        return "\n".join(said)
 
     @property
     def code(self) -> str:

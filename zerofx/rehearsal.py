@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zerofx import _torch, inductor_code
 from zerofx._torch import OpOverload, pytree
-from zerofx.passes import edit
+from zerofx.passes import edit, pipeline
 from zerofx.passes.ops import discard
 from zerofx.records import GraphRecord, Trace
 from zerofx.workspace import Workspaces
@@ -132,7 +132,10 @@ class _Code:
     """One graph as its executor gets it."""
 
     def __init__(self, trace: Trace) -> None:
-        self.text, self.context, self.gm = trace.code, trace.context, trace.final
+        self.text, self.context = trace.code, trace.context
+        # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.
+        self.eager = trace.pretended or trace.context.executor == "eager"
+        self.gm = trace.after(pipeline(trace.context.stage)[-1].__name__, executor="eager" if self.eager else None)
         self.inputs: list[Node] = self.gm.graph.find_nodes(op="placeholder")
         outputs = edit.output_values(trace.before.graph)
         self.saved = {i: outputs[i].name for i in self.context.saved if isinstance(outputs[i], Node)}
@@ -140,14 +143,14 @@ class _Code:
         self.world_size = layouts[0].world_size if layouts else 1
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
         self.groups: dict[tuple[str, int], deque[str]] = defaultdict(deque)
-        tagged = trace.after("discard" if self.context.stage else "prefetch").graph
+        tagged = trace.before_lower().graph
         for node in edit.tagged(tagged, "all_gather", "reduce_scatter", "all_reduce"):
             whole = _whole(node.target, node.args[0].meta["val"], node.meta["val"])  # type: ignore[union-attr]
             self.groups[_family(node.target), _nbytes(whole)].append(node.meta["zerofx"].group)
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""
-        if self.context.executor != "eager" and self.text is None:
+        if not self.eager and self.text is None:
             raise RuntimeError(
                 f"Inductor kept no Python code of a {self.context.phase} graph (a C++ wrapper?): its memory is not "
                 'known. Compile with executor="eager", or without torch._inductor.config.cpp_wrapper.'

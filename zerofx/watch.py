@@ -36,6 +36,7 @@ import torch.distributed as dist
 from zerofx import _torch
 from zerofx.agree import Collective, OutOfStepError, Schedule, difference, publish
 from zerofx.passes import ops
+from zerofx.tracing import while_profiled
 
 TICK = 1.0
 """Seconds between two looks."""
@@ -75,6 +76,11 @@ class Watch:
         self._count += 1
         self._runs.append((self._count, digest))
         self._schedule, self._started, self.timeout = schedule, 0, timeout
+
+    def starting(self) -> contextlib.AbstractContextManager[Any]:
+        """The next collective of the schedule is started inside."""
+        schedule, i = self._schedule, self._started
+        return while_profiled(lambda: f"start {schedule.short(i)}")
 
     def started(self, works: list[dist.Work]) -> list[dist.Work]:
         """The next collective of the schedule is under way: ``works``, as one that explains itself when it fails."""
@@ -218,7 +224,8 @@ class _Watched(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         try:
-            with self.watch.waiting(self.schedule, self.i):
+            named = while_profiled(lambda: f"wait for {self.schedule.short(self.i)}")
+            with named, self.watch.waiting(self.schedule, self.i):
                 for work in self.works:
                     work.wait()
         finally:
@@ -283,6 +290,11 @@ def alone(
     return contextlib.nullcontext() if watch is None else watch.alone(where, kind, group, nbytes, dtype)
 
 
+def _starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
+    watch = _watches.get(process_group)
+    return contextlib.nullcontext() if watch is None else watch.starting()
+
+
 def _under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
     watch = _watches.get(process_group)
     return works if watch is None else watch.started(works)
@@ -295,4 +307,4 @@ def _stop_all() -> None:
         watch.stop()
 
 
-ops.under_watch = _under_watch
+ops.under_watch, ops.starting = _under_watch, _starting
