@@ -343,6 +343,19 @@ def gradient_edge(tensor: torch.Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(tensor)
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active: a checkpoint's, say (2.11, 2.13, 2.15)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Any tensor in the place of the parameter ``name`` of ``module``'s own (2.11, 2.13, 2.15)."""
+    module._parameters[name] = tensor  # type: ignore[assignment]
+    names = getattr(module, "_flat_weights_names", ())  # torch.nn.RNNBase has a list of them besides
+    if name in names:
+        module._flat_weights[names.index(name)] = tensor  # type: ignore[union-attr, index, operator]
+
+
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Inside a backward pass: whether the engine would accumulate into ``parameter.grad`` in this pass.
 

@@ -321,6 +321,11 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
                 "mixed_precision in torch.compile(..., backend='zerofx'): the module is being traced already, in full "
                 "precision. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
             )
+        if options.leaf_modules is not None:
+            raise RuntimeError(
+                "leaf_modules in torch.compile(..., backend='zerofx'): the module is being traced already, leaf modules "
+                "and all. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
+            )
         shard_module(module, options)
 
 

@@ -71,6 +71,8 @@ def dry_run(
         raise ValueError(f"world_size={world_size}: expected 1 or more.")
     if checked.mesh is not None:
         raise ValueError("mesh= in a dry run: there are no processes that could form one. Give world_size=.")
+    if checked.leaf_modules is not None:
+        raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
     device = torch.device(device)
     check_module(module)
     module = _without_memory(module, device)

@@ -71,6 +71,8 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
 def reduce_kept(family: Family) -> None:
     """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
     for group in family.groups():
+        if group.kept_unevenly:
+            group.reduce({}, checked=True)
         for slot in group.kept_slots():
             kept = group.take_kept(slot)
             assert kept is not None
