@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import math
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
-from tests.counting import count_collectives
-from tests.test_parameters import full, mine, same, twins
+from tests.test_parameters import mine, same, twins
 from tests.workers import Workers
 
 NONE = -1
@@ -29,7 +23,7 @@ ROUTES = [  # the first half is rank 0's. Nobody uses expert 3
 
 
 class Experts(nn.Module):
-    """Rows go to experts as ``route`` says; an expert that gets no row is not called, and there may be no row at all."""
+    """Rows go to experts as ``route`` says, or nowhere; an expert that gets no row is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,3 +93,78 @@ def check_training(stage: int, **options: Any) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_that_use_other_experts_or_none_train_as_one_process(workers2: Workers, stage: int) -> None:
     workers2.run(check_training, stage, timeout=60)
+
+
+def check_habits(stage: int, **options: Any) -> None:
+    """Accumulation, several calls before one backward, frozen experts, no gradients for weights."""
+    module, plain = twins(Net, stage=stage, leaf_modules=["*moe"], **options)
+    (x, route), (y, other) = batch(0), batch(1)
+    for m, a, b in ((plain, (x, route), (y, other)), (module, (mine(x), mine(route)), (mine(y), mine(other)))):
+        with zerofx.no_sync(m) if m is module else torch.enable_grad():
+            m(*a).backward()
+        (m(*a) + m(*b) * 2).backward()
+    same(module, plain)
+    for m in (module, plain):
+        m.zero_grad()
+        m.moe.experts.requires_grad_(False)
+        m.blocks[0].moe.requires_grad_(False)
+    for m, a in ((module, (mine(x), mine(route))), (plain, (x, route))):
+        m(*a).backward()
+    same(module, plain)
+    with zerofx.no_sync(module):  # and then a backward in which the leaf modules have no part
+        module(mine(x), mine(route)).backward()
+    module.last(mine(x)).mean().backward()
+    plain(x, route).backward()
+    plain.last(x).mean().backward()
+    same(module, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_leaf_modules_accumulate_and_freeze_as_one_process(workers2: Workers, stage: int) -> None:
+    workers2.run(check_habits, stage, timeout=60)
+
+
+class Remembered(Net):
+    """Checkpoints around blocks, or around each expert inside of the leaf modules."""
+
+    inside = False
+    reentrant = False
+
+    def forward(self, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, route) if self.inside else checkpoint(block, x, route, use_reentrant=self.reentrant)
+        return self.last(self.moe(x, route)).square().mean()
+
+
+class Checkpointed(nn.Sequential):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def check_checkpoint(stage: int, reentrant: bool, inside: bool) -> None:
+    def build() -> nn.Module:
+        net = Remembered()
+        net.inside, net.reentrant = inside, reentrant
+        if inside:
+            for m in [m for m in net.modules() if isinstance(m, nn.Sequential)]:
+                m.__class__ = type("Checkpointed", (Checkpointed,), {"reentrant": reentrant})
+        return net
+
+    module, plain = twins(build, stage=stage, leaf_modules=[Experts])
+    for step in range(2):
+        x, route = batch(step)
+        module(mine(x), mine(route)).backward()
+        plain(x, route).backward()
+        same(module, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_leaf_modules_in_checkpoints_and_with_checkpoints_inside(
+    workers2: Workers, stage: int, reentrant: bool, inside: bool
+) -> None:
+    workers2.run(check_checkpoint, stage, reentrant, inside, timeout=60)

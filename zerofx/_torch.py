@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -77,6 +78,24 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
+def with_own_code(function: FunctionType) -> FunctionType:
+    """A copy of ``function``, and of what it wraps, whose compiled versions Dynamo keeps apart (2.11, 2.13, 2.15)."""
+    wrapped = getattr(function, "__wrapped__", None)
+    own = with_own_code(wrapped) if isinstance(wrapped, FunctionType) else wrapped
+
+    def cell(old: CellType) -> CellType:
+        return CellType(own) if own is not None and old.cell_contents is wrapped else old
+
+    closure = tuple(map(cell, function.__closure__ or ()))
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    if own is not None:
+        copy.__wrapped__ = own  # type: ignore[attr-defined]
+    return copy
+
+
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """``module`` and what is in it run as they read, whatever ``.compile`` made of them (2.11, 2.13, 2.15)."""
@@ -114,6 +133,11 @@ def compile_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 def end_of_backward(callback: Callable[[], None]) -> None:
     """Inside a backward pass: call ``callback`` once it is through (2.11, 2.13, 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether the engine runs a backward pass on this thread (2.11, 2.13, 2.15)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -326,6 +350,24 @@ def source_name(placeholder: Node) -> str | None:
     if source is None:
         return None
     return source.name() if callable(source.name) else source.name
+
+
+def chosen_by_data(gm: GraphModule) -> tuple[str, int, str] | None:
+    """File, line and name of the frame, where Dynamo ended this graph because what comes next depends on values.
+
+    None where it did not, or where that is in a frame that this one calls (2.11, 2.13, 2.15).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    if not reason.reason.startswith(("Data-dependent", "Data dependent", "Dynamic shape operator", "Dynamic slicing")):
+        return None
+    place, code = reason.user_stack[-1], InstructionTranslator.current_tx().f_code
+    if place.filename != code.co_filename or place.name not in code.co_name:
+        return None
+    return place.filename, place.lineno or 0, place.name
 
 
 def static_shape(parameter: nn.Parameter) -> None:

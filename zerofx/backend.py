@@ -14,6 +14,7 @@ the backward graph gathers it anew.
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _shard_modules_of(gm, example_inputs, self.options)
+        _warn_of_choice(gm)
         _strip_own_frames(gm)
         _copy_returned_views(gm, example_inputs)
         unit = _CompiledGraph(self.options, example_inputs, self.pretend)
@@ -323,10 +325,30 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
             )
         if options.leaf_modules is not None:
             raise RuntimeError(
-                "leaf_modules in torch.compile(..., backend='zerofx'): the module is being traced already, leaf modules "
-                "and all. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
+                "leaf_modules in torch.compile(..., backend='zerofx'): the module is being traced already, these "
+                "included. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
             )
         shard_module(module, options)
+
+
+def _warn_of_choice(gm: GraphModule) -> None:
+    """Name the line where a module with layers of its own looks at data to see what runs next, and what to do."""
+    place, frame = _torch.chosen_by_data(gm), _torch.frame_locals_and_globals()
+    module = frame[0].get("self") if place is not None and frame is not None else None
+    if not isinstance(module, nn.Module) or isinstance(module, nn.RNNBase):
+        return
+    layers = [p for child in module.children() for p in child.parameters()]
+    groups = [p._group for p in layers if isinstance(p, (ShardedTensor, ReplicatedParameter))]
+    if place is None or not groups or groups[0].layout.world_size == 1:
+        return
+    name = type(module).__name__
+    warnings.warn_explicit(
+        f"this line looks at data, and {name} has layers that may run or not run because of it. Where one rank runs a "
+        "layer and another does not, they wait for each other's collectives for ever. If that can be (a mixture of "
+        f"experts), have it gathered whole: zerofx.compile(model, leaf_modules=[{name}]); see docs/models.md.",
+        UserWarning,
+        *place[:2],
+    )
 
 
 def _copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

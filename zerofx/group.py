@@ -131,6 +131,7 @@ class ShardGroup:
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
             None in stage 0.
         replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3.
+        leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.leaf`).
         kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
     """
 
@@ -148,6 +149,7 @@ class ShardGroup:
         self.replica: torch.Tensor | None = None
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
         self._kept: dict[Slot, torch.Tensor] = {}
+        self.leaf: Any = None
         self.kept_unevenly = False
         self._refreshed = -1
         self._gathered_at: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer

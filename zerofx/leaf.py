@@ -30,14 +30,23 @@ import copy
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, end_of_backward, put_tensor, pytree, saved_tensors_are_hooked
+from zerofx._torch import (
+    DisableTorchFunction,
+    end_of_backward,
+    put_tensor,
+    pytree,
+    saved_tensors_are_hooked,
+    with_own_code,
+)
 from zerofx.group import ShardGroup
 from zerofx.layout import Slot
+from zerofx.ondemand import reduce_rest
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 from zerofx.whole import Place, places_of
 
@@ -97,29 +106,46 @@ def _is_in(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
-def make_leaf(module: nn.Module, name: str, keep: bool) -> None:
-    """Have ``module``, whose parameters are sharded, gather them when it is entered: its class becomes one that does.
+def make_leaves(module: nn.Module, names: Sequence[str], keep: bool) -> None:
+    """Have the modules ``names``, whose parameters are sharded, gather them when they are entered.
 
-    ``keep``: they stay gathered from forward to backward. Copies and pickles of the module are of its old class.
+    Their classes become such that do; copies and pickles are of the old ones. So do those of the modules around them,
+    to have code of their own: a leaf module ends Dynamo's frame, the frames around it are compiled by themselves, and
+    of one code Dynamo keeps eight versions, which are eight layers.
+
+    Args:
+        keep: weights stay gathered from forward to backward.
     """
-    plain = type(module)
+    around: dict[str, None] = {}
+    for name in names:
+        leaf, parent = module.get_submodule(name), name
+        _give_forward(leaf, _leaf_forward(type(leaf), name, keep))
+        while parent := parent.rpartition(".")[0]:
+            around[parent] = None
+    for name in around:
+        holder = module.get_submodule(name)
+        if isinstance(type(holder).forward, FunctionType) and "forward" not in vars(holder):
+            _give_forward(holder, with_own_code(type(holder).forward))
 
+
+def _leaf_forward(plain: type[nn.Module], name: str, keep: bool) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _run(self, name or plain.__name__, keep, plain.forward.__get__(self), args, kwargs)
+
+    return torch.compiler.disable(forward, reason=f"{name or plain.__name__!r} is a leaf module of zerofx")
+
+
+def _give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make ``module``'s class one that differs in ``forward`` alone."""
+    plain = type(module)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         old = plain.__new__(plain)
         old.__dict__.update(self.__dict__)
         return old.__reduce_ex__(protocol)
 
-    members = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "forward": torch.compiler.disable(forward, reason=f"{name or plain.__name__!r} is a leaf module of zerofx"),
-        "__reduce_ex__": reduce_ex,
-    }
-    module.__class__ = type(plain.__name__, (plain,), members)
+    names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    module.__class__ = type(plain.__name__, (plain,), {**names, "forward": forward, "__reduce_ex__": reduce_ex})
 
 
 def _run(module: nn.Module, name: str, keep: bool, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -139,8 +165,8 @@ def _run(module: nn.Module, name: str, keep: bool, forward: Callable[..., Any], 
         whole.update(zip(trained, weights, strict=True))
     with call.checking_writes(), call.saving(token is not None), _in_place(whole, places):
         outputs = forward(*args, **kwargs)
-    del whole
-    call.let_go()
+    if token is None or not keep:
+        call.let_go()
     return outputs if token is None else _leave(call, token, outputs, inputs)
 
 
@@ -166,6 +192,7 @@ class _Call:
         groups: those that its parameters are in, the same on every rank.
         buffers: group -> its whole flat buffer, while it is gathered. Empty in stage 0.
         gathers_again: whether backward does.
+        found: gradients that came another way than through autograd's graph; see `collect`.
     """
 
     def __init__(self, name: str, parameters: Sequence[Any], keep: bool) -> None:
@@ -173,7 +200,8 @@ class _Call:
         self.groups: list[ShardGroup] = list(dict.fromkeys(p._group for p in parameters))
         self.stage, self.keep = self.groups[0].family.stage, keep
         self.buffers: dict[ShardGroup, torch.Tensor] = {}
-        self.gathers_again = False
+        self.gathers_again = self.stage in (1, 2)  # which takes no time: the replicas are there
+        self.found: dict[tuple[ShardGroup, Slot], torch.Tensor] = {}
         self._written = self._shards_written()
 
     def gather(self) -> None:
@@ -233,18 +261,38 @@ class _Call:
             self._refuse("a parameter")
         if self.gathers_again:
             self.gather()
-            end_of_backward(self.let_go)  # where nobody asked for gradients of weights `reduce` is not called
+        if self.buffers or self.stage == 0:
+            for group in self.groups:
+                group.leaf = self
+        end_of_backward(self.leave_backward)  # where nobody asked for gradients of weights `reduce` is not called
+
+    def collect(self, group: ShardGroup, slot: Slot, gradient: torch.Tensor) -> None:
+        """A gradient of code that is run anew in backward: a reentrant checkpoint's, inside of the module."""
+        before = self.found.get((group, slot))
+        self.found[group, slot] = gradient if before is None else before + gradient
 
     def reduce(self, parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
         """Average the gradients of whole ``parameters`` over the ranks: one collective for each group."""
-        self.let_go()
-        brought: dict[ShardGroup, dict[Slot, torch.Tensor]] = {p._group: {} for p in parameters}
         for p, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
-                brought[p._group][p._slot] = gradient
+                self.collect(p._group, p._slot, gradient)
+        brought = {p._group: {} for p in parameters}  # type: dict[ShardGroup, dict[Slot, torch.Tensor]]
+        for (group, slot), gradient in self.found.items():
+            brought[group][slot] = gradient
+        self.leave_backward()
+        if self.groups[0].family.sync:
+            reduce_rest(self.groups[0].family)
         for group in self.groups:
             if group in brought:
                 group.reduce(brought[group])
+
+    def leave_backward(self) -> None:
+        """The weights are free again."""
+        self.let_go()
+        self.found = {}
+        for group in self.groups:
+            if group.leaf is self:
+                group.leaf = None
 
     def _shards_written(self) -> list[int]:
         return [group.shard._version for group in self.groups] if self.stage else []

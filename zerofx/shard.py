@@ -19,7 +19,7 @@ from zerofx.grouping import Grouping, plan_groups
 from zerofx.hugging_face import keep_in_step
 from zerofx.initialize import Template, check_init, initialize, replace_by_empty
 from zerofx.layout import GroupLayout
-from zerofx.leaf import leaf_names, make_leaf
+from zerofx.leaf import leaf_names, make_leaves
 from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
@@ -82,8 +82,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
         groups.append(group)
     if on_meta:
         _initialize(module, options, templates, device, process_group)
-    for name in leaf_names(module, options.leaf_modules):
-        make_leaf(module.get_submodule(name), name, keep=options.memory_budget == math.inf)
+    make_leaves(module, leaf_names(module, options.leaf_modules), keep=options.memory_budget == math.inf)
     if sync:
         for buffer in module.buffers():
             _broadcast(buffer, process_group)
