@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
-from tests.test_parameters import mine, same, twins
+from tests.counting import count_collectives
+from tests.test_parameters import full, mine, same, twins
 from tests.workers import Workers
 
 NONE = -1
@@ -168,3 +176,217 @@ def test_leaf_modules_in_checkpoints_and_with_checkpoints_inside(
     workers2: Workers, stage: int, reentrant: bool, inside: bool
 ) -> None:
     workers2.run(check_checkpoint, stage, reentrant, inside, timeout=60)
+
+
+def collectives(log: Any) -> dict[str, int]:
+    return {name: n for name, n in log.calls.items() if not name.endswith("_recv")}
+
+
+def check_costs(keep: bool) -> None:
+    """A gather for each leaf module and direction, a reduction for each; nothing whole in between."""
+    budget = {"memory_budget": math.inf} if keep else {}
+    module, _ = twins(Net, stage=3, leaf_modules=[Experts], **budget)
+    x, route = batch(2)
+    moe, (x, route) = module.moe, (mine(x).requires_grad_(), mine(route))
+    assert {p._group.layout.name for p in moe.parameters()} == {"moe"}
+    kept: list[Any] = []
+
+    def watch(weight: torch.Tensor, *_: Any) -> None:
+        kept.append(weakref.ref(weight.untyped_storage()))
+
+    moe.experts[1][0].register_forward_hook(lambda m, *_: watch(m.weight))
+    with count_collectives() as log:
+        out = moe(x, route)
+    assert collectives(log) == {"all_gather_send": 1}
+    assert isinstance(moe.router.weight, zerofx.ShardedParameter)
+    gc.collect()
+    assert (kept[0]() is not None) == keep
+    with count_collectives() as log:
+        out.sum().backward()
+    assert collectives(log) == {"all_to_all_send": 1} | ({} if keep else {"all_gather_send": 1})
+    gc.collect()
+    assert kept[0]() is None
+    with torch.no_grad(), count_collectives() as log:
+        assert not moe(x, route).requires_grad
+    assert collectives(log) == {"all_gather_send": 1}
+    moe.requires_grad_(False)
+    with count_collectives() as log:
+        moe(x, route).sum().backward()
+    assert collectives(log) == {"all_gather_send": 1 if keep else 2}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_leaf_module_takes_one_gather_each_way_and_one_reduction(workers2: Workers, keep: bool) -> None:
+    workers2.run(check_costs, keep, timeout=60)
+
+
+def check_low_precision(stage: int) -> None:
+    """Weights compute in bfloat16, as fully_shard's do; gradients come in float32."""
+    precision = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
+    module, plain = twins(Experts, stage=stage, leaf_modules=[Experts], mixed_precision=precision)
+    seen = []
+    module.experts[1].register_forward_hook(lambda m, args, out: seen.append((m[0].weight.dtype, out.dtype)))
+    x, route = batch(2)
+    module(mine(x), mine(route)).square().mean().backward()
+    low = plain.to(torch.bfloat16)
+    torch.stack(
+        [low(part.bfloat16(), r).square().mean() for part, r in zip(x.chunk(2), route.chunk(2))]
+    ).mean().backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    for p, q in zip(module.parameters(), low.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            assert p.grad.dtype == torch.float32
+            torch.testing.assert_close(full(p.grad), q.grad.float(), rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_leaf_modules_compute_in_low_precision(workers2: Workers, stage: int) -> None:
+    workers2.run(check_low_precision, stage, timeout=60)
+
+
+@dataclasses.dataclass
+class Routed:
+    hidden: torch.Tensor
+    parts: dict[str, Any]
+
+
+class Odd(nn.Module):
+    """Nested outputs, a keyword, a tied weight that is outside too, weights that a module keeps in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(10, 10), nn.GRU(10, 10)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, *, scale: float, use: bool) -> Routed:
+        self.count += 1  # type: ignore[operator]
+        hidden = self.linear(self.rnn(x)[0]) * scale if use else torch.zeros_like(x)
+        return Routed(hidden, {"same": hidden, "rows": x.shape[0], "which": torch.arange(3), "none": None})
+
+
+class OddNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.odd = nn.Linear(10, 10), Odd()
+        self.first.weight = self.odd.linear.weight
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        out = self.odd(torch.tanh(self.first(x)), scale=2.0, use=use)
+        assert (
+            out.parts["rows"] == x.shape[0] and out.parts["which"].tolist() == [0, 1, 2] and out.parts["none"] is None
+        )
+        return (out.hidden.add_(1).square() + out.parts["same"] * x).mean()  # written in place
+
+
+def check_odd(stage: int) -> None:
+    module, plain = twins(OddNet, stage=stage, leaf_modules=["odd"])
+    x = torch.randn(2, 6, 10)
+    rank = dist.get_rank()
+    for uses in ([True, True], [True, False], [False, True]):
+        module(x[rank], uses[rank]).backward()
+        torch.stack([plain(x[r], uses[r]) for r in range(2)]).mean().backward()
+        same(module, plain)
+    assert module.odd.count == 3
+    with zerofx.unsharded(module, writeback=False):
+        with count_collectives() as log:
+            torch.testing.assert_close(module(x[0], True), plain(x[0], True))
+        twin, thawed = copy.deepcopy(module), pickle.loads(pickle.dumps(module, protocol=2))
+    assert not log.calls
+    for m in [twin, thawed, copy.deepcopy(module)] if stage == 0 else [twin, thawed]:
+        assert type(m.odd) is Odd and all(type(p) is nn.Parameter for p in m.parameters())
+        torch.testing.assert_close(m(x[0], True), plain(x[0], True))
+    weight = torch.randn(10, 10).requires_grad_()
+    outs = [torch.func.functional_call(m, {"odd.linear.bias": weight[0]}, (x[rank], True)) for m in (module, plain)]
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_leaf_modules_return_anything_tie_weights_and_are_copied(workers2: Workers, stage: int) -> None:
+    workers2.run(check_odd, stage, timeout=60)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(10, 10), ""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        if self.how == "weight":
+            with torch.no_grad():
+                self.linear.weight.mul_(2)
+        if self.how == "activation":
+            y = y.exp()
+            z = y * 2
+            y.detach().zero_()
+            return z + y
+        return Opaque(y) if self.how == "opaque" else y
+
+
+class Opaque:
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+def refused(error: type[Exception], text: str, run: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=text):
+        run()
+
+
+def check_refusals() -> None:
+    module = zerofx.shard(Writes(), stage=3, leaf_modules=[Writes])
+    x = torch.randn(3, 10)
+    out = module(x).square().sum()
+    refused(RuntimeError, "double backward.*leaf module 'Writes'", lambda: out.backward(create_graph=True))
+    out = module(x).square().sum()
+    with torch.no_grad():
+        module.linear.bias.add_(1)
+    refused(RuntimeError, "a parameter of the leaf module 'Writes', between forward", out.backward)
+    module.how = "activation"
+    refused(RuntimeError, "a tensor that is needed.*leaf module 'Writes'", module(x).sum().backward)
+    module.how = "weight"
+    refused(RuntimeError, "leaf module 'Writes' writes to one of its parameters", lambda: module(x))
+    module.how = "opaque"
+    refused(TypeError, "leaf module 'Writes' returns a Opaque", lambda: module(x))
+    module.how = ""
+    before = full(module.linear.weight).clone()
+    module(x).sum().backward()  # and it works as before
+    assert isinstance(module.linear.weight, zerofx.ShardedParameter)
+    torch.testing.assert_close(full(module.linear.weight), before)
+
+
+def test_what_a_leaf_module_cannot_do_is_refused_by_name(workers2: Workers) -> None:
+    workers2.run(check_refusals, timeout=60)
+
+
+def check_options() -> None:
+    own = Net()
+    own.moe.forward = own.moe.forward  # type: ignore[method-assign]
+    for net, rules, error, text in [
+        (Net(), ["no.such"], ValueError, "'no.such' matches no module of this Net"),
+        (Net(), [nn.Conv2d], ValueError, "Conv2d'> matches no module"),
+        (Net(), "moe", TypeError, "expected a list"),
+        (Net(), [], TypeError, "expected a list"),
+        (Net(), [3], TypeError, "expected a list"),
+        (own, [Experts], ValueError, "'moe' has a forward of its own"),
+    ]:
+        with count_collectives() as log:
+            refused(error, text, lambda net=net, rules=rules: zerofx.compile(net, leaf_modules=rules))
+        assert all(type(p) is nn.Parameter for p in net.parameters())
+        assert set(log.calls) <= {"all_gather"}, log  # what every rank has to say
+    leaves = {"leaf_modules": [Experts]}
+    refused(ValueError, "fullgraph=True with leaf_modules", lambda: zerofx.compile(Net(), fullgraph=True, **leaves))
+    late = torch.compile(Net(), backend="zerofx", options=leaves)
+    refused(Exception, "leaf_modules in torch.compile", lambda: late(*batch(0)))
+    refused(ValueError, "leaf_modules in a dry run", lambda: zerofx.dry_run(Net(), world_size=2, **leaves))
+    nested = zerofx.shard(Net(), leaf_modules=["blocks.*", Experts], groups=zerofx.Grouping(max_bytes=400))
+    assert [type(m).forward is not cls.forward for m, cls in ((nested.blocks[0], Block), (nested.moe, Experts))] == [
+        True
+    ] * 2
+    assert type(nested.blocks[0].moe) is Experts  # within a leaf module
+    assert len({p._group for p in nested.blocks[0].parameters()}) == 1
+
+
+def test_leaf_modules_that_are_none_are_refused(workers2: Workers) -> None:
+    workers2.run(check_options, timeout=60)

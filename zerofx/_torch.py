@@ -395,7 +395,7 @@ def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module._parameters[name] = tensor  # type: ignore[assignment]
     names = getattr(module, "_flat_weights_names", ())  # torch.nn.RNNBase has a list of them besides
     if name in names:
-        module._flat_weights[names.index(name)] = tensor  # type: ignore[union-attr, index, operator]
+        module._flat_weights[names.index(name)] = tensor  # type: ignore[operator]
 
 
 def will_accumulate(parameter: torch.Tensor) -> bool:

@@ -124,8 +124,9 @@ def make_leaves(module: nn.Module, names: Sequence[str], keep: bool) -> None:
             around[parent] = None
     for name in around:
         holder = module.get_submodule(name)
-        if isinstance(type(holder).forward, FunctionType) and "forward" not in vars(holder):
-            _give_forward(holder, with_own_code(type(holder).forward))
+        forward: Any = type(holder).forward
+        if isinstance(forward, FunctionType) and "forward" not in vars(holder):
+            _give_forward(holder, with_own_code(forward))
 
 
 def _leaf_forward(plain: type[nn.Module], name: str, keep: bool) -> Callable[..., Any]:
@@ -142,7 +143,8 @@ def _give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         old = plain.__new__(plain)
         old.__dict__.update(self.__dict__)
-        return old.__reduce_ex__(protocol)
+        _, _, *state = old.__reduce_ex__(max(2, protocol))
+        return object.__new__, (plain,), *state
 
     names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     module.__class__ = type(plain.__name__, (plain,), {**names, "forward": forward, "__reduce_ex__": reduce_ex})
