@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import math
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ import zerofx
 from tests.counting import count_collectives
 from tests.test_parameters import full, mine, same, twins
 from tests.workers import Workers
+from tests.zoo.architectures import ARCHITECTURES, make_batch
 
 NONE = -1
 ROUTES = [  # the first half is rank 0's. Nobody uses expert 3
@@ -390,3 +393,76 @@ def check_options() -> None:
 
 def test_leaf_modules_that_are_none_are_refused(workers2: Workers) -> None:
     workers2.run(check_options, timeout=60)
+
+
+def check_frames() -> None:
+    """Code around leaf modules is compiled in each of ten layers, though Dynamo keeps eight versions of one code."""
+    module, plain = twins(lambda: Net(10), stage=3, leaf_modules=["blocks.*.moe", "moe"])
+    x, route = batch(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module(mine(x), mine(route)).backward()
+    plain(x, route).backward()
+    same(module, plain)
+    on_demand = [str(w.message) for w in caught if "gathered here" in str(w.message)]
+    assert not any("blocks" in text for text in on_demand), on_demand
+    assert len(zerofx.graphs(module)) == 10
+
+
+def test_the_layers_around_leaf_modules_are_all_compiled(workers2: Workers) -> None:
+    workers2.run(check_frames, timeout=60)
+
+
+def check_warning() -> list[str]:
+    module, _ = twins(Net, stage=3)
+    x, route = batch(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module(x, route)  # the same on both ranks
+    told = [w for w in caught if "leaf_modules" in str(w.message)]
+    lines, first = inspect.getsourcelines(Experts.forward)
+    assert all(w.filename == __file__ and "route == i" in lines[w.lineno - first] for w in told)
+    return [str(w.message) for w in told]
+
+
+def test_without_the_option_the_line_that_looks_at_data_is_named_at_the_first_call(workers2: Workers) -> None:
+    for told in workers2.run(check_warning, timeout=60):
+        assert told and all("leaf_modules=[Experts]" in text for text in told)
+
+
+def check_hugging_face(name: str, stage: int) -> None:
+    """transformers' blocks in their eager implementation, which loops over the experts that were hit."""
+    plain, model = ARCHITECTURES[name].build(0), ARCHITECTURES[name].build(0)
+    for m in (plain, model):
+        m.set_experts_implementation("eager")  # type: ignore[operator]
+        m.config.output_router_logits = True  # and its loss: a second output
+    zerofx.compile(model, stage=stage, executor="eager", leaf_modules=["model.layers.*.mlp"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(2):
+        batches = [make_batch("text", 2, seed=10 * step + rank) for rank in range(2)]
+        loss = model(**batches[dist.get_rank()]).loss
+        loss.backward()
+        expected = torch.stack([plain(**b).loss for b in batches]).mean()
+        expected.backward()
+        dist.all_reduce(mean := loss.detach().clone())
+        torch.testing.assert_close(mean / 2, expected.detach())
+        same(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if stage == 3:
+        prompt = batches[dist.get_rank()]["input_ids"][:, :4]
+        told = [m.generate(prompt, max_new_tokens=3, do_sample=False) for m in (model.eval(), plain.eval())]
+        assert torch.equal(*told)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("mixtral", 3),
+        pytest.param("mixtral", 0, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_transformers_are_leaf_modules(workers2: Workers, name: str, stage: int) -> None:
+    workers2.run(check_hugging_face, name, stage, timeout=100)

@@ -352,22 +352,17 @@ def source_name(placeholder: Node) -> str | None:
     return source.name() if callable(source.name) else source.name
 
 
-def chosen_by_data(gm: GraphModule) -> tuple[str, int, str] | None:
-    """File, line and name of the frame, where Dynamo ended this graph because what comes next depends on values.
+def chosen_by_data(gm: GraphModule) -> tuple[str, int] | None:
+    """File and line where Dynamo ended this graph because what comes next depends on values.
 
     None where it did not, or where that is in a frame that this one calls (2.11, 2.13, 2.15).
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break or not reason.user_stack:
+    if reason is None or not reason.graph_break or len(reason.user_stack) != 1:
         return None
     if not reason.reason.startswith(("Data-dependent", "Data dependent", "Dynamic shape operator", "Dynamic slicing")):
         return None
-    place, code = reason.user_stack[-1], InstructionTranslator.current_tx().f_code
-    if place.filename != code.co_filename or place.name not in code.co_name:
-        return None
-    return place.filename, place.lineno or 0, place.name
+    return reason.user_stack[0].filename, reason.user_stack[0].lineno or 0
 
 
 def static_shape(parameter: nn.Parameter) -> None:

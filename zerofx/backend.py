@@ -347,7 +347,7 @@ def _warn_of_choice(gm: GraphModule) -> None:
         "layer and another does not, they wait for each other's collectives for ever. If that can be (a mixture of "
         f"experts), have it gathered whole: zerofx.compile(model, leaf_modules=[{name}]); see docs/models.md.",
         UserWarning,
-        *place[:2],
+        *place,
     )
 
 
