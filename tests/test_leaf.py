@@ -101,7 +101,7 @@ def check_training(stage: int, **options: Any) -> None:
         torch.testing.assert_close(module.eval()(x, route), plain.eval()(x, route))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_ranks_that_use_other_experts_or_none_train_as_one_process(workers2: Workers, stage: int) -> None:
     workers2.run(check_training, stage, timeout=60)
 
@@ -452,7 +452,7 @@ def check_hugging_face(name: str, stage: int) -> None:
             optimizer.zero_grad()
     if stage == 3:
         prompt = batches[dist.get_rank()]["input_ids"][:, :4]
-        told = [m.generate(prompt, max_new_tokens=3, do_sample=False) for m in (model.eval(), plain.eval())]
+        told = [m.generate(prompt, max_new_tokens=2, do_sample=False) for m in (model.eval(), plain.eval())]
         assert torch.equal(*told)
 
 

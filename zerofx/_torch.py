@@ -329,8 +329,7 @@ def traced_for(is_ours: Callable[[Any], bool]) -> bool:
         return False
     seen: list[Any] = []
     while todo:
-        backend = todo.pop()
-        if is_ours(backend):
+        if is_ours(backend := todo.pop()):
             return True
         seen.append(backend)
         for name in ("__wrapped__", "_torchdynamo_orig_backend", "compiler_fn"):
@@ -353,16 +352,13 @@ def source_name(placeholder: Node) -> str | None:
 
 
 def chosen_by_data(gm: GraphModule) -> tuple[str, int] | None:
-    """File and line where Dynamo ended this graph because what comes next depends on values.
-
-    None where it did not, or where that is in a frame that this one calls (2.11, 2.13, 2.15).
-    """
+    """File and line where Dynamo ended this graph because what comes next depends on values (2.11, 2.13, 2.15)."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break or len(reason.user_stack) != 1:
+    if reason is None or not reason.graph_break or not reason.user_stack:
         return None
-    if not reason.reason.startswith(("Data-dependent", "Data dependent", "Dynamic shape operator", "Dynamic slicing")):
-        return None
-    return reason.user_stack[0].filename, reason.user_stack[0].lineno or 0
+    of_data = ("Data-dependent", "Data dependent", "Dynamic shape operator", "Dynamic slicing")
+    innermost = reason.user_stack[-1]
+    return (innermost.filename, innermost.lineno) if reason.reason.startswith(of_data) else None
 
 
 def static_shape(parameter: nn.Parameter) -> None:

@@ -13,6 +13,7 @@ the backward graph gathers it anew.
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 import weakref
@@ -334,12 +335,14 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
 def _warn_of_choice(gm: GraphModule) -> None:
     """Name the line where a module with layers of its own looks at data to see what runs next, and what to do."""
     place, frame = _torch.chosen_by_data(gm), _torch.frame_locals_and_globals()
-    module = frame[0].get("self") if place is not None and frame is not None else None
-    if not isinstance(module, nn.Module) or isinstance(module, nn.RNNBase):
+    if place is None or frame is None:
         return
-    layers = [p for child in module.children() for p in child.parameters()]
+    outer = frame[0].get("self", getattr(frame[0].get("whole"), "__self__", None))  # see `_torch.compile_module`
+    modules = outer.modules() if isinstance(outer, nn.Module) else ()
+    module = next((m for m in modules if _is_line_of(place, inspect.unwrap(type(m).forward))), None)
+    layers = [p for child in module.children() for p in child.parameters()] if module is not None else []
     groups = [p._group for p in layers if isinstance(p, (ShardedTensor, ReplicatedParameter))]
-    if place is None or not groups or groups[0].layout.world_size == 1:
+    if not groups or groups[0].layout.world_size == 1:
         return
     name = type(module).__name__
     warnings.warn_explicit(
@@ -349,6 +352,11 @@ def _warn_of_choice(gm: GraphModule) -> None:
         UserWarning,
         *place,
     )
+
+
+def _is_line_of(place: tuple[str, int], function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == place[0] and place[1] in {line for *_, line in code.co_lines()}
 
 
 def _copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
