@@ -82,11 +82,8 @@ def with_own_code(function: FunctionType) -> FunctionType:
     """A copy of ``function``, and of what it wraps, whose compiled versions Dynamo keeps apart (2.11, 2.13, 2.15)."""
     wrapped = getattr(function, "__wrapped__", None)
     own = with_own_code(wrapped) if isinstance(wrapped, FunctionType) else wrapped
-
-    def cell(old: CellType) -> CellType:
-        return CellType(own) if own is not None and old.cell_contents is wrapped else old
-
-    closure = tuple(map(cell, function.__closure__ or ()))
+    cells = function.__closure__ or ()
+    closure = tuple(CellType(own) if own is not None and cell.cell_contents is wrapped else cell for cell in cells)
     code = function.__code__.replace()
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

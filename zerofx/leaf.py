@@ -143,8 +143,8 @@ def _give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         old = plain.__new__(plain)
         old.__dict__.update(self.__dict__)
-        _, _, *state = old.__reduce_ex__(max(2, protocol))
-        return object.__new__, (plain,), *state
+        state: Any = old.__reduce_ex__(max(2, protocol))
+        return object.__new__, (plain,), *state[2:]
 
     names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     module.__class__ = type(plain.__name__, (plain,), {**names, "forward": forward, "__reduce_ex__": reduce_ex})
