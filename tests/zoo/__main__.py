@@ -29,7 +29,7 @@ outside of any graph that use a weight. They are right but slow, and each warns 
 
 
 def main() -> int:
-    chosen = sys.argv[1:] or list(ARCHITECTURES)
+    chosen = sys.argv[1:] or [name for name, architecture in ARCHITECTURES.items() if architecture.is_here]
     processes, rows, failed = Processes(), [], 0
     for name in chosen:
         try:
