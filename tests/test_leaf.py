@@ -26,6 +26,13 @@ from tests.workers import Workers
 from tests.zoo.architectures import ARCHITECTURES, make_batch
 
 NONE = -1
+
+
+def slow(*values: Any) -> Any:
+    """A case for ``make slow``."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 ROUTES = [  # the first half is rank 0's. Nobody uses expert 3
     [0, 0, 1, NONE, 0, 1, NONE, NONE, NONE, NONE, NONE, NONE],  # rank 1 uses none
     [NONE, NONE, NONE, NONE, NONE, NONE, 2, 0, 2, 2, 0, NONE],  # rank 0 uses none
@@ -101,7 +108,7 @@ def check_training(stage: int, **options: Any) -> None:
         torch.testing.assert_close(module.eval()(x, route), plain.eval()(x, route))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
 def test_ranks_that_use_other_experts_or_none_train_as_one_process(workers2: Workers, stage: int) -> None:
     workers2.run(check_training, stage, timeout=60)
 
@@ -130,7 +137,7 @@ def check_habits(stage: int, **options: Any) -> None:
     same(module, plain)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(2), 3])
 def test_leaf_modules_accumulate_and_freeze_as_one_process(workers2: Workers, stage: int) -> None:
     workers2.run(check_habits, stage, timeout=60)
 
@@ -174,7 +181,7 @@ def check_checkpoint(stage: int, reentrant: bool, inside: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_leaf_modules_in_checkpoints_and_with_checkpoints_inside(
     workers2: Workers, stage: int, reentrant: bool, inside: bool
 ) -> None:
@@ -243,7 +250,7 @@ def check_low_precision(stage: int) -> None:
             torch.testing.assert_close(full(p.grad), q.grad.float(), rtol=0.05, atol=2e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(2), 3])
 def test_leaf_modules_compute_in_low_precision(workers2: Workers, stage: int) -> None:
     workers2.run(check_low_precision, stage, timeout=60)
 
@@ -304,7 +311,7 @@ def check_odd(stage: int) -> None:
     torch.testing.assert_close(*outs)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(2), 3])
 def test_leaf_modules_return_anything_tie_weights_and_are_copied(workers2: Workers, stage: int) -> None:
     workers2.run(check_odd, stage, timeout=60)
 
@@ -409,6 +416,7 @@ def check_frames() -> None:
     assert len(zerofx.graphs(module)) == 10
 
 
+@pytest.mark.slow
 def test_the_layers_around_leaf_modules_are_all_compiled(workers2: Workers) -> None:
     workers2.run(check_frames, timeout=60)
 
@@ -458,11 +466,7 @@ def check_hugging_face(name: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [
-        ("mixtral", 3),
-        pytest.param("mixtral", 0, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", 2, marks=pytest.mark.slow),
-    ],
+    [slow("mixtral", 3), slow("mixtral", 0), slow("qwen2_moe", 2)],
 )
 def test_blocks_of_transformers_are_leaf_modules(workers2: Workers, name: str, stage: int) -> None:
     workers2.run(check_hugging_face, name, stage, timeout=100)

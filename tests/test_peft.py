@@ -88,5 +88,6 @@ def check_merging(stage: int) -> None:
         torch.testing.assert_close(full(p), q, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft_is_merged_in_place(workers2: Workers) -> None:
     workers2.run(check_merging, 3)
