@@ -219,6 +219,9 @@ def check_costs(keep: bool) -> None:
     with torch.no_grad(), count_collectives() as log:
         assert not moe(x, route).requires_grad
     assert collectives(log) == {"all_gather_send": 1}
+    with count_collectives() as log:
+        checkpoint(moe, x, route, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+    assert collectives(log) == {"all_gather_send": 2, "all_to_all_send": 1}  # the second is the checkpoint's
     moe.requires_grad_(False)
     with count_collectives() as log:
         moe(x, route).sum().backward()

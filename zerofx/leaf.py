@@ -15,8 +15,8 @@ in this order, whatever is between them on that rank::
                              └──────────────── token ─────────────────────────▲
                                                    inputs ────────────────────┘
 
-``_Leave`` hands zeros to the inputs, so that what is in front of the module has a backward on every rank too. A rank
-that did not use a parameter counts as zeros; a parameter that no rank used has no gradient, as without zerofx.
+``_Leave`` takes the inputs, too, so that what is in front of the module has a backward on every rank. A rank that did
+not use a parameter counts as zeros; a parameter that no rank used has no gradient, as without zerofx.
 
 What stays gathered from forward to backward: nothing in stage 3, unless ``memory_budget`` is infinite, or hooks of
 somebody else's decide about saved tensors: `torch.utils.checkpoint` runs the module anew, weights and all. In stages 1
@@ -343,16 +343,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, token: torch.Tensor, outputs: int, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.inputs = call, [(x.shape, x.dtype, x.device) for x in tensors[outputs:]]
+        ctx.call, ctx.inputs = call, len(tensors) - outputs
         ctx.save_for_backward(token)
         return tuple(x.clone() for x in tensors[:outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
+        (_,) = ctx.saved_tensors
         ctx.call.enter_backward()
-        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.inputs]
-        return None, torch.zeros_like(token), None, *gradients, *zeros
+        return None, None, None, *gradients, *[None] * ctx.inputs  # the engine runs what is behind a None, too
 
 
 def _leave(call: _Call, token: torch.Tensor, outputs: Any, inputs: list[torch.Tensor]) -> Any:
