@@ -135,6 +135,12 @@ def check_habits(stage: int, **options: Any) -> None:
     plain(x, route).backward()
     plain.last(x).mean().backward()
     same(module, plain)
+    with zerofx.no_sync(module):  # and the other way around
+        module.last(mine(x)).mean().backward()
+    module.moe(mine(x), mine(route)).square().mean().backward()
+    plain.last(x).mean().backward()
+    plain.moe(x, route).square().mean().backward()
+    same(module, plain)
 
 
 @pytest.mark.parametrize("stage", [0, slow(2), 3])
