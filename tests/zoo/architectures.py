@@ -253,7 +253,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "unet": A("vision", "pixels", make=UNet),
     "timm_vit": _timm("VisionTransformer", img_size=IMAGE, patch_size=8, embed_dim=32, depth=2, num_heads=4),
-    "timm_cait": _timm("Cait", img_size=IMAGE, patch_size=8, embed_dim=32, depth=2, num_heads=4),
     "timm_mixer": _timm("MlpMixer", img_size=IMAGE, patch_size=8, embed_dim=32, num_blocks=2),
     "timm_convnext": _timm("ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
     "timm_densenet": _timm("DenseNet", growth_rate=4, block_config=(2, 2)),
