@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.counting import count_collectives
 from tests.workers import Workers
 from zerofx.backend import zerofx_backend
+from zerofx.records import Trace
 
 Build = Callable[[], nn.Module]
 
@@ -62,6 +65,27 @@ class Special(nn.Parameter):
     pass
 
 
+@contextlib.contextmanager
+def nothing_happens() -> Iterator[None]:
+    """No graph is rewritten inside, and no collective runs but the one in which ranks say whether they can go on."""
+    rewritten: list[Any] = []
+    run = Trace.run
+
+    def counted(trace: Trace, gm: Any) -> Any:
+        rewritten.append(gm)
+        return run(trace, gm)
+
+    Trace.run = counted  # type: ignore[method-assign]
+    try:
+        with count_collectives() as log:
+            yield
+    finally:
+        Trace.run = run  # type: ignore[method-assign]
+    assert not rewritten
+    # `all_gather_object`: lengths, then texts
+    assert not dist.is_initialized() or (log.calls["all_gather"] <= 2 and set(log.calls) <= {"all_gather"}), log
+
+
 def refused(match: str, build: Build = Net, error: type[Exception] = ValueError, **options: Any) -> None:
     """zerofx.compile and zerofx.shard raise ``error``, and nothing of the module has changed."""
     for call in (zerofx.compile, zerofx.shard):
@@ -69,7 +93,7 @@ def refused(match: str, build: Build = Net, error: type[Exception] = ValueError,
         parameters = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
         before = {name: (type(p), copy_of(p)) for name, p in parameters.items()}
         buffers = [b.clone() for b in module.buffers()] if isinstance(module, nn.Module) else []
-        with pytest.raises(error, match=match):
+        with nothing_happens(), pytest.raises(error, match=match):
             call(module, **options)
         for name, (kind, value) in before.items():
             p = module.get_parameter(name)
@@ -127,7 +151,7 @@ def test_bad_options_of_the_named_backend_are_named_too(fake_world: Callable[...
     fake_world(2)
     torch._dynamo.reset()
     module = torch.compile(Net(), backend="zerofx", options={"stagee": 3})
-    with pytest.raises(Exception, match="unknown option 'stagee'"):
+    with nothing_happens(), pytest.raises(Exception, match="unknown option 'stagee'"):
         module(torch.ones(1, 5))
 
 
@@ -274,7 +298,7 @@ def different(what: str, rank: int) -> nn.Module:
 def check_ranks(what: str) -> str:
     module = different(what, dist.get_rank())
     before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises((RuntimeError, ValueError)) as caught:
+    with nothing_happens(), pytest.raises((RuntimeError, ValueError)) as caught:
         zerofx.compile(module)
     for p, value in zip(module.parameters(), before):
         assert type(p) is nn.Parameter and torch.equal(p, value)
@@ -297,12 +321,52 @@ class Gain(nn.Module):
         return x * self.gain
 
 
+def loose(x: torch.Tensor, weight: nn.Parameter = nn.Parameter(torch.ones(3))) -> torch.Tensor:  # noqa: B008
+    return x * weight
+
+
+def added() -> nn.Module:
+    net = zerofx.shard(Net(), stage=3)
+    net.second.bias = nn.Parameter(torch.zeros(3))
+    return net
+
+
+def of_a_gradient() -> Callable[..., Any]:
+    module = zerofx.shard(Gain(), stage=3)
+    gradient = module.gain.like(torch.ones_like(module.gain.to_local()))
+    return lambda x: gradient * x
+
+
+LATE: dict[str, tuple[str, Callable[[], Any], dict[str, Any], torch.Tensor]] = {
+    "no module": ("outside of any module", lambda: loose, {}, torch.ones(3)),
+    "an added parameter": ("added or replaced after sharding", added, {}, torch.ones(1, 5)),
+    "the meta device": ("is on the meta device, and", lambda: Net().to("meta"), {}, torch.ones(1, 5, device="meta")),
+    "mixed precision": (
+        *("mixed_precision in torch.compile", Net),
+        *({"mixed_precision": zerofx.MixedPrecision(torch.bfloat16)}, torch.ones(1, 5)),
+    ),
+    "leaf modules": ("leaf_modules in torch.compile", Net, {"leaf_modules": [nn.Linear]}, torch.ones(1, 5)),
+    "a gradient": ("not a parameter", of_a_gradient, {}, torch.ones(300, 100)),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_a_trace_finds_is_refused_before_a_graph_is_rewritten(fake_world: Callable[..., None], case: str) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    match, build, options, x = LATE[case]
+    compiled = torch.compile(build(), backend="zerofx", options={"executor": "eager", **options})
+    with nothing_happens(), pytest.raises(Exception, match=match):
+        compiled(x)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_another_backend_than_zerofx_is_refused(fake_world: Callable[..., None], backend: str) -> None:
     fake_world(2)
     torch._dynamo.reset()
     module = zerofx.shard(Gain(), stage=3)
-    with pytest.raises(Exception, match="sharded parameter 'gain' is being compiled by another backend than zerofx"):
+    text = "sharded parameter 'gain' is being compiled by another backend than zerofx"
+    with nothing_happens(), pytest.raises(Exception, match=text):
         torch.compile(module, backend=backend)(torch.ones(300, 100))
 
 
@@ -312,7 +376,7 @@ def test_a_compiled_optimizer_step_is_refused(fake_world: Callable[..., None]) -
     module = zerofx.shard(Gain(), stage=3)
     module.gain.grad = module.gain.like(torch.ones_like(module.gain.to_local()))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(Exception, match="keep optimizer steps out of compiled code"):
+    with nothing_happens(), pytest.raises(Exception, match="keep optimizer steps out of compiled code"):
         torch.compile(optimizer.step, backend="eager")()
     assert module.gain.to_local().eq(1).all()
 

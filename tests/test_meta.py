@@ -273,3 +273,23 @@ def replace_bias(m: nn.Module) -> None:
 
 def test_what_nothing_has_initialised_is_refused_by_name(workers2: Workers) -> None:
     workers2.run(check_leftovers)
+
+
+class Counted(nn.Linear):
+    """Says how often it was initialised."""
+
+    drawn = 0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.drawn += 1
+
+
+def test_a_module_under_two_names_is_initialised_once(fake_world: Callable[..., None]) -> None:
+    fake_world(1)
+    with torch.device("meta"):
+        layer = Counted(4, 4)
+        module = nn.Sequential(layer, nn.Sequential(layer))
+    layer.drawn = 0
+    zerofx.shard(module, stage=3)
+    assert layer.drawn == 1

@@ -190,3 +190,59 @@ def check_partly(executor: str) -> None:
 
 def test_a_model_of_which_a_part_is_whole_runs_compiled(workers2: Workers) -> None:
     workers2.run(check_partly, "eager")
+
+
+class Floats(nn.Module):
+    """One weight under two names of one module, another frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4), requires_grad=False)
+        self.again = self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight + self.bias) @ self.again
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_inside_nothing_is_cast_or_compiled_and_what_was_frozen_is(fake_world: Callable[..., None], stage: int) -> None:
+    fake_world(1)
+    torch._dynamo.reset()
+    precision = MixedPrecision(torch.bfloat16, output_dtype=torch.bfloat16)
+    module = zerofx.compile(Floats(), stage=stage, executor="eager", mixed_precision=precision)
+    x = torch.randn(3, 4)
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    with zerofx.unsharded(module, writeback=False):
+        assert module.again is module.weight and not isinstance(module.weight, ShardedTensor)
+        assert module.weight.requires_grad and not module.bias.requires_grad
+        out = module(x)
+        torch.testing.assert_close(out, torch.tanh(x @ module.weight + module.bias) @ module.weight)
+    assert torch._dynamo.utils.counters["frames"]["total"] == before
+    assert module.again is module.weight and module(x).dtype == torch.bfloat16
+
+
+def test_an_edit_between_forward_and_backward_is_noticed(fake_world: Callable[..., None]) -> None:
+    fake_world(1)
+    torch._dynamo.reset()
+    module = zerofx.compile(Floats(), stage=3, executor="eager")
+    out = module(torch.randn(3, 4)).sum()
+    with zerofx.unsharded(module):
+        module.weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+class PreTrainedModel(nn.Linear):
+    """What is known of transformers' class: its name, and that it generates."""
+
+    def generate(self, synced_gpus: bool | None = None) -> bool | None:
+        return synced_gpus
+
+
+def test_inside_ranks_generate_by_themselves(fake_world: Callable[..., None]) -> None:
+    fake_world(2)
+    module = zerofx.shard(nn.Sequential(PreTrainedModel(4, 4)), stage=3)
+    assert module[0].generate() is True
+    with zerofx.unsharded(module, writeback=False):
+        assert module[0].generate() is None
+    assert module[0].generate() is True and module[0].generate(synced_gpus=False) is False

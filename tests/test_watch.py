@@ -71,6 +71,7 @@ def test_a_skipped_layer_is_an_error_that_names_both_collectives(stage: int, wor
         assert kind == "OutOfStepError", (kind, message)
         assert seconds < 40, seconds
         assert re.search(r"out of step.*first coll.*rank \d has (for|back)ward.*; rank \d has (for|back)ward", message)
+        assert "leaf_modules=" in message  # what to do where data decide
     workers2._processes.stop()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -77,6 +78,21 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
+def with_own_code(function: FunctionType) -> FunctionType:
+    """A copy of ``function``, and of what it wraps, whose compiled versions Dynamo keeps apart (2.11, 2.13, 2.15)."""
+    wrapped = getattr(function, "__wrapped__", None)
+    own = with_own_code(wrapped) if isinstance(wrapped, FunctionType) else wrapped
+    cells = function.__closure__ or ()
+    closure = tuple(CellType(own) if own is not None and cell.cell_contents is wrapped else cell for cell in cells)
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    if own is not None:
+        copy.__wrapped__ = own  # type: ignore[attr-defined]
+    return copy
+
+
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """``module`` and what is in it run as they read, whatever ``.compile`` made of them (2.11, 2.13, 2.15)."""
@@ -114,6 +130,11 @@ def compile_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 def end_of_backward(callback: Callable[[], None]) -> None:
     """Inside a backward pass: call ``callback`` once it is through (2.11, 2.13, 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether the engine runs a backward pass on this thread (2.11, 2.13, 2.15)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -326,8 +347,7 @@ def traced_for(is_ours: Callable[[Any], bool]) -> bool:
         return False
     seen: list[Any] = []
     while todo:
-        backend = todo.pop()
-        if is_ours(backend):
+        if is_ours(backend := todo.pop()):
             return True
         seen.append(backend)
         for name in ("__wrapped__", "_torchdynamo_orig_backend", "compiler_fn"):
@@ -349,6 +369,16 @@ def source_name(placeholder: Node) -> str | None:
     return source.name() if callable(source.name) else source.name
 
 
+def chosen_by_data(gm: GraphModule) -> tuple[str, int] | None:
+    """File and line where Dynamo ended this graph because what comes next depends on values (2.11, 2.13, 2.15)."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    of_data = ("Data-dependent", "Data dependent", "Dynamic shape operator", "Dynamic slicing")
+    innermost = reason.user_stack[-1]
+    return (innermost.filename, innermost.lineno) if reason.reason.startswith(of_data) else None
+
+
 def static_shape(parameter: nn.Parameter) -> None:
     """Have Dynamo take the sizes of ``parameter`` for numbers, never symbols (2.11, 2.13, 2.15).
 
@@ -362,6 +392,19 @@ def gradient_edge(tensor: torch.Tensor) -> Any:
     """Where the gradient of ``tensor`` arrives in the autograd graph (2.11, 2.13, 2.15)."""
     with DisableTorchFunction():
         return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active: a checkpoint's, say (2.11, 2.13, 2.15)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Any tensor in the place of the parameter ``name`` of ``module``'s own (2.11, 2.13, 2.15)."""
+    module._parameters[name] = tensor  # type: ignore[assignment]
+    names = getattr(module, "_flat_weights_names", ())  # torch.nn.RNNBase has a list of them besides
+    if name in names:
+        module._flat_weights[names.index(name)] = tensor  # type: ignore[operator]
 
 
 def will_accumulate(parameter: torch.Tensor) -> bool:

@@ -32,6 +32,8 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
         ValueError, RuntimeError: bad options or a module that cannot be sharded; nothing has changed then.
     """
     checked = Options.of(options)
+    if fullgraph and checked.leaf_modules is not None:
+        raise ValueError("fullgraph=True with leaf_modules: leaf modules run outside of any graph. Leave one out.")
     shard_module(module, checked)
     compile_module(module, backend=Backend(checked), dynamic=dynamic, fullgraph=fullgraph)
     return module

@@ -13,7 +13,9 @@ the backward graph gathers it anew.
 
 from __future__ import annotations
 
+import inspect
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +72,7 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _shard_modules_of(gm, example_inputs, self.options)
+        _warn_of_choice(gm)
         _strip_own_frames(gm)
         _copy_returned_views(gm, example_inputs)
         unit = _CompiledGraph(self.options, example_inputs, self.pretend)
@@ -322,7 +325,39 @@ def _shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: O
                 "mixed_precision in torch.compile(..., backend='zerofx'): the module is being traced already, in full "
                 "precision. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
             )
+        if options.leaf_modules is not None:
+            raise RuntimeError(
+                "leaf_modules in torch.compile(..., backend='zerofx'): the module is being traced already, these "
+                "included. Call zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
+            )
         shard_module(module, options)
+
+
+def _warn_of_choice(gm: GraphModule) -> None:
+    """Name the line where a module with layers of its own looks at data to see what runs next, and what to do."""
+    place, frame = _torch.chosen_by_data(gm), _torch.frame_locals_and_globals()
+    if place is None or frame is None:
+        return
+    outer = frame[0].get("self", getattr(frame[0].get("whole"), "__self__", None))  # see `_torch.compile_module`
+    modules = outer.modules() if isinstance(outer, nn.Module) else ()
+    module = next((m for m in modules if _is_line_of(place, inspect.unwrap(type(m).forward))), None)
+    layers = [p for child in module.children() for p in child.parameters()] if module is not None else []
+    groups = [p._group for p in layers if isinstance(p, (ShardedTensor, ReplicatedParameter))]
+    if not groups or groups[0].layout.world_size == 1:
+        return
+    name = type(module).__name__
+    warnings.warn_explicit(
+        f"this line looks at data, and {name} has layers that may run or not run because of it. Where one rank runs a "
+        "layer and another does not, they wait for each other's collectives for ever. If that can be (a mixture of "
+        f"experts), have it gathered whole: zerofx.compile(model, leaf_modules=[{name}]); see docs/models.md.",
+        UserWarning,
+        *place,
+    )
+
+
+def _is_line_of(place: tuple[str, int], function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == place[0] and place[1] in {line for *_, line in code.co_lines()}
 
 
 def _copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

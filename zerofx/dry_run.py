@@ -72,6 +72,8 @@ def dry_run(
     for name in ("mesh", "reduce_group"):
         if getattr(checked, name) is not None:
             raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
+    if checked.leaf_modules is not None:
+        raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
     device = torch.device(device)
     check_module(module)
     module = _without_memory(module, device)

@@ -133,6 +133,8 @@ class ShardGroup:
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
             None in stage 0.
         replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3.
+        leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.leaf`).
+        kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class ShardGroup:
         self.replica: torch.Tensor | None = None
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
         self._kept: dict[Slot, torch.Tensor] = {}
+        self.leaf: Any = None
+        self.kept_unevenly = False
         self._refreshed = -1
         self._gathered_at: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer
         if family.stage in (1, 2):
@@ -198,23 +202,34 @@ class ShardGroup:
         if self.replica is None or self.shard._version == self._refreshed:
             return
         with record_function(f"zerofx: refresh {self.layout.name}"):
-            self._start_refresh()
+            self._start_all_gather(self.replica, "refresh")
+            self.mark_fresh()
 
-    def _start_refresh(self) -> None:
-        assert self.replica is not None
-        shard = self.shard
-        if shard.dtype != self.replica.dtype:
-            shard = shard.to(self.replica.dtype)
-        if self.layout.world_size > 1:
-            with alone(self.group_name, "refresh", "all-gather", self.layout.name, self.gathered_nbytes, shard.dtype):
-                if self.backend == "gloo":
-                    all_gather_pairwise_(self.replica, shard, self.group_name)  # why: passes/lower.py
-                else:
-                    args = (shard, self.layout.world_size, self.group_name)
-                    _c10d.all_gather_into_tensor_out(*args, out=self.replica)
-        elif shard is not self.shard:
-            self.replica.copy_(shard)
-        self.mark_fresh()
+    def start_gather(self) -> torch.Tensor:
+        """Start to bring the whole flat buffer, in what the model computes in; ``wait_tensor`` of it waits.
+
+        The replica, where there is one: to be read, not written. A collective, outside of any graph.
+        """
+        if self.replica is not None:
+            self.refresh()
+            return self.replica
+        dtype = self.family.precision.param_dtype or self.layout.dtype
+        buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+        with record_function(f"zerofx: gather {self.layout.name}"):
+            self._start_all_gather(buffer, "leaf module")
+        return buffer
+
+    def _start_all_gather(self, out: torch.Tensor, where: str) -> None:
+        shard = self.shard.to(out.dtype)
+        if self.layout.world_size == 1:
+            if shard.data_ptr() != out.data_ptr():
+                out.copy_(shard)
+            return
+        with alone(self.group_name, where, "all-gather", self.layout.name, self.gathered_nbytes, shard.dtype):
+            if self.backend == "gloo":
+                all_gather_pairwise_(out, shard, self.group_name)  # why: passes/lower.py
+            else:
+                _c10d.all_gather_into_tensor_out(shard, self.layout.world_size, self.group_name, out=out)
 
     def leave_gathered(self, buffer: torch.Tensor) -> None:
         """``buffer``, gathered in this forward, waits for its backward."""
@@ -277,6 +292,73 @@ class ShardGroup:
         if held:
             torch._foreach_add_(held, new)
 
+    def reduce(self, gradients: dict[Slot, torch.Tensor], *, checked: bool = False) -> None:
+        """Average whole gradients over the ranks, in one collective, and add them to the parameters' ``.grad``.
+
+        Each rank may bring those of other parameters, or none: a rank that has none counts as zeros. Beside the
+        gradients goes who has one, so that a parameter of which no rank has any gets none::
+
+            pack    | gradients for rank 0 | who has one | gradients for rank 1 | who has one | ...
+
+        A collective, outside of any graph. ``checked`` as in `accumulate`. Inside of `zerofx.no_sync` all is kept.
+        """
+        if not self.family.sync:
+            for slot, gradient in gradients.items():
+                self.keep(slot, gradient)
+            self.kept_unevenly = True
+            return
+        self.kept_unevenly = False
+        gradients = dict(gradients)
+        for slot in self.kept_slots():
+            kept = self._kept.pop(slot)
+            gradients[slot] = gradients[slot] + kept if slot in gradients else kept
+        with record_function(f"zerofx: reduce {self.layout.name}"):
+            sums = self._sum_over_ranks(self._pack(gradients))
+        average = sums[: -len(self.layout.slots)].to(self.layout.dtype) / self.layout.world_size
+        has_one = (sums[-len(self.layout.slots) :] > 0).tolist()
+        slots = [slot for slot, has in zip(self.layout.slots, has_one, strict=True) if has]
+        if self.family.stage:
+            self.accumulate(tuple(slots), average, checked=checked)
+            return
+        for slot in slots:
+            self.accumulate((slot,), self.layout.view(average, slot), checked=checked)
+
+    def _pack(self, gradients: dict[Slot, torch.Tensor]) -> torch.Tensor:
+        """See `reduce`: a row for each rank; in stage 0 one row."""
+        layout, precision = self.layout, self.family.precision
+        dtype = precision.reduce_dtype or precision.param_dtype or layout.dtype
+        rows, part = (layout.world_size, layout.shard_numel) if self.family.stage else (1, layout.numel)
+        pack = torch.zeros(rows, part + len(layout.slots), dtype=dtype, device=self.device)
+        for i, slot in enumerate(layout.slots):
+            if slot not in gradients:
+                continue
+            flat = gradients[slot].reshape(-1)
+            at = slot.offset
+            while at < slot.end:
+                row, start = divmod(at, part)
+                length = min(slot.end - at, part - start)
+                pack[row, start : start + length] = flat.narrow(0, at - slot.offset, length)
+                at += length
+            pack[:, part + i] = 1
+        return pack
+
+    def _sum_over_ranks(self, pack: torch.Tensor) -> torch.Tensor:
+        """The sum of this rank's row of every rank's ``pack``."""
+        ranks, name = self.layout.world_size, self.layout.name
+        if ranks == 1:
+            return pack[0]
+        wait, flat = torch.ops._c10d_functional.wait_tensor, pack.view(-1)
+        kind = "reduce-scatter" if self.family.stage else "all-reduce"
+        with alone(self.group_name, "leaf module", kind, name, pack.nbytes, pack.dtype):
+            if self.family.stage == 0:
+                dist.all_reduce(flat, group=self.process_group)
+                return flat
+            if self.backend != "gloo":
+                return wait(_c10d.reduce_scatter_tensor(flat, "sum", ranks, self.group_name))
+            parts = wait(torch.ops.zerofx.all_to_all_pairwise(flat, ranks, self.group_name))  # why: passes/lower.py
+            wider = max(self.layout.dtype, pack.dtype, key=lambda dtype: dtype.itemsize)
+            return parts.view(ranks, -1).sum(0, dtype=wider)
+
     def keep(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Add a whole gradient of this rank's own to what `zerofx.no_sync` keeps back."""
         if not _is_accumulated(self.parameter(slot)):
@@ -294,11 +376,12 @@ class ShardGroup:
 
     def has_kept(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""
-        return bool(self._kept)
+        return bool(self._kept) or self.kept_unevenly
 
     def drop_kept(self) -> None:
         """Forget what was kept."""
         self._kept.clear()
+        self.kept_unevenly = False
 
     def take_kept(self, slot: Slot) -> torch.Tensor | None:
         """Hand out what was kept of ``slot``, once."""

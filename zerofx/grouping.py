@@ -7,7 +7,8 @@ Automatic grouping reads module names alone, so it serves a model nobody prepare
 * between blocks, what is left forms a group of its own, in registration order: embeddings before, head behind;
 * within those, one group per dtype and ``requires_grad``;
 * neighbours of the same kind that are smaller than ``min_bytes`` together are merged, and what is larger than
-  ``max_bytes`` is split between parameters.
+  ``max_bytes`` is split between parameters;
+* what is in a leaf module (`zerofx.leaf`) is neither: it has one group for itself per dtype and ``requires_grad``.
 
 ``groups=`` overrides what a block is: module classes, or a function ``(name, module) -> bool``.
 """
@@ -60,6 +61,7 @@ class _Draft:
     block: str
     dtype: torch.dtype
     requires_grad: bool
+    leaf: str | None
     members: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
     @property
@@ -67,28 +69,31 @@ class _Draft:
         return sum(p.numel() * p.element_size() for _, p in self.members)
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool]:
-        return self.dtype, self.requires_grad
+    def kind(self) -> tuple[torch.dtype, bool, str | None]:
+        return self.dtype, self.requires_grad, self.leaf
 
 
-def plan_groups(module: nn.Module, world_size: int, grouping: Grouping) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
+def plan_groups(
+    module: nn.Module, world_size: int, grouping: Grouping, leaves: Iterable[str] = ()
+) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
 
-    A parameter that occurs under several names is taken once, under the first.
+    A parameter that occurs under several names is taken once, under the first. ``leaves`` are names of leaf modules.
     """
     drafts: list[_Draft] = []
-    block_of = _block_rule(module, grouping)
+    block_of, leaves = _block_rule(module, grouping), tuple(leaves)
     runs = 0
     last_block: str | None = None
     for name, parameter in module.named_parameters():
-        block = block_of(name)
+        leaf = next((leaf for leaf in leaves if not leaf or name.startswith(f"{leaf}.")), None)
+        block = block_of(name) if leaf is None else leaf
         if block is None:
             runs += last_block is not None or not drafts
             last_block = None
             key = f"\0{runs}"  # a run of parameters between blocks
         else:
             key = last_block = block
-        kind = (parameter.dtype, parameter.requires_grad)
+        kind = (parameter.dtype, parameter.requires_grad, leaf)
         draft = next((d for d in reversed(drafts) if d.block == key and d.kind == kind), None)
         if draft is None:
             drafts.append(draft := _Draft(key, *kind))
@@ -141,20 +146,23 @@ def _merge(drafts: list[_Draft], min_bytes: int) -> list[_Draft]:
     merged: list[_Draft] = []
     for draft in drafts:
         near = next((d for d in reversed(merged) if d.kind == draft.kind), None)
-        if near is not None and near.nbytes + draft.nbytes < min_bytes:
+        if near is not None and draft.leaf is None and near.nbytes + draft.nbytes < min_bytes:
             near.members += draft.members
         else:
-            merged.append(_Draft(draft.block, draft.dtype, draft.requires_grad, list(draft.members)))
+            merged.append(_Draft(draft.block, *draft.kind, list(draft.members)))
     return merged
 
 
 def _split(draft: _Draft, max_bytes: int) -> list[_Draft]:
-    """Cut a draft between parameters into parts of at most ``max_bytes`` (a larger parameter is a part by itself)."""
+    """Cut a draft between parameters into parts of at most ``max_bytes`` (a larger parameter is a part by itself).
+
+    Not one of a leaf module, all of which is there at once anyway.
+    """
     parts: list[_Draft] = []
     for member in draft.members:
         nbytes = member[1].numel() * member[1].element_size()
-        if not parts or parts[-1].nbytes + nbytes > max_bytes:
-            parts.append(_Draft(draft.block, draft.dtype, draft.requires_grad))
+        if not parts or (parts[-1].nbytes + nbytes > max_bytes and draft.leaf is None):
+            parts.append(_Draft(draft.block, *draft.kind))
         parts[-1].members.append(member)
     return parts
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zerofx._torch import DisableTorchFunction, pytree
+from zerofx._torch import DisableTorchFunction, end_of_backward, inside_backward, pytree
 from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -59,18 +59,40 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
     Inside of `zerofx.no_sync` it is kept instead.
     """
     group, slot = parameter._group, parameter._slot
+    if (leaf := leaf_of(group)) is not None:
+        leaf.collect(group, slot, gradient)
+        return
     if not group.family.sync:
         group.keep(slot, gradient)
         return
+    reduce_rest(group.family)
     flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or group.layout.dtype, copy=True)
     if (kept := group.take_kept(slot)) is not None:
         flat += kept.reshape(-1)
     group.accumulate((slot,), _average(group, slot, flat))
 
 
+def leaf_of(group: ShardGroup) -> Any:
+    """The leaf module's call that has ``group`` whole, in whose backward this is: nothing needs a collective then."""
+    return group.leaf if inside_backward() else None
+
+
+def reduce_rest(family: Family) -> bool:
+    """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced.
+
+    Returns whether anything is kept.
+    """
+    kept = any(group.has_kept() for group in family.groups())
+    if kept:
+        end_of_backward(lambda: reduce_kept(family))
+    return kept
+
+
 def reduce_kept(family: Family) -> None:
     """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
     for group in family.groups():
+        if group.kept_unevenly:
+            group.reduce({}, checked=True)
         for slot in group.kept_slots():
             kept = group.take_kept(slot)
             assert kept is not None
@@ -111,9 +133,13 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
         if gradient is None or target is None:
             return None  # compiled code has seen to it
         group, slot = target._group, target._slot
+        if (leaf := leaf_of(group)) is not None:
+            leaf.collect(group, slot, gradient)
+            return torch.zeros_like(gradient)
         if not group.family.sync:
             group.keep(slot, gradient)
             return torch.zeros_like(gradient)
+        reduce_rest(group.family)
         flat = gradient.reshape(-1).to(gradient.dtype, copy=True)
         if (kept := group.take_kept(slot)) is not None:
             flat += kept.reshape(-1)
@@ -163,7 +189,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
         ctx.parameter = parameter
-        return gather_tensor(parameter)
+        return _whole(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> None:
@@ -187,13 +213,19 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
     optimizer = _enclosing_optimizer(frame)
     if optimizer is not None:
         raise TypeError(not_elementwise(optimizer, func_name, tensor._slot.name))
-    _warn(frame, func_name, tensor)
+    if leaf_of(tensor._group) is None:
+        _warn(frame, func_name, tensor)
     if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
         full = _Unshard.apply(tensor)
     else:
-        full = gather_tensor(tensor)
+        full = _whole(tensor)
     # Code of the model that was not compiled sees what compiled code sees (`precision`).
     return full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
+
+
+def _whole(tensor: ShardedTensor) -> torch.Tensor:
+    leaf = leaf_of(tensor._group) if tensor._group.holds(tensor._local) else None
+    return gather_tensor(tensor) if leaf is None else leaf.whole(tensor)
 
 
 def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:

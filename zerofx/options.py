@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.grouping import BlockRule, Grouping
+from zerofx.leaf import LeafRule, check_rules
 from zerofx.passes.context import Buckets, Executor
 from zerofx.precision import MixedPrecision
 
@@ -32,6 +33,8 @@ class Options:
             when each gather starts one group ahead keeps the last groups gathered from forward to backward, and then
             starts gathers earlier still. None: just what one group ahead takes; ``math.inf``: all stay gathered.
         groups: see `zerofx.grouping`.
+        leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
+            are gathered whole when they are entered; for modules whose code chooses layers by data. See `zerofx.leaf`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
             reductions of compiled graphs run: no gather queues behind one. None: all in one.
@@ -50,6 +53,7 @@ class Options:
     executor: Executor = "inductor"
     memory_budget: float | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
+    leaf_modules: Sequence[LeafRule] | None = None
     mesh: DeviceMesh | None = None
     reduce_group: dist.ProcessGroup | str | None = None
     init_sync: bool = True
@@ -84,6 +88,7 @@ class Options:
             except (RuntimeError, TypeError) as e:
                 raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
         Grouping.of(self.groups)
+        check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
         if self.mesh is not None and self.mesh.ndim != 1:

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from zerofx._torch import end_of_backward
 from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
-from zerofx.ondemand import reduce_kept
+from zerofx.ondemand import reduce_rest
 from zerofx.parameter import ShardedTensor
 from zerofx.passes.context import Sync
 
@@ -66,9 +65,8 @@ def backward_runner(variant: Callable[[Sync], BackwardCode], family: Family, n_o
         sync: Sync = "keep"
         if family.sync:
             sync = "reduce"
-            if any(group.has_kept() for group in family.groups()):
+            if reduce_rest(family):
                 sync = "merge"
-                end_of_backward(lambda: reduce_kept(family))
         return variant(sync)(args, n_outputs)
 
     backward._boxed_call = True  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerofx.grouping import Grouping, plan_groups
 from zerofx.hugging_face import keep_in_step
 from zerofx.initialize import Template, check_init, initialize, replace_by_empty
 from zerofx.layout import GroupLayout
+from zerofx.leaf import leaf_names, make_leaves
 from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
@@ -85,6 +87,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
         groups.append(group)
     if on_meta:
         _initialize(module, options, templates, device, process_group)
+    make_leaves(module, leaf_names(module, options.leaf_modules), keep=options.memory_budget == math.inf)
     if sync:
         for buffer in module.buffers():
             _broadcast(buffer, process_group)
@@ -237,13 +240,15 @@ def _plan_alike(
         _check_init(module, options)
         check_backend(process_group, device)
         _check_reduce_group(options, process_group)
-        planned = plan_groups(module, process_group.size(), Grouping.of(options.groups))
+        leaves = leaf_names(module, options.leaf_modules)
+        planned = plan_groups(module, process_group.size(), Grouping.of(options.groups), leaves)
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
         facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
         chosen: dict[str, Any] = {
             "stage": options.stage,
             "mixed_precision": options.mixed_precision,
             "buckets": options.buckets,
+            "leaf_modules": leaves,
         }
         chosen |= {"memory_budget": options.memory_budget, "executor": options.executor}
         chosen |= {"reduce_group": options.reduce_group}

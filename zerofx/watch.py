@@ -45,6 +45,8 @@ SILENT = 4 * TICK
 REMEMBERED = 256
 """Graphs that a rank remembers to have run."""
 
+_BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
+
 
 class Watch:
     """What this rank is doing in one process group."""
@@ -190,7 +192,7 @@ class Watch:
                 a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in (mine[i], theirs[i]))
                 self._fail(
                     f"ranks {self.rank} and {other} are out of step: {difference(a, b, self.rank, other)}. "
-                    "Every rank must run the same layers in the same order (docs/debugging.md)."
+                    f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
                 )
                 return
 
@@ -204,7 +206,9 @@ class Watch:
             if state is None or tuple(state["at"]) < at:
                 missing.append(f"rank {rank} ({'never heard of' if state is None else 'last at ' + state['last']})")
         who = ", ".join(missing) or "no rank: all have started it"
-        self._fail(f"rank {self.rank} has waited {self.timeout:g} s for {schedule.where(i)}; missing: {who}.")
+        self._fail(
+            f"rank {self.rank} has waited {self.timeout:g} s for {schedule.where(i)}; missing: {who}. {_BY_DATA}"
+        )
 
     def _fail(self, why: str) -> None:
         self.failure = why

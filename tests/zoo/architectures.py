@@ -13,6 +13,7 @@ Dropout of any kind is off, so that one process can repeat what ranks do.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,13 +65,26 @@ _SOUND = dict(
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model: ``make`` builds it; or ``model`` is a class of transformers, ``config`` what its configuration gets."""
+    """A model: ``make`` builds it; or ``model`` is a class of transformers, ``config`` what its configuration gets.
+
+    ``needs``: a package that the zoo has models of where it is installed.
+    """
 
     family: str
     batch: str
     model: str = ""
     config: Any = None
     make: Callable[[], nn.Module] | None = None
+    needs: str = "transformers"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the package that it is of can be imported."""
+        try:
+            importlib.import_module(self.needs)
+        except (ImportError, RuntimeError):  # timm needs a torchvision that was made for this PyTorch
+            return False
+        return True
 
     def build(self, seed: int) -> nn.Module:
         """In training mode, weights from the seed."""
@@ -130,6 +144,23 @@ class Recurrent(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.lstm(self.embedding(input_ids))[0])
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Classifier(nn.Module):
+    """A model of timm's, with a loss."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        import timm.models
+
+        self.model = getattr(timm.models, name)(num_classes=CLASSES, **options)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(pixel_values), labels)
+
+
+def _timm(name: str, **options: Any) -> Architecture:
+    return Architecture("vision (timm)", "image", make=lambda: Classifier(name, **options), needs="timm")
 
 
 _EXPERTS = {**_GROUPED, "num_experts_per_tok": 2}
@@ -221,6 +252,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "unet": A("vision", "pixels", make=UNet),
+    "timm_vit": _timm("VisionTransformer", img_size=IMAGE, patch_size=8, embed_dim=32, depth=2, num_heads=4),
+    "timm_mixer": _timm("MlpMixer", img_size=IMAGE, patch_size=8, embed_dim=32, num_blocks=2),
+    "timm_convnext": _timm("ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
+    "timm_densenet": _timm("DenseNet", growth_rate=4, block_config=(2, 2)),
+    "timm_xcit": _timm("Xcit", img_size=IMAGE, patch_size=8, embed_dim=32, depth=2, num_heads=4, cls_attn_layers=1),
     # Audio
     "whisper": A(
         *("audio", "spectrogram", "WhisperForConditionalGeneration"),

@@ -30,4 +30,6 @@ def test_it_trains_as_in_one_process(workers2, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REST)
 def test_all_train_as_in_one_process(workers2, name: str) -> None:
+    if not ARCHITECTURES[name].is_here:
+        pytest.skip(f"{ARCHITECTURES[name].needs} is not installed")
     check(workers2, name, 3)
