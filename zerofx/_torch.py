@@ -282,7 +282,7 @@ def allocations(runs: Sequence[Callable[[], object]]) -> list[list[int]]:
         for run in runs:
             with torch.profiler.record_function(name):
                 held = run()  # noqa: F841
-    events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = prof.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == name)
     return [[nbytes for time, nbytes in changes if start <= time <= end] for start, end in spans]
