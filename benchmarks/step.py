@@ -130,6 +130,8 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-3-8MiB": zerofx(3, max_bytes=8 << 20),
     "zerofx-2-8MiB": zerofx(2, max_bytes=8 << 20),
     "zerofx-3-apart": zerofx(3, apart=True),
+    "zerofx-3-64MB": zerofx(3, memory_budget=64e6),
+    "zerofx-3-all": zerofx(3, memory_budget=float("inf")),
     "zerofx-0": zerofx(0),
     "zerofx-1": zerofx(1),
     "zerofx-2": zerofx(2),
