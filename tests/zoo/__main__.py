@@ -47,7 +47,7 @@ def main() -> int:
         rows.append(row(name, outcome, "" if outcome else reason) + cells(figures))
         print(rows[-1], flush=True)
     processes.stop()
-    if chosen == list(ARCHITECTURES):
+    if not sys.argv[1:]:
         works = sum("| yes |" in r for r in rows)
         PAGE.write_text(HEAD + "\n".join(rows) + f"\n\n{works} of {len(rows)} work.\n")
     return failed > 0

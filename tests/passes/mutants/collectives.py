@@ -171,7 +171,12 @@ _wrong("an_average_that_was_scaled_before", tags("all_reduce"), -2, lambda opera
 
 @breaks("group", lambda gm, ctx: _collectives(gm, ctx)[:1])
 def a_graph_of_another_mesh(gm: GraphModule, ctx: Context, node: Node) -> None:
-    ctx.process_group = "of the other mesh"
+    ctx.process_group = ctx.reduce_group = "of the other mesh"
+
+
+@breaks("group", lambda gm, ctx: _reductions(gm, ctx)[:1])
+def a_reduction_that_has_a_group_of_its_own_among_gathers(gm: GraphModule, ctx: Context, node: Node) -> None:
+    ctx.reduce_group = "of reductions"
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
