@@ -183,7 +183,7 @@ def check_functional_call(stage: int) -> None:
 CHECKS = [check_nested, check_checkpointing, check_buffers, check_custom, check_dropout, check_functional_call]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_model_with(workers2: Workers, check: Callable[[int], None], stage: int) -> None:
     workers2.run(check, stage)

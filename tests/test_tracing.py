@@ -81,7 +81,7 @@ def collectives(stage: int, executor: str) -> tuple[list[str], list[str]]:
     return expected, [e.name for e in events if e.name.startswith(("zerofx: start", "zerofx: wait"))]
 
 
-@pytest.mark.parametrize(("stage", "executor"), [(2, "eager"), (3, "inductor")])
+@pytest.mark.parametrize(("stage", "executor"), [(2, "eager"), pytest.param(3, "inductor", marks=pytest.mark.slow)])
 def test_a_trace_names_the_group_of_every_collective_of_a_graph_and_of_the_wait_for_it(
     workers2, stage: int, executor: str
 ) -> None:
