@@ -183,8 +183,17 @@ def check_functional_call(stage: int) -> None:
 CHECKS = [check_nested, check_checkpointing, check_buffers, check_custom, check_dropout, check_functional_call]
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
-@pytest.mark.parametrize("check", CHECKS)
+SLOW = {(check_checkpointing, 2), *((check, 0) for check in CHECKS)}
+
+
+@pytest.mark.parametrize(
+    ("check", "stage"),
+    [
+        pytest.param(check, stage, marks=[pytest.mark.slow] * ((check, stage) in SLOW))
+        for check in CHECKS
+        for stage in (0, 2, 3)
+    ],
+)
 def test_a_model_with(workers2: Workers, check: Callable[[int], None], stage: int) -> None:
     workers2.run(check, stage)
 
