@@ -118,8 +118,8 @@ class Meanings:
         return number
 
     def stored(self, ref: ParameterRef) -> Number:
-        """Of the parameter as its shards have it."""
-        return hash(("parameter", ref.layout.name, ref.slot.name))
+        """Of the parameter as its shards have it. Empty ones of a shape are alike: they have no elements."""
+        return hash(("parameter", ref.layout.name, ref.slot.name if ref.slot.numel else ref.slot.shape))
 
     def cast(self, number: Number, source: torch.dtype, to: torch.dtype) -> Number:
         """Of a value converted from ``source``."""
