@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,6 +81,35 @@ def check_breaks(executor: str) -> int:
 @executors
 def test_graphs_that_share_a_group_give_the_sum_of_their_gradients(workers2: Workers, executor: str) -> None:
     assert workers2.run(check_breaks, executor) == [2, 2]
+
+
+class BrokenLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(5, 5), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        torch._dynamo.graph_break()
+        return x * self.scale
+
+
+def check_many_broken_layers() -> int:
+    """Rank 1 alone meets other lengths, for which it compiles layers anew before it has seen the last of them."""
+    module, plain = twins(lambda: nn.Sequential(*(BrokenLayer() for _ in range(10))))
+    zerofx.compile(module, executor="eager", dynamic=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*outside of a compiled graph")
+        for width in (2, 2 + dist.get_rank()):
+            module(torch.ones(width, 5)).mean().backward()
+            plain(torch.ones(2, 5)).mean().backward()  # rows are alike, so that their number does not matter
+    same_gradients(module, plain)
+    return len(zerofx.graphs(module))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile has no recompile_limit")
+def test_more_than_eight_layers_of_one_code_are_compiled_on_every_rank(workers2: Workers) -> None:
+    assert workers2.run(check_many_broken_layers) == [20, 40]
 
 
 # -- several modules

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any
@@ -68,7 +69,13 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     Dynamo keeps what it compiled with the code of the outermost frame, eight versions at most, for as long as that
     code lives. A copy of the code per module means that models of one class neither share the eight, nor outlive
     themselves. And Dynamo skips PyTorch's own frames, such as ``nn.Sequential.forward``, unless it is inside already.
+
+    Where a graph breaks inside of a layer each layer is a version of the layers' code. Beyond the eighth they would run
+    uncompiled, and on a rank that has compiled one for another shape from an earlier layer on than on the others: so
+    there may be more (2.13, 2.15; 2.11 has no such option).
     """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _VERSIONS
     whole = module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,6 +83,10 @@ def compile_module(module: nn.Module, **options: Any) -> None:
 
     call.__code__ = call.__code__.replace()
     module._compiled_call_impl = torch.compile(call, **options)
+
+
+_VERSIONS = 256
+"""Of one code; Dynamo's ``accumulated_recompile_limit`` is as much."""
 
 
 def with_own_code(function: FunctionType) -> FunctionType:
