@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
@@ -87,6 +88,32 @@ def compile_module(module: nn.Module, **options: Any) -> None:
 
 _VERSIONS = 256
 """Of one code; Dynamo's ``accumulated_recompile_limit`` is as much."""
+
+
+def watch_arguments(check: Callable[[Any], None]) -> None:
+    """Have ``check`` called with what functorch wraps and TorchScript is given (2.11, 2.13, 2.15).
+
+    Neither asks ``__torch_function__``: they go on to kernels with the tensor as it is.
+    """
+    owners: list[tuple[Any, str]] = [
+        (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
+        (torch._functorch.eager_transforms, "_maybe_wrap_functional_tensor"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+        (torch._C.ScriptFunction, "__call__"),
+        (torch._C.ScriptMethod, "__call__"),
+    ]
+    for owner, name in owners:
+        setattr(owner, name, _checking(getattr(owner, name), check))
+
+
+def _checking(function: Callable, check: Callable[[Any], None]) -> Callable:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for x in pytree.arg_tree_leaves(*args, **kwargs):
+            check(x)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def with_own_code(function: FunctionType) -> FunctionType:

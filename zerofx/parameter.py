@@ -9,7 +9,8 @@ What ``__torch_function__`` does with an operation on one:
 ====================================  ==============================================================================
 while Dynamo traces for zerofx        nothing: Dynamo sees an ordinary tensor of the full shape, cast to what the
                                       model computes in (`precision`)
-while anything else traces            refused: its code would read memory that is not there
+while anything else traces            refused: its code would read memory that is not there. So are functorch's
+                                      wrappers and arguments of TorchScript, which do not ask (`watch_arguments`)
 metadata (shape, grad, ...)           answered as is
 elementwise, among one slot           runs on the slices: optimizers, scaling, clipping (`elementwise`)
 reductions to a scalar, norms         slices, then one all-reduce
@@ -35,6 +36,7 @@ from zerofx._torch import (
     run_while_tracing,
     static_shape,
     traced_for,
+    watch_arguments,
 )
 from zerofx.layout import Slot
 
@@ -59,6 +61,8 @@ class ShardedTensor(torch.Tensor):
         if torch.compiler.is_compiling():
             _check_backend(cls._traced_as)
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        if torch.jit.is_tracing():
+            _refuse_argument(next(x for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if type(x) in types))
         from zerofx.elementwise import dispatch
 
         return dispatch(func, args, kwargs or {})
@@ -255,6 +259,19 @@ def _check_backend(what: str) -> None:
             'Use zerofx.compile(module), or torch.compile(..., backend="zerofx"); keep optimizer steps out of compiled '
             "code; if you wrap zerofx's backend in a function of your own, mark it with functools.wraps."
         )
+
+
+def _refuse_argument(x: Any) -> None:
+    """Raise for a sharded tensor that reaches code which would read the memory it does not have."""
+    if not torch.compiler.is_compiling() and isinstance(x, ShardedTensor):
+        raise RuntimeError(
+            f"the sharded tensor {x._slot.name!r} reaches a transform of torch.func (grad, vjp, vmap, ...) "
+            "or TorchScript, which read its memory, and this rank has only a slice. Pass parameter.full_tensor(), or "
+            "use weights inside of `with zerofx.unsharded(module):`."
+        )
+
+
+watch_arguments(_refuse_argument)
 
 
 def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
