@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zerofx._torch import DisableTorchFunction, end_of_backward, inside_backward, pytree
+from zerofx._torch import DisableTorchFunction, end_of_backward, inlined_alone, inside_backward, pytree
 from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -244,6 +244,7 @@ class GatheredView(torch.Tensor):
     """
 
     @classmethod
+    @inlined_alone
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "").split(".")[0]
         written = [(kwargs or {}).get("out"), args[0] if is_in_place(name) and args else None]
