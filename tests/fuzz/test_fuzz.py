@@ -17,6 +17,7 @@ from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe, kinds
 from tests.fuzz.strategies import recipes
 
 LINEAR = Layer("linear", width=4)
+CUSTOM = Layer("custom", width=6, frozen=True)
 
 
 @settings(
@@ -68,6 +69,26 @@ FOUND = {
         )
         for stage in (0, 3)
     },
+    # Weights without elements lie at one place: the verifier took one for the other.
+    "empty_weights_of_one_shape": Recipe(
+        (LINEAR, Layer("sequence", children=(Layer("empty"), Layer("empty"))), LINEAR)
+    ),
+    # Dynamo compiled the __torch_function__ of a view of a gathered weight, and went round in it.
+    "a_view_of_a_weight_where_a_graph_breaks_in_evaluation": Recipe(
+        (
+            Layer("branch", children=(Layer("peek", width=2), Layer("checkpoint", children=(CUSTOM,)), Layer("break"))),
+            Layer("residual", children=(Layer("empty", width=9, bias=False),)),
+            Layer("positions", width=6, frozen=True, of=3),
+            Layer("sequence", children=(Layer("branch", children=(Layer("stash", width=8, frozen=True),)),)),
+        ),
+        steps=(("plain",), ("eval",)),
+        grouping="linear",
+        budget="some",
+        optimizer="before",
+        output="dict",
+        zero=False,
+        seed=4,
+    ),
 }
 
 
