@@ -231,14 +231,15 @@ def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtyp
 
 
 def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether ``func`` brings parameters and activations of ``dtype`` together, and writes to neither."""
+    """Whether ``func`` brings parameters and activations of ``dtype``, or indices, together, and writes to neither."""
     from zerofx.ondemand import is_in_place
 
     name = getattr(func, "__name__", "").split(".")[0]
     if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):
         return False
-    met = (x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor))
-    return any(x.dtype == dtype and not isinstance(x, ReplicatedParameter) for x in met)
+    met = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
+    others = [x for x in met if not isinstance(x, ReplicatedParameter)]
+    return any(x.dtype == dtype or not (x.is_floating_point() or x.is_complex()) for x in others)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
