@@ -143,6 +143,38 @@ def test_gradscaler_skips_a_step_on_all_ranks_when_one_overflows(workers3, stage
         assert found == {"moved": [True, False, True], "scales": [1024.0, 512.0, 512.0], "finite": True}
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def gradient_near_the_largest(stage: int, where: str) -> torch.Tensor:
+    module, options = nn.Sequential(Scaled()).half(), {}
+    if where == "on demand":
+        module[0].forward = torch.compiler.disable(module[0].forward)
+    if where == "leaf":
+        options["leaf_modules"] = [Scaled]
+    precision = zerofx.MixedPrecision(reduce_dtype=FP32)
+    zerofx.compile(module, stage=stage, executor="eager", mixed_precision=precision, **options)
+    module(torch.full((5,), 40000.0, dtype=FP16)).backward()
+    gradient = module[0].weight.grad
+    return gradient.full_tensor() if stage else gradient
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", ["compiled", "on demand", "leaf"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sum_over_ranks_that_the_parameters_dtype_cannot_hold_is_scaled_first(
+    workers2, stage: int, where: str
+) -> None:
+    for gradient in workers2.run(gradient_near_the_largest, stage, where):
+        assert gradient.dtype == FP16 and gradient.eq(40000).all()  # their sum is infinite in float16
+
+
 class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()

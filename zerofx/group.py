@@ -314,7 +314,7 @@ class ShardGroup:
             gradients[slot] = gradients[slot] + kept if slot in gradients else kept
         with record_function(f"zerofx: reduce {self.layout.name}"):
             sums = self._sum_over_ranks(self._pack(gradients))
-        average = sums[: -len(self.layout.slots)].to(self.layout.dtype) / self.layout.world_size
+        average = averaged(sums[: -len(self.layout.slots)], self.layout.dtype, self.layout.world_size)
         has_one = (sums[-len(self.layout.slots) :] > 0).tolist()
         slots = [slot for slot, has in zip(self.layout.slots, has_one, strict=True) if has]
         if self.family.stage:
@@ -386,6 +386,15 @@ class ShardGroup:
     def take_kept(self, slot: Slot) -> torch.Tensor | None:
         """Hand out what was kept of ``slot``, once."""
         return self._kept.pop(slot, None)
+
+
+def averaged(sums: torch.Tensor, dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    """The average, in ``dtype``, of which ``sums`` is the sum over ``ranks``.
+
+    Scaled in the wider of both dtypes: a sum is up to M times its average, and may be too large for the narrower.
+    """
+    wider = max(sums.dtype, dtype, key=lambda dtype: dtype.itemsize)
+    return (sums.to(wider) / ranks).to(dtype)
 
 
 def _is_accumulated(parameter: ShardedParameter) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zerofx._torch import DisableTorchFunction, end_of_backward, inlined_alone, inside_backward, pytree
-from zerofx.group import Family, ShardGroup
+from zerofx.group import Family, ShardGroup, averaged
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 from zerofx.printing import format_bytes
@@ -111,7 +111,7 @@ def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     if group.family.stage == 0:
         if ranks > 1:
             dist.all_reduce(flat, group=group.process_group)
-        return (flat.to(group.layout.dtype) / ranks).view(slot.shape)
+        return averaged(flat, group.layout.dtype, ranks).view(slot.shape)
     for rank in range(ranks):
         piece = group.layout.piece(slot, rank)
         if piece.length and ranks > 1:
@@ -119,8 +119,8 @@ def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
             dist.reduce(part, group=group.process_group, group_dst=rank)
     piece = group.layout.piece(slot, group.rank)
     shard = torch.zeros_like(group.shard)
-    mine = flat.narrow(0, piece.in_parameter, piece.length).to(shard.dtype) / ranks
-    group.local(slot, shard).copy_(mine)
+    mine = flat.narrow(0, piece.in_parameter, piece.length)
+    group.local(slot, shard).copy_(averaged(mine, shard.dtype, ranks))
     return shard
 
 
@@ -140,7 +140,7 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
             group.keep(slot, gradient)
             return torch.zeros_like(gradient)
         reduce_rest(group.family)
-        flat = gradient.reshape(-1).to(gradient.dtype, copy=True)
+        flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or gradient.dtype, copy=True)
         if (kept := group.take_kept(slot)) is not None:
             flat += kept.reshape(-1)
         return _average(group, slot, flat)
