@@ -62,7 +62,7 @@ class ShardedTensor(torch.Tensor):
             _check_backend(cls._traced_as)
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
         if torch.jit.is_tracing():
-            _refuse_argument(next(x for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if type(x) in types))
+            pytree.tree_map(_refuse_argument, (args, kwargs))
         from zerofx.elementwise import dispatch
 
         return dispatch(func, args, kwargs or {})
