@@ -178,6 +178,29 @@ class TorchFusedUnclipped(TorchFused):
     kind, clip = "fp32", False
 
 
+class TorchFusedMixed(TorchFused):
+    """With what mixed precision needs: bfloat16 gradients unscaled into float32, and the weights cast for forward."""
+
+    kind = "bf16 clip"
+
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        self.scale = torch.full((), 1024.0, device=self.device)
+        self.low = [p.detach().bfloat16() for p in self.parameters]
+        self.scaled = [torch.ones_like(weight) for weight in self.low]
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.scaled
+
+    def step(self) -> None:
+        for p, gradient in zip(self.parameters, self.scaled, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(gradient)
+        torch._foreach_div_([p.grad for p in self.parameters], self.scale)
+        super().step()
+        torch._foreach_copy_(self.low, [p.detach() for p in self.parameters])
+
+
 class Fsdp2(Contender):
     """The step that FSDP2's users run: clip_grad_norm_ and AdamW on DTensors."""
 
@@ -236,6 +259,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "torch foreach unclipped": TorchForeachUnclipped,
     "torch fused": TorchFused,
     "torch fused unclipped": TorchFusedUnclipped,
+    "torch fused mixed": TorchFusedMixed,
     "fsdp2": Fsdp2,
     "fsdp2 fused": Fsdp2Fused,
     "deepspeed cpu": DeepSpeedCpu,

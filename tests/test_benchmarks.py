@@ -22,7 +22,7 @@ def run(tmp_path: Path, name: str, *args: str) -> dict[str, Any]:
 
 
 def test_the_optimizers_step_is_timed(tmp_path: Path) -> None:
-    names = ["copy", "fused kernel", "zerofx", "zerofx unclipped", "torch foreach", "fsdp2"]
+    names = ["copy", "fused kernel", "zerofx", "zerofx unclipped", "torch foreach", "torch fused mixed", "fsdp2"]
     found = run(tmp_path, "optimizer", "--warmup=1", f"--contenders={','.join(names)}")
     assert list(found["contenders"]) == names
     for name, row in found["contenders"].items():
