@@ -132,6 +132,8 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-3-apart": zerofx(3, apart=True),
     "zerofx-3-64MB": zerofx(3, memory_budget=64e6),
     "zerofx-3-all": zerofx(3, memory_budget=float("inf")),
+    "zerofx-3-step": zerofx(3),
+    "zerofx-2-step": zerofx(2),
     "zerofx-0": zerofx(0),
     "zerofx-1": zerofx(1),
     "zerofx-2": zerofx(2),
@@ -158,6 +160,7 @@ class Contender:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = CONTENDERS[name](model)
         self.engine = name.startswith("deepspeed")  # brings its own backward and optimizer
+        self.steps_in_backward = name.startswith("zerofx") and name.endswith("-step")
         if not self.engine:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.name, self.args, self.device = name, args, device
@@ -196,6 +199,9 @@ class Contender:
         if self.engine:
             self.model.backward(loss)
             self.model.step()
+        elif self.steps_in_backward:
+            with importlib.import_module("zerofx").step_in_backward(self.optimizer):
+                loss.backward()
         else:
             loss.backward()
             self.optimizer.step()

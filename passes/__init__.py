@@ -21,11 +21,25 @@ from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
+from zerofx.passes.spare_gathers import spare_gathers
+from zerofx.passes.step import step
 from zerofx.passes.verify import verify
 
 Pass = Callable[[GraphModule, Context], int]
 
-PIPELINE: tuple[Pass, ...] = (rematerialize, gather, narrow, reduce, group, keep, prefetch, discard, lower, verify)
+PIPELINE: tuple[Pass, ...] = (
+    rematerialize,
+    gather,
+    narrow,
+    reduce,
+    group,
+    keep,
+    prefetch,
+    discard,
+    step,
+    lower,
+    verify,
+)
 """The passes of stages 1, 2 and 3, in order."""
 
 REPLICATED: tuple[Pass, ...] = (rematerialize, all_reduce, prefetch, lower, verify)
@@ -57,5 +71,7 @@ __all__ = [
     "prefetch",
     "reduce",
     "rematerialize",
+    "spare_gathers",
+    "step",
     "verify",
 ]

@@ -60,6 +60,8 @@ class Tag:
     reduce_scatter          its reduction (all_reduce: in stage 0), and
     wait_grad               the wait for it
     gradient                what makes the averaged gradient of it
+    step                    the update of a group in its backward, and
+    ahead                   the start of its replicas' refresh after that
     discard                 the end of a gathered buffer
     ======================  =================================================
     """
@@ -139,6 +141,8 @@ class Context:
     stage: int = 3
     buckets: Buckets = "group"
     sync: Sync = "reduce"
+    steps: bool = False
+    """Backward: groups are updated in it, each as soon as its gradient is there (`zerofx.step_in_backward`)."""
     param_dtype: torch.dtype | None = None
     """What weights compute in (`zerofx.precision`); None: the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
@@ -167,9 +171,20 @@ class Context:
     gathered: list[str] = field(default_factory=list)
     """Set by backward's `keep`: the groups whose gathered buffers are the graph's very last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
-    """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order."""
+    """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order; where it ``steps``, what
+    the outputs of its updates, which are empty, stand for."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
 
     def __post_init__(self) -> None:
         self.reduce_group = self.reduce_group or self.process_group
+
+    @property
+    def ways(self) -> list[str]:
+        """What sets this graph apart from other variants of its backward, in words; none, where it just reduces."""
+        return [self.sync] * (self.sync != "reduce") + ["step"] * self.steps
+
+    @property
+    def name(self) -> str:
+        """The phase, and the ways in brackets."""
+        return self.phase + (f" ({', '.join(self.ways)})" if self.ways else "")

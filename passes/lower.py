@@ -24,6 +24,9 @@ must not move against each other is therefore made a dependence::
     start C             ─────▶   start C, after every use of A:  no more is live than the budget allows
     wait B                       wait B, after start C:          the next gather is under way by then
 
+    step A              ─────▶   step A, after every use of A, and after the start of the reduction before it; the next
+    reduce C                     reduction after step A: the same order of collectives on every rank
+
 A value that is computed from A and read after ``start C`` is stored before it is first read, so that no later kernel
 goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
 stand. The eager executor runs the graph as it reads, marks included.
@@ -84,12 +87,7 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "all_gather":
             for buffer in dead:
-                uses, stored = _uses_before(buffer, node, order, nodes)
-                after[node] += uses
-                for value in stored:
-                    first = min(value.users, key=order.__getitem__)
-                    if first.op != "output":
-                        after[first].append(value)
+                _follow(after, node, buffer, order, nodes)
             after[node] += previous
             dead, previous = [], [node]
             started.append(node)
@@ -97,7 +95,33 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
             if node.meta["zerofx"].group != waited:
                 waited, ahead, started = node.meta["zerofx"].group, started, []
             after[node] += [start for start in ahead if start is not node.args[0]]
+    _order_steps(gm, after, order, nodes)
     return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
+
+
+def _order_steps(gm: GraphModule, after: dict[Node, list[Node]], order: dict[Node, int], nodes: list[Node]) -> None:
+    """Updates follow the readers of what they write, and take turns with reductions as the graph reads."""
+    memory: dict[str, list[Node]] = defaultdict(list)
+    for node in edit.tagged(gm.graph, "shard", "replica", "refresh", "wait", "gathered"):
+        memory[node.meta["zerofx"].group].append(node)
+    previous: list[Node] = []
+    steps = edit.tagged(gm.graph, "step")
+    for node in edit.tagged(gm.graph, "step", "ahead", "reduce_scatter") if steps else ():
+        tag = node.meta["zerofx"]
+        after[node] += previous
+        previous = [node]
+        for buffer in memory[tag.group] if tag.kind == "step" else ():
+            _follow(after, node, buffer, order, nodes)
+
+
+def _follow(after: dict[Node, list[Node]], node: Node, buffer: Node, order: dict[Node, int], nodes: list[Node]) -> None:
+    """``node`` comes when nothing reads ``buffer`` any more."""
+    uses, stored = _uses_before(buffer, node, order, nodes)
+    after[node] += uses
+    for value in stored:
+        first = min(value.users, key=order.__getitem__)
+        if first.op != "output":
+            after[first].append(value)
 
 
 def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[Node]) -> tuple[list[Node], list[Node]]:

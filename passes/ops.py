@@ -22,6 +22,14 @@ for a pair of ranks, and a request to receive that stands behind megabytes of on
 that only one direction of the link is in use at a time (docs/architecture.md has figures). Sends and receives carry a
 tag of the collective's own and match in order, so all ranks must start these collectives in the same order, as any.
 
+Two that update weights while backward runs (`step`); whoever runs the graph has said how (`stepping`):
+
+==========================================================  ========================================================
+``zerofx.step(gradient, group)``                            the optimizer's step for one group, whose averaged gradient
+                                                            this rank's shard ``gradient`` is
+``zerofx.refresh(stepped, group)``                          starts to bring the group's replicas up to date
+==========================================================  ========================================================
+
 And two statements: ``zerofx.discard(buffer)`` frees the storage of a gathered buffer here and now, and
 ``zerofx.release(buffer)`` says that a buffer of the caller's is not read any more.
 """
@@ -30,8 +38,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +57,8 @@ _library.define("unshard(Tensor shard, int[] shape, int offset, int world_size, 
 _library.define("reduce_grad(Tensor grad, int offset, int shard_numel, int world_size, str process_group) -> Tensor")
 _library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
 _library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
+_library.define("step(Tensor gradient, str group) -> Tensor")
+_library.define("refresh(Tensor stepped, str group) -> Tensor")
 
 
 def _unshard(shard: torch.Tensor, shape: list[int], offset: int, world_size: int, process_group: str) -> torch.Tensor:
@@ -81,8 +92,8 @@ ALL_GATHER_TAG, ALL_TO_ALL_TAG = 0x7A66, 0x7A67
 """Of the messages of a pairwise exchange."""
 
 
-def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: str) -> torch.Tensor:
-    """Start to fill ``out`` with every rank's ``shard`` (of any dtype); ``wait_tensor(out)`` waits for it.
+def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: str) -> list[dist.Work]:
+    """Start to fill ``out`` with every rank's ``shard`` (of any dtype); returns what to wait for, or `under_way`.
 
     ``shard`` may be this rank's part of ``out``.
     """
@@ -91,7 +102,16 @@ def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: 
     return _exchange(out, lambda rank: mine, process_group, ALL_GATHER_TAG)
 
 
-def _exchange(out: torch.Tensor, part_for: Callable[[int], torch.Tensor], process_group: str, tag: int) -> torch.Tensor:
+def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
+    """``wait_tensor(out)`` waits for ``works``; returns ``out``."""
+    for work in works:
+        register_work(out, work)
+    return out
+
+
+def _exchange(
+    out: torch.Tensor, part_for: Callable[[int], torch.Tensor], process_group: str, tag: int
+) -> list[dist.Work]:
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     parts = out.chunk(world_size)
@@ -99,9 +119,7 @@ def _exchange(out: torch.Tensor, part_for: Callable[[int], torch.Tensor], proces
     with starting(process_group):
         works = [group.recv([parts[other]], other, tag) for other in reversed(others)]
         works += [group.send([part_for(other)], other, tag) for other in others]
-    for work in under_watch(works, process_group):
-        register_work(out, work)
-    return out
+    return under_watch(works, process_group)
 
 
 def starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
@@ -115,14 +133,62 @@ def under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
 
 
 def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    return all_gather_pairwise_(_gathered(shard, world_size), shard, process_group)
+    out = _gathered(shard, world_size)
+    return under_way(out, all_gather_pairwise_(out, shard, process_group))
 
 
 def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
     out, parts = torch.empty_like(pack), pack.chunk(world_size)
     rank = resolve_process_group(process_group).rank()
     out.chunk(world_size)[rank].copy_(parts[rank])
-    return _exchange(out, parts.__getitem__, process_group, ALL_TO_ALL_TAG)
+    return under_way(out, _exchange(out, parts.__getitem__, process_group, ALL_TO_ALL_TAG))
+
+
+class Stepper(Protocol):
+    """Who knows what the groups of a graph are, and their optimizer."""
+
+    def step(self, group: str, gradient: torch.Tensor) -> None:
+        """Update the parameters of ``group``."""
+
+    def refresh(self, group: str) -> None:
+        """Start to bring the replicas of ``group`` up to date."""
+
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def stepping(stepper: Stepper | None) -> Iterator[None]:
+    """A graph runs inside, in this thread, and its groups are updated by ``stepper``."""
+    before, _here.stepper = getattr(_here, "stepper", None), stepper
+    try:
+        yield
+    finally:
+        _here.stepper = before
+
+
+def _stepper(group: str) -> Stepper:
+    stepper = getattr(_here, "stepper", None)
+    if stepper is None:
+        raise RuntimeError(
+            f"zerofx.step of group {group!r} outside of a backward in zerofx.step_in_backward: nobody said which "
+            "optimizer. Run the graph as that backward does."
+        )
+    return stepper
+
+
+def _step(gradient: torch.Tensor, group: str) -> torch.Tensor:
+    _stepper(group).step(group, gradient)
+    return gradient.new_empty(0)
+
+
+def _refresh(stepped: torch.Tensor, group: str) -> torch.Tensor:
+    _stepper(group).refresh(group)
+    return stepped.new_empty(0)
+
+
+def _nothing(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    return tensor.new_empty(0)
 
 
 def _gathered(shard: torch.Tensor, world_size: int, process_group: str = "") -> torch.Tensor:
@@ -138,6 +204,8 @@ for _name, _run, _shape in (
     ("reduce_grad", _reduce_grad, _reduced),
     ("all_gather_pairwise", _all_gather_pairwise, _gathered),
     ("all_to_all_pairwise", _all_to_all_pairwise, _exchanged),
+    ("step", _step, _nothing),
+    ("refresh", _refresh, _nothing),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _shape, "Meta")

@@ -21,6 +21,8 @@ reduction    each gradient is reduced once: where its layout has it, times one o
              not narrowed before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
+step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
+             that this changes; its replicas at most once, after that; the order is pinned
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
@@ -41,6 +43,7 @@ from zerofx.passes.context import Context
 from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned, check_read
 from zerofx.passes.proof.outputs import Outputs
 from zerofx.passes.proof.reader import Reader
+from zerofx.passes.proof.steps import check_steps
 
 
 def verify(gm: GraphModule, ctx: Context) -> int:
@@ -57,6 +60,7 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_discards(buffers, reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
     check_order(reader.waits, reader.ops, reader.order)
+    check_steps(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order)
     return 0

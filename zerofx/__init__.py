@@ -16,6 +16,7 @@ from zerofx.precision import MixedPrecision
 from zerofx.predict import Prediction, Rates, predict
 from zerofx.report import report
 from zerofx.shard import shard
+from zerofx.step import step_in_backward
 from zerofx.whole import unsharded
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "report",
     "save",
     "shard",
+    "step_in_backward",
     "unsharded",
     "verify",
 ]

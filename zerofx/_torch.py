@@ -20,7 +20,7 @@ from torch._ops import OpOverload as OpOverload
 from torch.distributed.checkpoint import metadata as _metadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION  # noqa: F401
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -144,11 +144,48 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
             m._compiled_call_impl = call
 
 
-def compile_with_inductor(gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable) -> Callable:
-    """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15)."""
-    from torch._inductor.compile_fx import compile_fx
+def compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable, on_joint: Callable[[GraphModule], Any]
+) -> Callable:
+    """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15).
 
-    return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
+    ``on_joint`` gets the joint graph before it is cut in two.
+    """
+    import torch._inductor.config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    theirs = torch._inductor.config.joint_custom_post_pass
+
+    class OnJoint(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for each in theirs if isinstance(theirs, (list, tuple)) else filter(None, [theirs]):
+                each(graph)
+            assert graph.owning_module is not None
+            on_joint(graph.owning_module)
+
+        def uuid(self) -> Any:
+            return "zerofx"  # what it decides shows in the graphs, which are in every cache's key
+
+    with torch._inductor.config.patch(joint_custom_post_pass=OnJoint()):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether a joint graph's node is the gradient of an output (2.11, 2.13, 2.15)."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def must_save(node: Node) -> None:
+    """Have the partitioner save ``node`` rather than recompute it, if backward needs it (2.11, 2.13, 2.15)."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def saving_is_decided(node: Node) -> bool:
+    """Whether a checkpoint, or `must_save`, has marked ``node`` (2.11, 2.13, 2.15)."""
+    return node.meta.get("recompute") is not None
 
 
 def compile_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -173,6 +210,11 @@ def end_of_backward(callback: Callable[[], None]) -> None:
 def inside_backward() -> bool:
     """Whether the engine runs a backward pass on this thread (2.11, 2.13, 2.15)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> int:
+    """How many ``register_post_accumulate_grad_hook`` has put there (2.11, 2.13, 2.15)."""
+    return len(parameter._post_accumulate_grad_hooks or ())
 
 
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:

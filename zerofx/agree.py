@@ -23,11 +23,12 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
 from zerofx.passes.context import Context
-from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, SCATTERS
+from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, REFRESH, SCATTERS
 from zerofx.passes.proof.meaning import Op
 
 _KINDS = {**dict.fromkeys(GATHERS, "all-gather"), **dict.fromkeys(SCATTERS, "reduce-scatter")}
@@ -79,6 +80,10 @@ class Schedule:
         for node in gm.graph.nodes:
             op = Op.of(node) if node.op == "call_function" else None
             kind = _KINDS.get(op.target) if op else None
+            if op is not None and op.target is REFRESH:
+                layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
+                dtype = ctx.param_dtype or layout.dtype
+                found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))
             if op is None or kind is None:
                 continue
             source = op.inputs[0].meta["val"]
@@ -86,8 +91,8 @@ class Schedule:
             tag = node.meta.get("zerofx")
             nbytes = int(value.numel()) * value.dtype.itemsize
             group = tag.group if tag else "the model's own"
-            found.append(Collective(kind, group, nbytes, str(value.dtype).removeprefix("torch.")))
-        return Schedule(ctx.phase if ctx.sync == "reduce" else f"{ctx.phase} ({ctx.sync})", tuple(found))
+            found.append(Collective(kind, group, nbytes, _name(value.dtype)))
+        return Schedule(ctx.name, tuple(found))
 
     def where(self, i: int) -> str:
         """The collective ``i``, in words."""
@@ -100,6 +105,10 @@ class Schedule:
         if i >= len(self.collectives):
             return self.where(i)
         return f"{self.collectives[i].kind} {self.collectives[i].group}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def difference(mine: Schedule, theirs: Schedule, rank: int, other: int) -> str:
@@ -116,7 +125,7 @@ def identity(gm: GraphModule, ctx: Context, family: int) -> str:
     """What a graph that no pass has touched is: the operators, the parameters they serve, and the model (a number)."""
     names = sorted({(ref.layout.name, ref.slot.name) for ref in [*ctx.parameters.values(), *ctx.gradients.values()]})
     operators = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
-    return hashlib.sha256(repr((family, ctx.phase, ctx.sync, names, operators)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((family, ctx.name, names, operators)).encode()).hexdigest()[:16]
 
 
 def publish(store: dist.Store, schedule: Schedule, what: str, rank: int, world_size: int) -> None:

@@ -35,6 +35,7 @@ from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
 from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.shard import shard_module
@@ -78,7 +79,7 @@ class Backend:
         unit = _CompiledGraph(self.options, example_inputs, self.pretend)
         with _torch.functorch_config(lazy_backward=self.pretend is None):
             if self.options.executor == "inductor":
-                compiled = _torch.compile_with_inductor(gm, example_inputs, unit.compile_inner)
+                compiled = _torch.compile_with_inductor(gm, example_inputs, unit.compile_inner, unit.before_cut)
             else:
                 compiled = _torch.compile_with_aot_autograd(
                     gm, example_inputs, unit.compile_forward, unit.compile_backward, unit.compile_inference
@@ -110,6 +111,15 @@ class _CompiledGraph:
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings = Meanings()
         self.names = frozenset(layout.name for layout in self.groups)
+
+    def before_cut(self, joint: GraphModule) -> None:
+        """Forward and backward in one graph: what backward is to recompute is decided next."""
+        if any(group.family.stage == 3 for group in self.groups.values()):
+            spare_gathers(joint, self._parameters(joint))
+
+    def _parameters(self, gm: GraphModule) -> dict[str, ParameterRef]:
+        indices = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
+        return {name: self.sharded[i] for name, i in indices.items() if i in self.sharded}
 
     def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         """Inductor's ``inner_compile``."""
@@ -159,35 +169,50 @@ class _CompiledGraph:
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
         return forward_runner(
-            observed(compiled, trace), kept, [self.groups[layout] for layout in ctx.shards], saved, gathered
+            observed(compiled, trace),
+            kept,
+            [self.groups[layout] for layout in ctx.shards],
+            saved,
+            gathered,
+            uses=list(self.groups.values()),
+            trained=phase == "forward",
         )
 
     def _compile_backward(
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
     ) -> Callable:
-        """The variant that reduces now; those for `zerofx.no_sync` when they are first needed."""
+        """The variants: each when it is first needed, and before anything runs the one that will be first."""
         n_outputs, surroundings = len(edit.output_values(gm.graph)), _torch.compile_context()
-        variants: dict[Sync, BackwardCode] = {}
-
-        def variant(sync: Sync) -> BackwardCode:
-            if sync not in variants:
-                assert self.record.backward is not None
-                before = copy_graph(self.record.backward.before)
-                with surroundings():
-                    variants[sync] = self._backward_variant(before, sync, example_inputs, execute, static)
-            return variants[sync]
-
-        variants["reduce"] = self._backward_variant(gm, "reduce", example_inputs, execute, static)
         family = next(iter(self.groups.values())).family
+        variants: dict[tuple[Sync, bool], BackwardCode] = {}
+
+        def variant(sync: Sync, steps: bool) -> BackwardCode:
+            key = sync, steps and family.stage != 0
+            if key not in variants:
+                before = self.record.backward or self.record.backward_step
+                assert before is not None
+                with surroundings():
+                    graph = copy_graph(before.before)
+                    variants[key] = self._backward_variant(graph, *key, example_inputs, execute, static)
+            return variants[key]
+
+        first: tuple[Sync, bool] = "reduce", family.stepper is not None and family.stage != 0
+        variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
         return backward_runner(variant, family, n_outputs)
 
     def _backward_variant(
-        self, gm: GraphModule, sync: Sync, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+        self,
+        gm: GraphModule,
+        sync: Sync,
+        steps: bool,
+        example_inputs: Sequence[Any],
+        execute: Executed,
+        static: Sequence[int],
     ) -> BackwardCode:
-        ctx = self._context(gm, "backward", sync)
+        ctx = self._context(gm, "backward", sync, steps)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         compiled, inputs, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
-        setattr(self.record, "backward" if sync == "reduce" else f"backward_{sync}", trace)
+        setattr(self.record, "_".join(["backward", *ctx.ways]), trace)
 
         def ref(layout: GroupLayout) -> weakref.ref[ShardGroup]:
             return weakref.ref(self.groups[layout])
@@ -198,10 +223,12 @@ class _CompiledGraph:
             observed(compiled, trace),
             inputs,
             groups=[ref(layout) for layout in ctx.shards],
+            uses=[ref(layout) for layout in self.groups],
             kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],
             gathered=[(names.index(self.kept_gathered[name].saved), by_name[name]) for name in ctx.gathered],
             reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
             keeps=sync == "keep",
+            steps=steps,
         )
 
     def _rewrite(
@@ -233,15 +260,11 @@ class _CompiledGraph:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
         return compiled, kept, trace
 
-    def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce") -> Context:
+    def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         group = next(iter(self.groups.values()))
         precision = group.family.precision
         output = gm.graph.output_node()
-        parameters, gradients = {}, {}
-        for node in gm.graph.find_nodes(op="placeholder"):
-            index = _torch.input_index(node)
-            if index in self.sharded:
-                parameters[node.name] = self.sharded[index]
+        gradients = {}
         if phase == "backward":
             for position, index in _torch.gradient_outputs(output).items():
                 if index in self.sharded:
@@ -252,7 +275,7 @@ class _CompiledGraph:
             reduce_group=group.family.reduce_group or group.group_name,
             backend=group.backend,
             executor=self.options.executor,
-            parameters=parameters,
+            parameters=self._parameters(gm),
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients=gradients,
             recipes=self.recipes,
@@ -265,6 +288,7 @@ class _CompiledGraph:
             stage=group.family.stage,
             buckets=group.family.buckets,
             sync=sync,
+            steps=steps,
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype or precision.param_dtype,
             memory_budget=self.options.memory_budget,

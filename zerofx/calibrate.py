@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx._torch import backend_name
-from zerofx.passes.ops import all_gather_pairwise_
+from zerofx.passes.ops import all_gather_pairwise_, under_way
 from zerofx.predict import Rates
 
 _c10d = torch.ops._c10d_functional
@@ -74,7 +74,7 @@ def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> fl
 
     def run() -> object:
         if backend_name(group, device) == "gloo":
-            return _c10d.wait_tensor(all_gather_pairwise_(out, shard, group.group_name))
+            return _c10d.wait_tensor(under_way(out, all_gather_pairwise_(out, shard, group.group_name)))
         started = _c10d.all_gather_into_tensor_out(shard, world_size, group.group_name, out=out)
         return _c10d.wait_tensor(started)
 

@@ -42,7 +42,8 @@ class DeviceStep:
         self.steps = torch.zeros(rows, dtype=torch.float32, device=device)
         self._hyper = torch.zeros(rows, len(HYPER_COLUMNS), dtype=torch.float64, device=device)
         self._control = torch.zeros(len(CONTROL_COLUMNS), dtype=torch.float32, device=device)
-        self._written: list[tuple[float, ...]] = []
+        self._written: dict[int, tuple[float, ...]] = {}
+        self._index_of = {id(member): span.index for span in spans for member in span.members}
         indices = range(1 + max((span.index for span in spans), default=0))
         self._seeds = torch.tensor([(seed << 40) + (i << 24) for i in indices], device=device)
         self._meshes = meshes_of(spans)
@@ -53,7 +54,7 @@ class DeviceStep:
         self,
         runs: Sequence[Run],
         active: Sequence[Member],
-        groups: dict[int, dict[str, Any]],
+        groups: Sequence[dict[str, Any]],
         max_grad_norm: float | None,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -62,10 +63,10 @@ class DeviceStep:
 
         Args:
             active: the members that take part, those included of which nothing is here.
-            groups: the parameter group of each parameter, by the parameter's id.
+            groups: the parameter group of each of these.
             scale, found_inf: what ``GradScaler`` has to say, one element each on the device, or None.
         """
-        self._write_hyper(groups)
+        self._write_hyper(active, groups)
         total = torch.zeros(1, dtype=torch.float64, device=self.steps.device)
         if max_grad_norm is not None:
             total = self._sum_of_squares(runs)
@@ -78,7 +79,8 @@ class DeviceStep:
             hyper, steps = self._hyper[index], self.steps[index]
             _norm.finalize(total, limit, scale, found_inf, hyper, steps, self._control)
             self._hyper[index], self.steps[index] = hyper, steps
-        self._seeds += 1
+        drawn = tuple(sorted({self._index_of[id(member)] for member in active}))
+        self._seeds[self._cached(self._indices, drawn, lambda: torch.tensor(drawn))] += 1
         for run in runs:
             state = run.state()
             exp_avg, exp_avg_sq, scales = operands(state)
@@ -97,22 +99,25 @@ class DeviceStep:
             )
         return self._control[CONTROL_COLUMNS.index("total_norm")]
 
-    def _write_hyper(self, groups: dict[int, dict[str, Any]]) -> None:
+    def _write_hyper(self, active: Sequence[Member], groups: Sequence[dict[str, Any]]) -> None:
         """What the parameter groups say, where they say something new; tensors on the device stay there."""
-        values: list[tuple[float, ...]] = []
+        values: dict[int, tuple[float, ...]] = {}
         tensors: list[tuple[int, int, torch.Tensor]] = []
-        for row, member in enumerate(self._members):
-            group = groups[id(member.parameter)]
+        for member, group in zip(active, groups, strict=True):
             sign = -1.0 if group["maximize"] else 1.0
             value = [group["lr"], *group["betas"], group["eps"], group["weight_decay"], sign]
             for i, x in enumerate(value):
                 if isinstance(x, torch.Tensor):
-                    tensors.append((row, _SET_BY_HOST[i], x))
+                    tensors.append((member.row, _SET_BY_HOST[i], x))
                     value[i] = 0.0
-            values.append(tuple(value))
-        if values != self._written:
-            self._hyper[:, _SET_BY_HOST] = torch.tensor(values, dtype=torch.float64).to(self._hyper.device)
-            self._written = values
+            if self._written.get(member.row) != tuple(value):
+                values[member.row] = tuple(value)
+        if values:
+            rows = torch.tensor(list(values), device=self._hyper.device)[:, None]
+            columns = torch.tensor(_SET_BY_HOST, device=self._hyper.device)
+            new = torch.tensor(list(values.values()), dtype=torch.float64)
+            self._hyper[rows, columns] = new.to(self._hyper.device)
+            self._written |= values
         for row, column, x in tensors:
             self._hyper[row, column] = x.squeeze().to(torch.float64)
 

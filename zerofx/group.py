@@ -31,10 +31,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerofx._torch import StorageWeakRef, backend_name, resolve_process_group, storage_of, will_accumulate
+from zerofx._torch import (
+    StorageWeakRef,
+    backend_name,
+    inside_backward,
+    resolve_process_group,
+    storage_of,
+    will_accumulate,
+)
 from zerofx.layout import GroupLayout, Slot
 from zerofx.passes.context import Buckets
-from zerofx.passes.ops import all_gather_pairwise_
+from zerofx.passes.ops import all_gather_pairwise_, under_way
 from zerofx.precision import Casts, MixedPrecision
 from zerofx.watch import alone
 
@@ -52,6 +59,7 @@ class Family:
         precision: the dtypes of weights and gradients.
         buckets: what one all-reduce of stage 0 takes.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
+        stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
         reduce_group: the name of the process group of reductions, where that is another (`Options.reduce_group`).
         norms: norms of gradients that were computed ahead, see `zerofx.norms`.
@@ -64,6 +72,7 @@ class Family:
         self.precision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
         self.sync = True
+        self.stepper: Any = None
         self.number = 0
         self.reduce_group: str | None = None
         self.norms: dict[Any, Any] = {}
@@ -134,6 +143,9 @@ class ShardGroup:
             None in stage 0.
         replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3.
         leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.leaf`).
+        pending: uses whose gradient is still to come: forwards of graphs less their backwards, and all uses outside of
+            graphs. Those that never get a backward are forgotten as `zerofx.step_in_backward` ends.
+        stepped: this backward has updated it (`zerofx.step_in_backward`).
         kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
     """
 
@@ -153,6 +165,9 @@ class ShardGroup:
         self._kept: dict[Slot, torch.Tensor] = {}
         self.leaf: Any = None
         self.kept_unevenly = False
+        self.pending = 0
+        self.stepped = False
+        self._ahead: list[dist.Work] = []  # of a refresh that nobody waits for yet
         self._refreshed = -1
         self._gathered_at: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer
         if family.stage in (1, 2):
@@ -194,16 +209,35 @@ class ShardGroup:
         """Whether ``local`` is a slice of the shard: a parameter's, not a gradient's or a moment's."""
         return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
 
-    def refresh(self) -> None:
+    def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.
 
-        A collective, and the same decision on every rank: optimizers step on all ranks or on none.
+        A collective, and the same decision on every rank: optimizers step on all ranks or on none. ``inside``: it is
+        one of those of the graph that runs, and is to be waited for after the next call of this, if there is any.
         """
-        if self.replica is None or self.shard._version == self._refreshed:
+        if self.replica is None:
             return
-        with record_function(f"zerofx: refresh {self.layout.name}"):
-            self._start_all_gather(self.replica, "refresh")
-            self.mark_fresh()
+        if self.shard._version != self._refreshed:
+            with record_function(f"zerofx: refresh {self.layout.name}"):
+                self._ahead += self._start_all_gather(self.replica, "" if inside else "refresh")
+                self.mark_fresh()
+        if not inside:
+            under_way(self.replica, self._ahead)
+            self._ahead = []
+
+    def use(self, *, trained: bool) -> None:
+        """The group's weights are about to be read; ``trained``: and a gradient is to come of it.
+
+        Raises:
+            RuntimeError: they are not what this backward began with.
+        """
+        if self.stepped and inside_backward():
+            raise RuntimeError(
+                f"the weights of group {self.layout.name!r} are needed in a backward that has updated them already: of "
+                "a layer that several reentrant checkpoints run again? They are updated now, with a part of their "
+                "gradient; train such a model without zerofx.step_in_backward."
+            )
+        self.pending += trained
 
     def start_gather(self) -> torch.Tensor:
         """Start to bring the whole flat buffer, in what the model computes in; ``wait_tensor`` of it waits.
@@ -216,20 +250,20 @@ class ShardGroup:
         dtype = self.family.precision.param_dtype or self.layout.dtype
         buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         with record_function(f"zerofx: gather {self.layout.name}"):
-            self._start_all_gather(buffer, "leaf module")
-        return buffer
+            return under_way(buffer, self._start_all_gather(buffer, "leaf module"))
 
-    def _start_all_gather(self, out: torch.Tensor, where: str) -> None:
+    def _start_all_gather(self, out: torch.Tensor, where: str) -> list[dist.Work]:
+        """Returns what to wait for. ``where``: in whose name the watchdog is told; "" where it expects it."""
         shard = self.shard.to(out.dtype)
         if self.layout.world_size == 1:
             if shard.data_ptr() != out.data_ptr():
                 out.copy_(shard)
-            return
-        with alone(self.group_name, where, "all-gather", self.layout.name, self.gathered_nbytes, shard.dtype):
+            return []
+        facts = "all-gather", self.layout.name, self.gathered_nbytes, shard.dtype
+        with alone(self.group_name, where, *facts) if where else contextlib.nullcontext():
             if self.backend == "gloo":
-                all_gather_pairwise_(out, shard, self.group_name)  # why: passes/lower.py
-            else:
-                _c10d.all_gather_into_tensor_out(shard, self.layout.world_size, self.group_name, out=out)
+                return all_gather_pairwise_(out, shard, self.group_name)  # why: passes/lower.py
+            return [dist.all_gather_into_tensor(out, shard, group=self.process_group, async_op=True)]
 
     def leave_gathered(self, buffer: torch.Tensor) -> None:
         """``buffer``, gathered in this forward, waits for its backward."""
@@ -278,6 +312,12 @@ class ShardGroup:
         engine would have, unless that was ``checked``. The engine runs the parameters' post-accumulate hooks by itself,
         once every graph that uses a parameter has been here.
         """
+        if self.stepped:
+            raise RuntimeError(
+                f"group {self.layout.name!r} gets a gradient in a backward that has updated it already: of a second "
+                "backward in zerofx.step_in_backward, of a graph kept with retain_graph=True, or of a custom autograd "
+                "function. It is updated now, without that one; take such a step without zerofx.step_in_backward."
+            )
         held, new = [], []
         for slot in slots:
             parameter = self.parameter(slot)

@@ -156,6 +156,8 @@ def _run(module: nn.Module, name: str, keep: bool, forward: Callable[..., Any], 
     if not places:
         return forward(*args, **kwargs)
     call = _Call(name, list(places), keep)
+    for group in call.groups:
+        group.use(trained=torch.is_grad_enabled())
     call.gather()
     inputs = [x for x in _tensors((args, kwargs)) if x.requires_grad and not isinstance(x, ShardedTensor)]
     trained = [p for p in places if p.requires_grad]

@@ -35,6 +35,8 @@ from zerofx.watch import alone
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
+    if group.holds(tensor._local):
+        group.use(trained=False)
     if group.replica is not None and group.replica.dtype == group.layout.dtype and group.holds(tensor._local):
         group.refresh()
         whole = torch.ops._c10d_functional.wait_tensor(group.replica)
@@ -216,6 +218,7 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
     if leaf_of(tensor._group) is None:
         _warn(frame, func_name, tensor)
     if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
+        tensor._group.use(trained=True)
         full = _Unshard.apply(tensor)
     else:
         full = _whole(tensor)

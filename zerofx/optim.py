@@ -50,6 +50,7 @@ from zerofx.spans import Member, Run, Span, find_runs, find_spans, meshes_of
 
 if TYPE_CHECKING:
     from zerofx.device_step import DeviceStep
+    from zerofx.group import ShardGroup
 
 Master = Literal["float32", "split"] | None
 Moments = torch.dtype | Literal["8bit"]
@@ -106,6 +107,8 @@ class AdamW(torch.optim.AdamW):
         self.max_grad_norm, self.master, self.moments, self.seed = max_grad_norm, master, moments, seed
         self.grad_norm: torch.Tensor | None = None
         self._spans: list[Span] | None = None
+        self._spans_of: dict[ShardGroup, list[Span]] = {}
+        self._group_of: dict[int, int] = {}
         self._device_step: DeviceStep | None = None
         self._step_supports_amp_scaling = True
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
@@ -123,7 +126,21 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        spans = self._prepare()
+        if self._spans is None:
+            self._flatten()
+        assert self._spans is not None
+        self._update(self._spans, scale, found_inf)
+        return loss
+
+    @torch.no_grad()
+    def step_group(self, group: ShardGroup) -> None:
+        """One update of ``group`` alone, unclipped: a part of `step`, for `zerofx.step_in_backward`."""
+        if self._spans is None:
+            self._flatten()
+        self._update(self._spans_of[group], None, None)
+
+    def _update(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        self._prepare(spans)
         active = [member for span in spans for member in span.members if member.gradient is not None]
         if self._device_step is None:
             stepped = self._step_on_host(spans, active, scale, found_inf)
@@ -133,24 +150,19 @@ class AdamW(torch.optim.AdamW):
             self._count_writes(spans, active)
         for member in active:
             member.gradient = None
-        return loss
 
-    def _prepare(self) -> list[Span]:
-        """The spans, with what every member's gradient is, and state for those that have one."""
-        if self._spans is None:
-            self._flatten()
-        assert self._spans is not None
-        members = [member for span in self._spans for member in span.members]
+    def _prepare(self, spans: list[Span]) -> None:
+        """Look what every member's gradient is, and have state for those that have one."""
+        members = [member for span in spans for member in span.members]
         with DisableTorchFunction():
             for member in members:
                 member.take_gradient()
-        for span in self._spans:
+        for span in spans:
             if any(member.gradient is not None for member in span.members):
                 self._ensure_state(span)
             for member in span.members:
                 if member.gradient is not None and not self.state[member.parameter]:
                     self._give_state(span, member)
-        return self._spans
 
     def _give_state(self, span: Span, member: Member) -> None:
         state = {"step": self._counts[member.row]} | {
@@ -161,10 +173,9 @@ class AdamW(torch.optim.AdamW):
     def _step_on_host(
         self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> bool:
-        group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         runs: list[tuple[int, float, int, Run]] = []
         for n, span in enumerate(spans):
-            keys = [(group_of[id(member.parameter)], member.updates) for member in span.members]
+            keys = [(self._group_of[id(member.parameter)], member.updates) for member in span.members]
             runs += [(*key, n, run) for key, run in find_runs(span, keys)]
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf)
@@ -207,7 +218,7 @@ class AdamW(torch.optim.AdamW):
         device_step: DeviceStep,
     ) -> bool:
         runs = [run for span in spans for _, run in find_runs(span, [""] * len(span.members))]
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        groups = [self.param_groups[self._group_of[id(member.parameter)]] for member in active]
         norm = device_step(runs, active, groups, self.max_grad_norm, scale, found_inf)
         self.grad_norm = None if self.max_grad_norm is None else norm
         return True  # for all that the host knows
@@ -251,6 +262,11 @@ class AdamW(torch.optim.AdamW):
         """Find the spans anew, and bring the state that parameters have already into flat buffers."""
         parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         spans = self._spans = find_spans(parameters, blocks=self.moments == "8bit")
+        self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self._spans_of = defaultdict(list)
+        for span in spans:
+            if span.group is not None:
+                self._spans_of[span.group].append(span)
         device = next(iter(spans)).weights().device
         self._device_step = None
         self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition

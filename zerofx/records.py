@@ -50,8 +50,8 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """The phase, and in brackets what it does with gradients if that is not to reduce them."""
-        return self.context.phase + ("" if self.context.sync == "reduce" else f" ({self.context.sync})")
+        """The phase, and in brackets what it does with gradients if that is not just to reduce them."""
+        return self.context.name
 
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""
@@ -143,13 +143,15 @@ class GraphRecord:
     """One graph that Dynamo captured: its forward and backward, or its inference graph.
 
     ``backward_keep`` and ``backward_merge`` are the variants of the backward for `zerofx.no_sync`: inside of it, and
-    the first one after.
+    the first one after. Those with ``step`` are for `zerofx.step_in_backward`.
     """
 
     forward: Trace | None = None
     backward: Trace | None = None
     backward_keep: Trace | None = None
     backward_merge: Trace | None = None
+    backward_step: Trace | None = None
+    backward_merge_step: Trace | None = None
     inference: Trace | None = None
 
     def traces(self) -> Iterable[Trace]:

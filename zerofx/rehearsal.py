@@ -103,14 +103,14 @@ def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:
         RuntimeError: a graph has no backward yet, or its code cannot be run without numbers.
     """
     for i, record in enumerate(records):
-        if record.forward is None or record.backward is None:
+        if record.forward is None or _backward(record) is None:
             raise RuntimeError(
                 f"graph {i} of {len(records)} has no backward yet: it is compiled when it first runs. Call "
                 "loss.backward() once before zerofx.predict."
             )
     # Made before any tensor of ours is: passes run in the graphs' own fake tensor mode.
     forwards = [_Code(record.forward) for record in records]  # type: ignore[arg-type]
-    backwards = [_Code(record.backward) for record in records]  # type: ignore[arg-type]
+    backwards = [_Code(_backward(record)) for record in records]  # type: ignore[arg-type]
     recorder = Recorder(Workspaces() if probe else None)
     step = _Step(recorder)
     phases = []
@@ -126,6 +126,11 @@ def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:
     if recorder.workspaces is not None:
         recorder.workspaces.measure()
     return phases
+
+
+def _backward(record: GraphRecord) -> Trace | None:
+    """The variant that a step ran which accumulated nothing."""
+    return record.backward or record.backward_step
 
 
 class _Code:

@@ -24,6 +24,8 @@ from zerofx.layout import Slot
 from zerofx.ondemand import reduce_rest
 from zerofx.parameter import ShardedTensor
 from zerofx.passes.context import Sync
+from zerofx.passes.ops import stepping
+from zerofx.watch import skip_collective
 
 
 def forward_runner(
@@ -32,16 +34,21 @@ def forward_runner(
     groups: Sequence[ShardGroup],
     saved: dict[int, Any],
     gathered: dict[int, ShardGroup],
+    uses: Sequence[ShardGroup],
+    trained: bool,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
-    ``gathered``: the outputs that are whole groups, left gathered for backward.
+    ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
+    its backward, needs. ``trained``: a backward is to come.
     """
-    live = [weakref.ref(group) for group in groups]
+    live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
     left = {i: weakref.ref(group) for i, group in gathered.items()}
     saved_refs = {i: weakref.ref(parameter) for i, parameter in saved.items()}
 
     def forward(args: list[Any]) -> list[Any]:
+        for group in used:
+            group().use(trained=trained)  # type: ignore[union-attr]
         for group in live:
             group().refresh()  # type: ignore[union-attr]
         outputs = list(compiled(_inputs(args, kept, live)))
@@ -55,8 +62,8 @@ def forward_runner(
     return forward
 
 
-def backward_runner(variant: Callable[[Sync], BackwardCode], family: Family, n_outputs: int) -> Callable:
-    """The boxed backward: returns the first ``n_outputs`` outputs, sees to the others as ``family.sync`` says.
+def backward_runner(variant: Callable[[Sync, bool], BackwardCode], family: Family, n_outputs: int) -> Callable:
+    """The boxed backward: returns the first ``n_outputs`` outputs, sees to the others as ``family`` says.
 
     ``variant`` gives the code for one way of treating gradients; each is compiled when it is first asked for.
     """
@@ -67,7 +74,7 @@ def backward_runner(variant: Callable[[Sync], BackwardCode], family: Family, n_o
             sync = "reduce"
             if reduce_rest(family):
                 sync = "merge"
-        return variant(sync)(args, n_outputs)
+        return variant(sync, sync != "keep" and family.stepper is not None)(args, n_outputs)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
     return backward
@@ -81,19 +88,23 @@ class BackwardCode:
         compiled: the boxed function.
         inputs: which arguments it takes.
         groups: whose buffers it reads.
+        uses: all that its forward said it uses.
         kept: the parameters whose kept gradients come after these, with fake tensors of what it expects.
         gathered: which arguments are whole groups that forward left gathered, and which groups; its last inputs.
         reductions: what its extra outputs are.
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
+        steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
     """
 
     compiled: Callable
     inputs: Sequence[int]
     groups: Sequence[weakref.ref[ShardGroup]]
+    uses: Sequence[weakref.ref[ShardGroup]]
     kept: Sequence[tuple[weakref.ref[ShardGroup], Slot, torch.Tensor]]
     gathered: Sequence[tuple[int, weakref.ref[ShardGroup]]]
     reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
     keeps: bool
+    steps: bool
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
         gathered = self._take_gathered(args)
@@ -103,15 +114,40 @@ class BackwardCode:
             inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
         inputs += gathered
         gathered.clear()
-        outputs = list(self.compiled(inputs))
+        for ref in self.uses:
+            ref().pending -= 1  # type: ignore[union-attr]
+        with stepping(self if self.steps else None):
+            outputs = list(self.compiled(inputs))
         for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
             live = ref()
             assert live is not None
+            if self.steps:
+                continue
             if self.keeps:
                 live.keep(slots[0], gradient)
             else:
                 live.accumulate(slots, gradient)
         return outputs[:n_outputs]
+
+    def step(self, group: str, gradient: torch.Tensor) -> None:
+        """`zerofx.passes.ops.Stepper`"""
+        live, slots = self._reduced(group)
+        live.accumulate(slots, gradient)
+        live.family.stepper.step(live)
+
+    def refresh(self, group: str) -> None:
+        """`zerofx.passes.ops.Stepper`"""
+        live, _ = self._reduced(group)
+        if live.stepped:
+            live.refresh(inside=True)
+        else:
+            skip_collective(live.group_name)
+
+    def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...]]:
+        for ref, slots in self.reductions:
+            if (live := ref()) is not None and live.layout.name == name:
+                return live, slots
+        raise AssertionError(f"no group {name!r} is reduced here")
 
     def _take_gathered(self, args: list[Any]) -> list[Any]:
         """A function of its own, so that no local variable holds a buffer while the graph runs."""

@@ -89,6 +89,10 @@ class Watch:
         self._started += 1
         return [_Watched(self, self._schedule, self._started - 1, works)]
 
+    def skip(self) -> None:
+        """The next collective of the schedule is left out."""
+        self._started += 1
+
     def check(self) -> None:
         """Raise what the watchdog found, if anything."""
         if self.failure:
@@ -292,6 +296,13 @@ def alone(
     """A collective outside of any graph, under watch: `Watch.alone`."""
     watch = watch_of(name)
     return contextlib.nullcontext() if watch is None else watch.alone(where, kind, group, nbytes, dtype)
+
+
+def skip_collective(name: str) -> None:
+    """The next collective of the graph that runs is left out, on this rank as on the others."""
+    watch = _watches.get(name)
+    if watch is not None:
+        watch.skip()
 
 
 def _starting(process_group: str) -> contextlib.AbstractContextManager[Any]:

@@ -137,7 +137,7 @@ def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, i
         followed.update(start.after)
         while pending and pending[-1].last < order[start.node]:
             buffer = pending.pop()
-            loose = _loose(buffer, ops, order[start.node], order, followed)
+            loose = loose_reader(buffer, ops, order[start.node], order, followed)
             if loose is not None:
                 found = f"{loose.name!r} may read {buffer.node.name!r} after it started"
                 refuse("order", start.node, found, "a dependence on all readers of what is gone", buffer.group)
@@ -160,7 +160,10 @@ def _check_waits(buffers: list[Buffer], ops: dict[Node, Op]) -> None:
                 refuse("order", node, found, "the next gather under way by then", buffer.group)
 
 
-def _loose(buffer: Buffer, ops: dict[Node, Op], place: int, order: dict[Node, int], followed: set[Node]) -> Node | None:
+def loose_reader(
+    buffer: Buffer, ops: dict[Node, Op], place: int, order: dict[Node, int], followed: set[Node]
+) -> Node | None:
+    """What may read ``buffer`` after what stands at ``place`` in the order, and follows ``followed``."""
     views = {buffer.node, *(n for n in buffer.readers if ops[n].shares_memory())}
     todo, seen = [n for n in buffer.readers if n not in views], set(views)
     while todo:

@@ -18,6 +18,7 @@ from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
+from zerofx.passes.proof.steps import gradient_of
 
 _aten = torch.ops.aten
 
@@ -138,6 +139,8 @@ class Outputs:
             if ctx.sync == "keep":
                 self._check_gradient(expected, ParameterRef(layout, reduction.slots[0]), value, value)
                 continue
+            if ctx.steps and ctx.stage:
+                value = gradient_of(self.reader, value, layout)
             share = self._averaged(value, layout)
             pack = share.pack
             inside = [p for p in pack.parts if p.numel and share.offset <= p.offset < share.offset + share.numel]

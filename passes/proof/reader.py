@@ -17,7 +17,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, SCATTERS, Flat, Pack, Part, Share, Started
+from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, REFRESH, SCATTERS, STEP, Flat, Pack, Part, Share, Started
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Meanings, Number, Op, Original, input_number, write
 from zerofx.passes.proof.refusal import refuse
@@ -41,6 +41,8 @@ class Reader:
         derived: the nodes that are a weight, or views and casts of one.
         waits: for each collective's start.
         ops: of all calls.
+        homes: by group, the inputs that hold its weights.
+        updates: the operations that change these.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -58,6 +60,8 @@ class Reader:
         self.started: dict[Flat, Node] = {}
         self.ops: dict[Node, Op] = {}
         self.writes: list[Number] = []
+        self.homes: dict[str, list[Node]] = {}
+        self.updates: list[Op] = []
         self._calls: dict[Any, int] = {}
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
@@ -108,6 +112,7 @@ class Reader:
 
     def _read_shard(self, layout: GroupLayout, node: Node) -> None:
         ctx, sharded = self.ctx, self.ctx.stage == 3
+        self.homes.setdefault(layout.name, []).append(node)
         dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
         self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
         cast = (dtype,) if dtype != layout.dtype else ()
@@ -147,6 +152,8 @@ class Reader:
                 self.fail("write", node, f"it writes to {target.name!r}, which holds weights", "no write to weights")
         if isinstance(fact, Started):
             self._read_started(op, fact)
+        elif op.target in (STEP, REFRESH):
+            self.updates.append(op)
         elif op.target is _WAIT and not self._theirs(node):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
         elif isinstance(fact, Flat):
