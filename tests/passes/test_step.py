@@ -136,7 +136,7 @@ def test_outside_of_a_backward_that_steps_the_graph_does_not_run() -> None:
     gm, ctx = mlp_backward(1, steps=True)
     numbers = Numbers.random(gm, ctx)
     apply(gm, ctx, *up_to(step))
-    with pytest.raises(RuntimeError, match="step of group 'c' outside of a backward in zerofx.step_in"):
+    with pytest.raises(RuntimeError, match=r"group .c. outside of a backward"):
         run(gm, ctx, numbers)
 
 

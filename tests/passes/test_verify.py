@@ -29,6 +29,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     inputs,
     record,
     rewritten,
+    steps,
     values,
 )
 from zerofx.passes import VerificationError, edit, pipeline, verify
@@ -51,8 +52,10 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "a small budget": {"backend": "gloo", "executor": "eager", "memory_budget": 20_000},
     "gradients kept": {"sync": "keep"},
     "gradients merged": {"sync": "merge", "backend": "gloo", "executor": "inductor"},
+    "updated": {"steps": True, "executor": "eager"},
+    "updated, inductor": {"steps": True, "executor": "inductor"},
 }
-RULES = "inputs gather wait group slice discard budget saved reduction order write value".split()
+RULES = "inputs gather wait group slice discard budget saved reduction order step write value".split()
 
 
 @pytest.fixture(scope="module")

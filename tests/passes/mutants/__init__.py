@@ -13,6 +13,7 @@ inputs.py        inputs, gather, slice
 collectives.py   wait, group, order
 buffers.py       discard, budget
 gradients.py     saved, reduction
+steps.py         step
 values.py        write, value
 ===============  =======================================
 """
