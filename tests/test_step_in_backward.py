@@ -205,13 +205,23 @@ def test_no_collective_is_added_and_one_gradient_is_there_at_a_time(workers2: Wo
         assert most == 1
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Shared(nn.Module):
     """One layer in two reentrant checkpoints: the second backward runs it again, with weights of the first's step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(9, 9)
+        self.layer = Layer()
 
+    @torch.compiler.disable(recursive=False)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=True)

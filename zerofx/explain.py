@@ -232,6 +232,14 @@ class Reasons:
             return [("stands", "at the end: there is nothing left to compute meanwhile")]
         return [("stands", f"in front of the packing of {following}: one packed gradient is in flight at a time")]
 
+    def _step(self, node: Node, group: str) -> Why:
+        behind = "the start of the next reduction, and behind the last reader of the weights that it changes"
+        return [("stands", f"behind {behind}")]
+
+    def _ahead(self, node: Node, group: str) -> Why:
+        share = "of the bytes that forward gathers, backward's reductions leave room for these (`step`)"
+        return [("stands", f"right behind the group's update, which forward needs last: {share}")]
+
     def _gathered(self, node: Node, group: str) -> Why:
         return [("stands", "among the inputs: forward left the group gathered, so that it is not gathered again")]
 
@@ -245,6 +253,8 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "all_reduce": Reasons._reduction,
     "wait_grad": Reasons._wait_grad,
     "gathered": Reasons._gathered,
+    "step": Reasons._step,
+    "ahead": Reasons._ahead,
 }
 _ABOUT = {
     "all_gather": "brings",

@@ -38,6 +38,8 @@ _VERBS = {
     "reduce_scatter": "reduce",
     "all_reduce": "reduce",
     "wait_grad": "reduced",
+    "step": "update",
+    "ahead": "renew",
 }
 _SILENT = frozenset(
     """
@@ -99,6 +101,8 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
+    if "step" in sizes:
+        parts.append(f"{len(sizes['step'])} groups updated")
     return f"{trace.name}: {'; '.join(parts) or 'no collectives'}"
 
 
