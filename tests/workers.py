@@ -8,7 +8,7 @@
     def test_work(workers2):
         assert workers2.run(work, 3.0) == [6.0, 6.0]
 
-Importing torch, Dynamo and Inductor takes seconds, so ranks are forked from a process that has done so (tests/preload.py),
+Importing torch, Dynamo and Inductor takes seconds: ranks are forked from a process that has done so (tests/preload.py),
 which costs milliseconds. The processes stay, since they warm up, and groups of all sizes share them. A process joins
 another group where the next run wants another size::
 
