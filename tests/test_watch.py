@@ -105,15 +105,13 @@ def test_another_grouping_is_refused_on_all_ranks_when_the_module_is_sharded(wor
         assert kind == "RuntimeError" and re.search(r"differ in (group|the number of groups)", message), message
 
 
-def astray(way: str, stage: int) -> tuple[str, str, float]:
+def astray(way: str) -> tuple[str, str, float]:
     """Both ranks train; from the fourth step on, rank 1 does it in another way."""
-    model, odd = build(stage=stage, timeout=10), dist.get_rank() == 1
+    model, odd = build(timeout=10), dist.get_rank() == 1
 
     def steps() -> None:
         for i in range(3000):
             other = odd and i >= 3
-            if other and way == "frozen":
-                model.layers[1].weight.requires_grad_(False)
             if other and way == "no_grad":
                 with torch.no_grad():
                     model(torch.randn(4, 32))
@@ -126,11 +124,10 @@ def astray(way: str, stage: int) -> tuple[str, str, float]:
     return outcome(steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("way", ["frozen", "no_grad", "autocast", "no_sync"])
-def test_a_rank_that_goes_astray_is_an_error_on_both_that_says_where(way: str, stage: int, workers2: Workers) -> None:
-    found = workers2.run(astray, way, stage, timeout=60)
+# Under autocast weights travel in 16 bits: a gather of half the bytes.
+@pytest.mark.parametrize("way", ["no_grad", "autocast", "no_sync"])
+def test_a_rank_that_goes_astray_is_an_error_on_both_that_says_where(way: str, workers2: Workers) -> None:
+    found = workers2.run(astray, way, timeout=60)
     workers2._processes.stop()
     for kind, message, seconds in found:
         assert kind == "OutOfStepError", (kind, message)
