@@ -51,6 +51,12 @@ def pipeline(stage: int) -> tuple[Pass, ...]:
     return PIPELINE if stage else REPLICATED
 
 
+def before_lower(stage: int) -> str:
+    """The pass after which zerofx's nodes are all there and the user's are still the user's: the one before `lower`."""
+    names = [pass_.__name__ for pass_ in pipeline(stage)]
+    return names[names.index("lower") - 1]
+
+
 __all__ = [
     "PIPELINE",
     "REPLICATED",
@@ -61,6 +67,7 @@ __all__ = [
     "Tag",
     "VerificationError",
     "all_reduce",
+    "before_lower",
     "discard",
     "gather",
     "group",

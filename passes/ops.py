@@ -20,7 +20,8 @@ Two collectives that gloo does better by a *pairwise exchange*, every rank sendi
 Each rank asks for all it is to receive before it sends anything. That order is the point: gloo has one connection
 for a pair of ranks, and a request to receive that stands behind megabytes of one's own holds the other side up, so
 that only one direction of the link is in use at a time (docs/architecture.md has figures). Sends and receives carry a
-tag of the collective's own and match in order, so all ranks must start these collectives in the same order, as any.
+tag of the collective's kind and the message's size, and match in order, so all ranks must start these collectives in
+the same order, as any.
 
 Two that update weights while backward runs (`step`); whoever runs the graph has said how (`stepping`):
 
@@ -89,7 +90,7 @@ def _reduced(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int,
 
 
 ALL_GATHER_TAG, ALL_TO_ALL_TAG = 0x7A66, 0x7A67
-"""Of the messages of a pairwise exchange."""
+"""Of the messages of a pairwise exchange: the lower 16 bits; the upper ones go by size."""
 
 
 def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: str) -> list[dist.Work]:
@@ -110,11 +111,14 @@ def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
 
 
 def _exchange(
-    out: torch.Tensor, part_for: Callable[[int], torch.Tensor], process_group: str, tag: int
+    out: torch.Tensor, part_for: Callable[[int], torch.Tensor], process_group: str, kind: int
 ) -> list[dist.Work]:
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     parts = out.chunk(world_size)
+    # Where ranks run different collectives gloo would end the process, from a thread of its own, as soon as more comes
+    # than was asked for. Messages of two sizes do not meet: so both wait, and the watchdog says why (`zerofx.watch`).
+    tag = kind | parts[0].nbytes % 32749 << 16  # a prime: sizes are multiples of powers of two
     others = [(rank + i) % world_size for i in range(1, world_size)]
     with starting(process_group):
         works = [group.recv([parts[other]], other, tag) for other in reversed(others)]

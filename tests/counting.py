@@ -135,8 +135,8 @@ _library: torch.library.Library | None = None
 
 def _note(operator: str, args: tuple[Any, ...]) -> None:
     name, counted, one_part, wire = _COLLECTIVES[operator]
-    if name in ("send", "recv") and args[-1] in _PAIRWISE:
-        name = f"{_PAIRWISE[args[-1]]}_{name}"
+    if name in ("send", "recv") and args[-1] & 0xFFFF in _PAIRWISE:
+        name = f"{_PAIRWISE[args[-1] & 0xFFFF]}_{name}"
     tensors = _tensors(args[counted])
     if any(t.is_meta or isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
         return  # a tracer asks for shapes: nothing is sent

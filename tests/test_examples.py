@@ -57,7 +57,7 @@ def test_train_gpt_launches_its_own_ranks_and_reports_what_it_did(out: str) -> N
 def test_train_gpt_gives_the_same_losses_under_torchrun_and_in_other_stages(out: str, program: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # Stage 1 runs stage 2's graphs: tests/parity/test_stages.py compares the two bit by bit.
-    others = [[*torchrun, *program], *([sys.executable, *program, "--stage", stage] for stage in "02")]
+    others = [[*torchrun, *program, "--stage", "2"], [sys.executable, *program, "--stage", "0"]]
     assert len(losses(out)) == 2
     for command in others:
         assert losses(run(command)) == losses(out), command

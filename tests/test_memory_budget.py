@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import zerofx
@@ -18,17 +19,43 @@ from tests.workers import Workers
 LAYERS, VOCAB, LENGTH = 4, 61, 12
 
 
-def build(executor: str, budget: float | None) -> tuple[GPT, GPT, torch.Tensor]:
+class Layer(nn.Module):
+    """What takes little time to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Deep(nn.Module):
+    """Groups as GPT's, layers as `Layer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.norm(hidden).flatten(0, 1), y.flatten())
+
+
+def build(executor: str, budget: float | None, small: bool) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    plain = GPT(LAYERS, 32, 4, VOCAB, LENGTH)
-    groups = zerofx.Grouping(blocks=(Block,), min_bytes=0)
+    plain = Deep() if small else GPT(LAYERS, 32, 4, VOCAB, LENGTH)
+    groups = zerofx.Grouping(blocks=(Block, Layer), min_bytes=0)
     net = zerofx.compile(copy.deepcopy(plain), executor=executor, memory_budget=budget, groups=groups)
     generator = torch.Generator().manual_seed(1)
     return net, plain, torch.randint(VOCAB, (2, 2, LENGTH), generator=generator)
 
 
-def train(executor: str, budget: float | None) -> dict[str, Any]:
-    net, plain, (x, y) = build(executor, budget)
+def train(executor: str, budget: float | None, small: bool = False) -> dict[str, Any]:
+    net, plain, (x, y) = build(executor, budget, small)
     losses: list[list[float]] = []
     for model in (net, plain):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -65,9 +92,10 @@ def test_an_unlimited_budget_gathers_every_group_once_and_changes_no_number(work
 
 
 def train_at_many_budgets(count: int) -> list[tuple[float, dict[str, Any]]]:
-    least = train("eager", None)["live"]
-    whole = train("eager", math.inf)["live"]
-    return [(b, train("eager", b)) for b in (round(least + (whole - least) * i / count) for i in range(count + 1))]
+    first, last = (train("eager", budget, small=True) for budget in (None, math.inf))
+    least, whole = first["live"], last["live"]
+    between = [round(least + (whole - least) * i / count) for i in range(1, count)]
+    return [(least, first), *((b, train("eager", b, small=True)) for b in between), (whole, last)]
 
 
 def test_over_ten_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(workers2: Workers) -> None:
@@ -75,6 +103,7 @@ def test_over_ten_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(wor
     gathers = [result["gathers"] for _, result in results]
     assert gathers == sorted(gathers, reverse=True)
     assert gathers[-1] == len(GROUPS) < gathers[0]
+    assert len(set(gathers)) > 3
     for budget, result in results:
         assert result["live"] <= budget
         assert result["losses"] == results[0][1]["losses"]

@@ -110,6 +110,37 @@ def test_what_stays_gathered_between_forward_and_backward_is_counted_while_it_do
         assert now == [0, promised, 0, 0]
 
 
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append(zerofx.memory_summary(MODELS[0]).nbytes["kept gathered"])
+        return super().forward(x)
+
+
+SEEN: list[int] = []
+MODELS: list[nn.Module] = []
+
+
+def kept_by_a_leaf(budget: float | None) -> list[int]:
+    """Bytes kept gathered before, inside and after a leaf module's forward, and after its backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), Layer(64, 64, bias=False))
+    groups = zerofx.Grouping(min_bytes=0)
+    zerofx.compile(model, executor="eager", leaf_modules=[Layer], groups=groups, memory_budget=budget)
+    MODELS[:], SEEN[:] = [model], []
+    before = zerofx.memory_summary(model).nbytes["kept gathered"]
+    loss = model[1](torch.randn(8, 64, requires_grad=True)).square().mean()
+    after = zerofx.memory_summary(model).nbytes["kept gathered"]
+    loss.backward()
+    return [before, *SEEN, after, zerofx.memory_summary(model).nbytes["kept gathered"]]
+
+
+@pytest.mark.parametrize("budget", [None, math.inf])
+def test_a_leaf_modules_weights_count_while_they_are_whole(workers2, budget: float | None) -> None:
+    whole = 64 * 64 * 4
+    for found in workers2.run(kept_by_a_leaf, budget, timeout=60):
+        assert found == [0, whole, whole if budget else 0, 0]
+
+
 def test_it_prints_a_line_per_kind_that_there_is(fake_world) -> None:
     fake_world(4, rank=1)
     model = Net()

@@ -186,7 +186,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     def watch(operator: str, args: tuple[Any, ...]) -> None:
         nonlocal most
         note(operator, args)
-        if operator == "recv_" and args[-1] == ALL_GATHER_TAG:
+        if operator == "recv_" and args[-1] & 0xFFFF == ALL_GATHER_TAG:
             for tensor in counting._tensors(args[0]):
                 if not isinstance(tensor, torch._subclasses.FakeTensor):
                     storage = tensor.untyped_storage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -92,6 +93,46 @@ DIFFERENT: dict[str, dict[str, list[Any]]] = {
 def test_another_option_is_refused_on_all_ranks_when_the_module_is_sharded(option: str, workers2: Workers) -> None:
     for kind, message, _ in workers2.run(differing, DIFFERENT[option]):
         assert kind == "RuntimeError" and f"the option {option}" in message, message
+
+
+def another_grouping() -> tuple[str, str, float]:
+    groups = zerofx.Grouping(min_bytes=1 << 30) if dist.get_rank() else EACH_LAYER
+    return outcome(lambda: zerofx.compile(Skips(), executor="eager", groups=groups))
+
+
+def test_another_grouping_is_refused_on_all_ranks_when_the_module_is_sharded(workers2: Workers) -> None:
+    for kind, message, _ in workers2.run(another_grouping):
+        assert kind == "RuntimeError" and re.search(r"differ in (group|the number of groups)", message), message
+
+
+def astray(way: str) -> tuple[str, str, float]:
+    """Both ranks train; from the fourth step on, rank 1 does it in another way."""
+    model, odd = build(timeout=10), dist.get_rank() == 1
+
+    def steps() -> None:
+        for i in range(3000):
+            other = odd and i >= 3
+            if other and way == "no_grad":
+                with torch.no_grad():
+                    model(torch.randn(4, 32))
+                continue
+            with torch.autocast("cpu", torch.bfloat16, enabled=other and way == "autocast"):
+                loss = model(torch.randn(4, 32))
+            with zerofx.no_sync(model) if other and way == "no_sync" else contextlib.nullcontext():
+                loss.backward()
+
+    return outcome(steps)
+
+
+# Under autocast weights travel in 16 bits: a gather of half the bytes.
+@pytest.mark.parametrize("way", ["no_grad", "autocast", "no_sync"])
+def test_a_rank_that_goes_astray_is_an_error_on_both_that_says_where(way: str, workers2: Workers) -> None:
+    found = workers2.run(astray, way, timeout=60)
+    workers2._processes.stop()
+    for kind, message, seconds in found:
+        assert kind == "OutOfStepError", (kind, message)
+        assert seconds < 40, seconds
+        assert re.search(r"(for|back)ward", message) and re.search(r"rank \d", message), message
 
 
 def another_dtype() -> tuple[str, str, float]:

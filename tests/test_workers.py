@@ -79,6 +79,14 @@ def test_results_by_rank_and_same_processes(workers2: Workers) -> None:
     assert workers2.pids == pids
 
 
+def begun() -> tuple[bool, int, str | None]:
+    return "torch._inductor.compile_fx" in sys.modules, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+def test_a_rank_begins_with_all_imported_and_one_thread(workers2: Workers) -> None:
+    assert workers2.run(begun) == [(True, 1, "1")] * 2
+
+
 def where() -> tuple[int, int, int, float]:
     dist.all_reduce(total := torch.tensor(1.0))
     return os.getpid(), dist.get_rank(), int(os.environ["WORLD_SIZE"]), total.item()

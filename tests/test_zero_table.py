@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -89,6 +90,18 @@ def test_one_micro_batch_moves_2_times_the_parameters_and_3_times_in_stage_3() -
             assert sympy.simplify(moved.total - times * share * 4) == 0
 
 
+def blocks_and_the_rest(name: str, module: nn.Module) -> bool:
+    """One group per layer and one for all else: backward needs every group (it would not read an embedding's)."""
+    return name == "" or isinstance(module, Block)
+
+
+Events = Counter[tuple[str, int]]
+"""How often a collective of this name and payload (bytes of the whole) was started."""
+
+Counted = tuple[dict[GroupLayout, bool], dict[tuple[int, bool], tuple[Events, int]]]
+"""See `count`."""
+
+
 # (b) live memory
 
 
@@ -136,11 +149,17 @@ def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return Held(weights, gradients, master, nbytes(state, seen))
 
 
-def hold(stage: int, precision: zerofx.MixedPrecision | None) -> dict[str, Held]:
-    """What this rank holds at moments of training."""
+def build(
+    stage: int, precision: zerofx.MixedPrecision | None, buckets: str = "group"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH)
-    zerofx.compile(model, stage=stage, executor="eager", mixed_precision=precision)
-    optimizer = torch.optim.Adam(model.parameters())
+    options: dict[str, Any] = dict(stage=stage, mixed_precision=precision, buckets=buckets)
+    zerofx.compile(model, executor="eager", groups=blocks_and_the_rest, **options)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def hold(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+    """What this rank holds at moments of training."""
     x = torch.randint(VOCAB, (2, LENGTH))
     moments: dict[str, Held] = {}
 
@@ -170,13 +189,29 @@ def hold(stage: int, precision: zerofx.MixedPrecision | None) -> dict[str, Held]
     return moments
 
 
+def train(stage: int, precision: zerofx.MixedPrecision | None, counting: bool) -> tuple[dict[str, Held], Counted]:
+    """What one model's training holds and sends: time goes into compiling it."""
+    model, optimizer = build(stage, precision)
+    held = hold(model, optimizer)
+    return held, count(model, optimizer) if counting else ({}, {})
+
+
+@pytest.fixture(scope="module")
+def trained(make_workers: Callable[[int], Workers]) -> Callable[..., list[tuple[dict[str, Held], Counted]]]:
+    """Each model trains once, for all tests that look at it."""
+
+    @functools.cache
+    def run(world: int, stage: int, precision: str) -> list[tuple[dict[str, Held], Counted]]:
+        return make_workers(world).run(train, stage, PRECISIONS[precision], world < 4, timeout=120)
+
+    return run
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "precision"), WORLDS)
-def test_live_storages_are_within_one_percent_of_the_formulas(
-    make_workers: Callable[[int], Workers], world: int, stage: int, precision: str
-) -> None:
+def test_live_storages_are_within_one_percent_of_the_formulas(trained, world: int, stage: int, precision: str) -> None:
     sizes = cost.Sizes.of(PRECISIONS[precision])
-    for moments in make_workers(world).run(hold, stage, PRECISIONS[precision], timeout=120):
+    for moments, _ in trained(world, stage, precision):
         for moment, held in moments.items():
             formulas = cost.memory(stage, sizes, accumulating=moment == "accumulating under no_sync")
             expected = formulas.at(N=PARAMETERS, M=world)
@@ -248,23 +283,9 @@ def test_at_rest_up_to_64_ranks_hold_the_weights_of_the_formulas(
 # (d) the wire
 
 
-def blocks_and_the_rest(name: str, module: nn.Module) -> bool:
-    """One group per layer and one for all else: backward needs every group (it would not read an embedding's)."""
-    return name == "" or isinstance(module, Block)
-
-
-Events = Counter[tuple[str, int]]
-"""How often a collective of this name and payload (bytes of the whole) was started."""
-
-
-def count(
-    stage: int, precision: zerofx.MixedPrecision | None, buckets: str = "group"
-) -> tuple[dict[GroupLayout, bool], dict[tuple[int, bool], tuple[Events, int]]]:
+def count(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counted:
     """The groups, and which stay gathered; by (micro-batches, no_sync) what an optimizer step starts and sends."""
-    model = GPT(LAYERS, DIM, 4, VOCAB, LENGTH)
-    options: dict[str, Any] = dict(stage=stage, mixed_precision=precision, buckets=buckets)
-    zerofx.compile(model, executor="eager", groups=blocks_and_the_rest, **options)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.zero_grad()
     x = torch.randint(VOCAB, (2, LENGTH))
 
     def step(micro_batches: int, no_sync: bool) -> None:
@@ -311,10 +332,10 @@ def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: dict[GroupLayout, boo
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "precision"), [(world, name) for world, name in WORLDS if world < 4])
 def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
-    make_workers: Callable[[int], Workers], world: int, stage: int, precision: str
+    trained, world: int, stage: int, precision: str
 ) -> None:
     sizes = cost.Sizes.of(PRECISIONS[precision])
-    for layouts, counted in make_workers(world).run(count, stage, PRECISIONS[precision], timeout=120):
+    for _, (layouts, counted) in trained(world, stage, precision):
         assert len(layouts) == LAYERS + 1
         assert list(counted) == [(1, False), (1, True), (4, False), (4, True)]
         for (k, no_sync), (events, sent) in counted.items():
@@ -330,11 +351,15 @@ def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
             assert sent > formulas.total - events.total()  # padding adds; the counter rounds each collective down
 
 
+def count_buckets(buckets: str) -> Counted:
+    return count(*build(0, None, buckets))
+
+
 @pytest.mark.parametrize("buckets", ["group", "parameter", "all"])
 def test_buckets_of_plain_data_parallelism_change_how_many_collectives_and_not_the_bytes(
     workers2: Workers, buckets: str
 ) -> None:
-    for layouts, counted in workers2.run(count, 0, None, buckets, timeout=120):
+    for layouts, counted in workers2.run(count_buckets, buckets, timeout=120):
         n = {"group": len(layouts), "parameter": sum(len(layout.slots) for layout in layouts), "all": 1}[buckets]
         for (k, no_sync), (events, sent) in counted.items():
             formulas = cost.traffic(0, cost.Sizes.of(None), no_sync=no_sync).at(N=PARAMETERS, M=2, n=n, k=k)
@@ -352,7 +377,7 @@ def main() -> None:
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     try:
         for (precision, policy), stage in itertools.product(PRECISIONS.items(), STAGES):
-            measured = {world: pool.run(hold, stage, policy, timeout=120)[0] for world, pool in pools.items()}
+            measured = {world: pool.run(train, stage, policy, False)[0][0] for world, pool in pools.items()}
             cells = [str(stage), precision]
             for moment, world in itertools.product(columns.values(), pools):
                 accumulating = moment == columns["`no_sync`, "]

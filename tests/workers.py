@@ -8,8 +8,9 @@
     def test_work(workers2):
         assert workers2.run(work, 3.0) == [6.0, 6.0]
 
-Starting a rank costs seconds (importing torch, Dynamo and Inductor), so the processes stay, and groups of all sizes
-share them. A process joins another group, which costs milliseconds, where the next run wants another size::
+Importing torch, Dynamo and Inductor takes seconds: ranks are forked from a process that has done so (tests/preload.py),
+which costs milliseconds. The processes stay, since they warm up, and groups of all sizes share them. A process joins
+another group where the next run wants another size::
 
     process     0   1   2   3
     workers2    0   1               a rank has the number of its process;
@@ -38,7 +39,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.5  # how long the other ranks get to finish once one has failed
 _DUMP_SIGNAL = signal.SIGUSR1
@@ -112,11 +115,8 @@ class Processes:
             self._folder = tempfile.TemporaryDirectory(prefix="zerofx-workers-")
             # The store lives here, on a port the system chose: no two sessions can collide.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(self._store.port):
-            new = [
-                _Rank(rank, self._store.port, Path(self._folder.name) / f"rank{rank}")
-                for rank in range(len(self._all), world_size)
-            ]
+        port, folder = self._store.port, Path(self._folder.name)
+        new = [_Rank(rank, port, folder / f"rank{rank}") for rank in range(len(self._all), world_size)]
         self._all += new
         _collect(new, "starting", START_SECONDS)
 
@@ -185,7 +185,7 @@ class _Rank:
         self.result: Any = None
         self.error = ""
         self._dump = dump
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         self.connection, other = context.Pipe()
         self.process = context.Process(
             target=_serve, args=(rank, port, str(dump), other), name=f"rank{rank}", daemon=True
@@ -217,27 +217,31 @@ class _Rank:
         return self._dump.read_text(errors="replace").rstrip() if self._dump.exists() else ""
 
 
-@contextlib.contextmanager
-def _environment(port: int) -> Iterator[None]:
-    """The environment that workers inherit: OpenMP reads its variable as torch is imported."""
+def forks() -> Any:
+    """The multiprocessing context whose processes are forked from one that has imported all that ranks need.
+
+    That process has threads only once torch computes something, which it never does: so forking it is safe.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
     values = {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # OpenMP reads it as torch is imported
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiler processes beside each rank
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if sys.platform == "linux":
         values["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve would stop gloo
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
-        yield
+        forkserver.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+    return context
 
 
 def _serve(rank: int, port: int, dump: str, connection: Connection) -> None:
@@ -247,7 +251,7 @@ def _serve(rank: int, port: int, dump: str, connection: Connection) -> None:
     faulthandler.register(_DUMP_SIGNAL, file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-c and ends us
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     connection.send_bytes(pickle.dumps((None, "")))  # ready
     while True:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Graph, Node
 
 from zerofx.listing import difference, node_line
-from zerofx.passes import edit, pipeline
+from zerofx.passes import before_lower, edit, pipeline
 from zerofx.passes.context import Tag
 from zerofx.passes.schedule import find_gathers, groups_ahead, live_bytes
 from zerofx.printing import format_bytes, place_of, whole_bytes
@@ -108,12 +108,6 @@ class History:
         """Pass -> its marked lines (`zerofx.listing`)."""
         return {name: difference(old, new) for (_, old), (name, new) in pairwise(self.graphs.items())}
 
-    @property
-    def before_lower(self) -> Graph:
-        """The graph in front of `lower`."""
-        names = list(self.graphs)
-        return self.graphs[names[names.index("lower") - 1]]
-
 
 def _fixed(graph: Graph) -> set[str]:
     """The nodes that no pass moves."""
@@ -136,7 +130,7 @@ class Reasons:
     def __init__(self, trace: Trace, history: History | None = None) -> None:
         self.context = trace.context
         self.history = history or History(trace)
-        self.graph = self.history.before_lower
+        self.graph = self.history.graphs[before_lower(trace.context.stage)]
         self.order = edit.positions(self.graph)
         self.gathers, self.held = find_gathers(self.graph)
         self.ahead = groups_ahead(self.graph)

@@ -170,6 +170,7 @@ class ShardGroup:
         self._ahead: list[dist.Work] = []  # of a refresh that nobody waits for yet
         self._refreshed = -1
         self._gathered_at: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer
+        self._gathered_alone: list[StorageWeakRef] = []  # outside of graphs: a leaf module's
         if family.stage in (1, 2):
             dtype = family.precision.param_dtype or layout.dtype
             self.replica = torch.zeros(layout.numel, dtype=dtype, device=device)
@@ -250,7 +251,10 @@ class ShardGroup:
         dtype = self.family.precision.param_dtype or self.layout.dtype
         buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         with record_function(f"zerofx: gather {self.layout.name}"):
-            return under_way(buffer, self._start_all_gather(buffer, "leaf module"))
+            under_way(buffer, self._start_all_gather(buffer, "leaf module"))
+        alive = [ref for ref in self._gathered_alone if not ref.expired()]
+        self._gathered_alone = [*alive, StorageWeakRef(buffer.untyped_storage())]
+        return buffer
 
     def _start_all_gather(self, out: torch.Tensor, where: str) -> list[dist.Work]:
         """Returns what to wait for. ``where``: in whose name the watchdog is told; "" where it expects it."""
@@ -279,9 +283,9 @@ class ShardGroup:
                 "optimizer's step, and update weights by hand only between steps."
             )
 
-    def left_gathered(self) -> list[torch.UntypedStorage]:
-        """The buffers that wait for a backward now; what was let go without one is not among them."""
-        refs = [ref for _, ref in self._gathered_at.values()]
+    def gathered_now(self) -> list[torch.UntypedStorage]:
+        """The buffers that wait for a backward now, and a leaf module's; what was let go is not among them."""
+        refs = [*(ref for _, ref in self._gathered_at.values()), *self._gathered_alone]
         return [storage for ref in refs if (storage := storage_of(ref)) is not None]
 
     def add(self, slot: Slot, parameter: ShardedParameter) -> None:

@@ -51,6 +51,7 @@ from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTenso
 from zerofx.whole import Place, places_of
 
 LeafRule = type[nn.Module] | str
+_OURS = (ShardedParameter, ReplicatedParameter)
 
 
 def leaf_names(module: nn.Module, rules: Sequence[LeafRule] | None) -> list[str]:
@@ -119,7 +120,9 @@ def make_leaves(module: nn.Module, names: Sequence[str], keep: bool) -> None:
     around: dict[str, None] = {}
     for name in names:
         leaf, parent = module.get_submodule(name), name
+        groups = list(dict.fromkeys(p._group for p in leaf.parameters() if isinstance(p, _OURS)))
         _give_forward(leaf, _leaf_forward(type(leaf), name, keep))
+        type(leaf)._zerofx_groups = groups  # type: ignore[attr-defined]
         while parent := parent.rpartition(".")[0]:
             around[parent] = None
     for name in around:
@@ -127,6 +130,11 @@ def make_leaves(module: nn.Module, names: Sequence[str], keep: bool) -> None:
         forward: Any = type(holder).forward
         if isinstance(forward, FunctionType) and "forward" not in vars(holder):
             _give_forward(holder, with_own_code(forward))
+
+
+def groups_of_leaves(module: nn.Module) -> list[ShardGroup]:
+    """The groups of the leaf modules in ``module``; while one runs, its parameters are plain ones and do not say."""
+    return [group for m in module.modules() for group in getattr(type(m), "_zerofx_groups", ())]
 
 
 def _leaf_forward(plain: type[nn.Module], name: str, keep: bool) -> Callable[..., Any]:
@@ -152,7 +160,7 @@ def _give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 def _run(module: nn.Module, name: str, keep: bool, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """One call of a leaf module. Where its weights are whole already (`zerofx.unsharded`) it just runs."""
-    places = {p: at for p, at in places_of(module).items() if isinstance(p, (ShardedParameter, ReplicatedParameter))}
+    places = {p: at for p, at in places_of(module).items() if isinstance(p, _OURS)}
     if not places:
         return forward(*args, **kwargs)
     call = _Call(name, list(places), keep)

@@ -17,7 +17,8 @@ kind             what
 replicas         stages 1 and 2, the whole weights that the model computes with; the shard too, where it is
                  a part of the replica
 shards           this rank's part of the weights; with mixed precision the masters. In stage 0 the weights
-kept gathered    stage 3, whole groups that a forward left for its backward (``memory_budget``)
+kept gathered    stage 3, whole groups that a forward left for its backward (``memory_budget``), and those of
+                 leaf modules that run, or whose weights autograd holds
 gradients        ``.grad``
 kept gradients   what `zerofx.no_sync` keeps back, whole
 optimizer state  all tensors in ``optimizer.state``: moments, masters, counters
@@ -39,6 +40,7 @@ from torch import nn
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.api import _groups
 from zerofx.group import ShardGroup
+from zerofx.leaf import groups_of_leaves
 from zerofx.parameter import ShardedTensor
 from zerofx.printing import format_bytes
 
@@ -80,12 +82,13 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     Raises:
         ValueError: the module is not sharded.
     """
-    groups = _groups(module)
+    groups = list(dict.fromkeys([*_groups(module), *groups_of_leaves(module)]))
+    ours = [p for group in groups for slot in group.layout.slots if (p := group.live_parameter(slot)) is not None]
     kinds: dict[str, Iterable[Any]] = {
         "replicas": [group.replica for group in groups],
         "shards": [_weights(group) for group in groups],
-        "kept gathered": [group.left_gathered() for group in groups],
-        "gradients": [p.grad for p in module.parameters()],
+        "kept gathered": [group.gathered_now() for group in groups],
+        "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
         "kept gradients": [group.kept_gradients() for group in groups],
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),

@@ -20,7 +20,7 @@ from zerofx import _torch
 from zerofx.explain import explain, has_words, purpose
 from zerofx.group import ShardGroup
 from zerofx.listing import difference, python_of
-from zerofx.passes import VerificationError, pipeline
+from zerofx.passes import VerificationError, before_lower, pipeline
 from zerofx.passes.context import Context, Executor
 from zerofx.printing import format_trace
 
@@ -99,9 +99,8 @@ class Trace:
         return self.after(pipeline(self.context.stage)[-1].__name__)
 
     def before_lower(self) -> GraphModule:
-        """The graph in which zerofx's nodes are all there and the user's are still the user's: in front of `lower`."""
-        names = [pass_.__name__ for pass_ in pipeline(self.context.stage)]
-        return self.after(names[names.index("lower") - 1])
+        """The graph to read: in front of `lower`."""
+        return self.after(before_lower(self.context.stage))
 
     def diff(self, name: str) -> str:
         """What the pass ``name`` changed, node by node; `zerofx.listing` says how to read it."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -30,6 +29,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.workers import forks
 
 TOLERANCE = 1e-5  # over all of a run; of one step it is 1e-6
 PATIENCE = 30.0  # seconds without a step, or until ranks notice that one is gone: a hang
@@ -88,8 +89,7 @@ class Run:
 
     def __init__(self, folder: Path, stage: int) -> None:
         self.folder, self.stage = folder, stage
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.checkpoint.preload"])
+        self.context = forks()
 
     def facts(self) -> list[dict[str, Any]]:
         path = self.folder / "log"

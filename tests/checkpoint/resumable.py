@@ -1,4 +1,7 @@
-"""A training program as `torchrun` starts it, which kills one of its own ranks if told to: see test_faults.py."""
+"""A training program as `torchrun` starts it, which kills one of its own ranks if told to: see test_faults.py.
+
+`train` is all of it but the process group.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,7 @@ import zerofx
 from tests.checkpoint.nets import Net, batch
 
 
-def main(folder: Path, steps: int, kill_at: int, fail_at: int) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def train(folder: Path, steps: int, kill_at: int = -1, fail_at: int = -1) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = zerofx.compile(Net(), stage=3, executor="eager")
     optimizer = zerofx.AdamW(model.parameters(), lr=0.01)
@@ -41,8 +41,11 @@ def main(folder: Path, steps: int, kill_at: int, fail_at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if step % 2 == 1:
             zerofx.save(folder, model, optimizer, step=step + 1, keep=2)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    dist.destroy_process_group()

@@ -95,6 +95,13 @@ def flip_extra(folder: Path) -> list[str]:
     return ["extra_1.pt", "checksum"]
 
 
+def truncate_extra(folder: Path) -> list[str]:
+    """Which no index speaks of."""
+    path = folder / "extra_1.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    return ["extra_1.pt", "truncated", "were written"]
+
+
 def lose(folder: Path) -> list[str]:
     (folder / "__1_0.distcp").unlink()
     return ["__1_0.distcp", "missing"]
@@ -179,8 +186,8 @@ def _replace(folder: Path, name: str, value: Any) -> None:
 
 
 DAMAGES = [
-    truncate, flip, flip_extra, lose, truncate_index, newer, scramble_mark, leave, index_that_leaves, code_in_the_index,
-    code_in_an_option, code_in_a_tensor, code_in_the_extra,
+    truncate, flip, flip_extra, truncate_extra, lose, truncate_index, newer, scramble_mark, leave, index_that_leaves,
+    code_in_the_index, code_in_an_option, code_in_a_tensor, code_in_the_extra,
 ]  # fmt: skip
 
 

@@ -8,11 +8,14 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint import faults
+from tests.checkpoint.resumable import train
+from tests.workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -54,16 +57,14 @@ def losses(folder: Path) -> dict[int, set[float]]:
 
 
 def test_torchrun_restarts_a_killed_rank_and_losses_are_those_of_an_undisturbed_run_at_any_world_size(
-    tmp_path: Path,
+    make_workers: Callable[[int], Workers], tmp_path: Path
 ) -> None:
-    said = resumable(tmp_path / "quiet" / "c", 2, steps=8)
-    assert said.startswith("0\n"), said
+    make_workers(2).run(train, tmp_path / "quiet" / "c", 8)
     said = resumable(tmp_path / "killed" / "c", 2, steps=6, kill_at=4, restarts=1)
     assert said.startswith("0\n"), said
     quiet, killed = losses(tmp_path / "quiet"), losses(tmp_path / "killed")
     assert killed == {step: quiet[step] for step in range(6)}  # step 4 twice, bit for bit
-    said = resumable(tmp_path / "killed" / "c", 1, steps=8)
-    assert said.startswith("0\n"), said
+    make_workers(1).run(train, tmp_path / "killed" / "c", 8)
     elastic = losses(tmp_path / "killed")
     assert elastic.keys() == quiet.keys()
     for step in (6, 7):

@@ -106,6 +106,40 @@ def test_a_save_that_dies_or_fails_at_any_moment_leaves_the_old_checkpoint_or_th
     assert seen == {1.0, 2.0}
 
 
+def die_between_two_renames(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Replace a checkpoint by one of 2.0, and die when that is whole, under its hidden name alone."""
+    zerofx.save(path, model(1.0), **options)
+    changes = calls_of_a_save(path.with_name(f"{path.name}-count"), monkeypatch, None, **options)
+    first = len(changes) - changes[::-1].index("rename")  # nothing was there to be replaced: its only rename
+    calls_of_a_save(path, monkeypatch, first, **options)
+
+
+def test_a_save_that_dies_after_one_that_died_leaves_what_that_one_had_made_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for die_at in range(0, 12, 2):
+        path = tmp_path / f"c{die_at}"
+        die_between_two_renames(path, monkeypatch)
+        assert not path.exists() and value_of(path) == 2.0
+        calls_of_a_save(path, monkeypatch, die_at)
+        assert value_of(path) == 2.0, die_at
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_step_that_is_whole_under_its_hidden_name_counts_and_is_removed_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    path = tmp_path / "c"
+    die_between_two_renames(path, monkeypatch, step=1)
+    assert not (path / "step-00000001").exists()
+    zerofx.save(path, model(3.0), step=2, keep=keep)
+    assert value_of(path) == 3.0
+    if keep == 2:
+        assert value_of(path / "step-00000001") == 2.0
+    else:
+        assert [p.name for p in path.iterdir()] == ["step-00000002"]
+
+
 def test_all_is_forced_to_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

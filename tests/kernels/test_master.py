@@ -10,8 +10,8 @@ from tests.kernels.test_split import patterns
 from zerofx.kernels.split import split
 
 
-@pytest.mark.parametrize("steps", [1000])
-def test_a_split_master_takes_a_thousand_steps_as_a_whole_one_does(device: str, steps: int) -> None:
+def test_a_split_master_takes_hundreds_of_steps_as_a_whole_one_does(device: str) -> None:
+    steps = 1000 if device == "cuda" else 200  # of some 20 ms in the interpreter
     generator = torch.Generator().manual_seed(0)
     initial = torch.randn(320, generator=generator) * torch.logspace(-6, 2, 320)
     whole = Shard(device, initial, dtype=torch.bfloat16, master=torch.float32)

@@ -216,10 +216,11 @@ def retire(newest: Path, keep: int) -> None:
     Steps after ``newest``, of a run that had gone further before it was resumed from an earlier step, are left alone.
     """
     folder = newest.parent
-    until = [path for step, path in _steps(folder) if step <= _step_of(newest)]
-    for path in until[: max(0, len(until) - keep)]:
-        shutil.rmtree(_old(path), ignore_errors=True)
-        path.rename(_old(path))  # first out of sight: a checkpoint half removed must not look like one
+    until = [found for found in _steps(folder) if found[0] <= _step_of(newest)]
+    for step, path in until[: max(0, len(until) - keep)]:
+        old = _old(place(folder, step))  # path may be its hidden name
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)  # first out of sight: a checkpoint half removed must not look like one
     ready = {path.name for _, path in _steps(folder)}  # with one that is whole under its hidden name
     for path in folder.iterdir():
         if re.fullmatch(r"\.step-\d+\.(tmp|old)", path.name) and path.name not in ready:

@@ -1,0 +1,90 @@
+"""Every private PyTorch interface that zerofx uses, and the versions each was seen in.
+
+When a new PyTorch breaks something, this is the folder to mend; nothing else imports a private module.
+
+===========  ==================================================================
+file         what it asks
+===========  ==================================================================
+dynamo       how frames become graphs; of which code, from which inputs
+aot          forward apart from backward; what each input and output of them is
+inductor     code for a graph, in the order that the passes decided
+autograd     the engine, while a backward pass runs and before
+tensors      tensors, the memory behind them, and who gets to see them
+distributed  process groups, their backends, and what waits in them
+checkpoint   the files of torch.distributed.checkpoint
+===========  ==================================================================
+
+The rest of zerofx imports from here, not from the files.
+"""
+
+from zerofx._torch.aot import (
+    compile_context,
+    compile_with_aot_autograd,
+    fake_mode_of,
+    forget_output_strides,
+    functorch_config,
+    gradient_outputs,
+    input_index,
+    is_tangent,
+    must_save,
+    saved_outputs,
+    saving_is_decided,
+    without_symbols,
+)
+from zerofx._torch.autograd import (
+    end_of_backward,
+    gradient_edge,
+    inside_backward,
+    post_accumulate_hooks,
+    saved_tensors_are_hooked,
+    will_accumulate,
+)
+from zerofx._torch.checkpoint import (
+    DCP_VERSION,
+    StorageInfo,
+    index_class,
+)
+from zerofx._torch.distributed import (
+    PretendedGroup,
+    abort_collectives,
+    backend_name,
+    default_store,
+    has_backend,
+    is_communication_error,
+    register_work,
+    resolve_process_group,
+)
+from zerofx._torch.dynamo import (
+    chosen_by_data,
+    compile_module,
+    frame_locals_and_globals,
+    inlined_alone,
+    run_while_tracing,
+    source_name,
+    static_shape,
+    traced_for,
+    uncompiled,
+    with_own_code,
+)
+from zerofx._torch.inductor import (
+    boxed,
+    compile_with_inductor,
+    generate_code,
+    inductor_config,
+    pin_order,
+    pinned,
+    source_code,
+)
+from zerofx._torch.tensors import (
+    DisableTorchFunction,
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    allocations,
+    fake_mode,
+    profiler_is_on,
+    put_tensor,
+    pytree,
+    storage_of,
+    watch_arguments,
+)

@@ -1,0 +1,140 @@
+"""What zerofx asks of AOTAutograd: forward apart from backward, and what each input and output of theirs is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx._torch.tensors import pytree
+
+
+def functorch_config(lazy_backward: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd's settings while zerofx compiles (2.11, 2.13, 2.15).
+
+    Its cache is keyed by the graph before any rewriting: it would hand out what an earlier, plain ``torch.compile`` of
+    the same model left there, and freed parameters would reach its kernels. ``lazy_backward``: the backward is
+    compiled when it first runs, rather than with the forward.
+    """
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(
+        enable_autograd_cache=False, force_non_lazy_backward_lowering=not lazy_backward
+    )
+
+
+def compile_with_aot_autograd(
+    gm: GraphModule, example_inputs: Sequence[Any], forward: Callable, backward: Callable, inference: Callable
+) -> Callable:
+    """AOTAutograd alone: each partitioned graph goes to one of the three compilers (2.11, 2.13, 2.15).
+
+    Writes to buffers stay in the graphs, as they do with Inductor. Done after a forward, one to a buffer that a
+    checkpointed layer saves would look like a write between forward and backward.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+    compiler = aot_autograd(**compilers, keep_inference_input_mutations=True)
+    return compiler(gm, example_inputs)
+
+
+def compile_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What AOTAutograd compiles in now, to be entered again when more is compiled later (2.11, 2.13, 2.15)."""
+    from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+    outer, inner = CompileContext.try_get(), TracingContext.try_get()
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with compile_context(outer), tracing(inner), functorch_config():
+            yield
+
+    return enter
+
+
+def input_index(placeholder: Node) -> int | None:
+    """Which input of the Dynamo graph an AOTAutograd placeholder brings; None for any other (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    desc = placeholder.meta.get("desc")
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def saved_outputs(output: Node) -> frozenset[int]:
+    """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
+
+    By the outputs' descriptors. The partitioner drops these where it saves the state of a random number generator, as
+    it does for attention that is checkpointed: then what stands behind what the caller gets.
+    """
+    from torch._functorch._aot_autograd import descriptors
+    from torch._guards import TracingContext
+
+    descs = output.meta.get("desc")
+    if descs is None:
+        first = TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
+        return frozenset(range(first, len(output.args[0])))  # type: ignore[arg-type]
+    saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    return frozenset(i for i, d in enumerate(descs) if isinstance(d, saved))
+
+
+def gradient_outputs(output: Node) -> dict[int, int]:
+    """Position in a backward graph's outputs -> the Dynamo input whose gradient it is (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    return {
+        i: d.grad_of.idx
+        for i, d in enumerate(output.meta["desc"])
+        if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, PlainAOTInput)
+    }
+
+
+def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
+    """What forward returns at ``positions`` is no longer what AOTAutograd saw there (2.11, 2.13, 2.15).
+
+    To be called before the code is generated and after: Inductor lays outputs out as they were, and AOTAutograd's
+    backward inputs as Inductor's outputs are.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    recorded: list[Any] = [gm.graph.output_node().meta.get("original_output_strides")]
+    recorded += [context.output_strides] if context is not None else []
+    for strides in recorded:
+        for position in positions if strides else ():
+            strides[position] = None
+
+
+@contextlib.contextmanager
+def fake_mode_of(values: Sequence[Any]) -> Iterator[Any]:
+    """The fake tensor mode that ``values`` were made in (2.11, 2.13, 2.15)."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(list(values))
+    assert mode is not None, "these graphs were traced with fake tensors"
+    with mode:
+        yield mode
+
+
+def without_symbols(value: Any) -> Any:
+    """``value`` (or a tuple) with numbers for symbols, as they were when it was captured (2.11, 2.13, 2.15)."""
+    return pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda x: x.node.hint, value)
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether a joint graph's node is the gradient of an output (2.11, 2.13, 2.15)."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def must_save(node: Node) -> None:
+    """Have the partitioner save ``node`` rather than recompute it, if backward needs it (2.11, 2.13, 2.15)."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def saving_is_decided(node: Node) -> bool:
+    """Whether a checkpoint, or `must_save`, has marked ``node`` (2.11, 2.13, 2.15)."""
+    return node.meta.get("recompute") is not None

@@ -1,0 +1,47 @@
+"""What zerofx asks of the autograd engine, while a backward pass runs and before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerofx._torch.tensors import DisableTorchFunction
+
+
+def end_of_backward(callback: Callable[[], None]) -> None:
+    """Inside a backward pass: call ``callback`` once it is through (2.11, 2.13, 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether the engine runs a backward pass on this thread (2.11, 2.13, 2.15)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> int:
+    """How many ``register_post_accumulate_grad_hook`` has put there (2.11, 2.13, 2.15)."""
+    return len(parameter._post_accumulate_grad_hooks or ())
+
+
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """Where the gradient of ``tensor`` arrives in the autograd graph (2.11, 2.13, 2.15)."""
+    with DisableTorchFunction():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Inside a backward pass: whether the engine would accumulate into ``parameter.grad`` in this pass.
+
+    False under ``backward(inputs=...)`` without this parameter (2.11, 2.13, 2.15).
+
+    Raises:
+        RuntimeError: the pass is ``torch.autograd.grad`` with respect to this parameter.
+    """
+    return torch._C._will_engine_execute_node(gradient_edge(parameter).node)
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active: a checkpoint's, say (2.11, 2.13, 2.15)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

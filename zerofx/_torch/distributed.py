@@ -1,0 +1,82 @@
+"""Process groups, their backends, and what waits in them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The live process group of that name (2.11, 2.13, 2.15).
+
+    Raises:
+        RuntimeError: there is none (any more).
+    """
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def default_store() -> dist.Store:
+    """The store by which all ranks found each other (2.11, 2.13, 2.15)."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """``_c10d_functional.wait_tensor`` of ``tensor``, or of a view of it, waits for ``work`` too (2.11, 2.13, 2.15)."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+class PretendedGroup:
+    """What looks like rank 0 of a process group to those who only ask for names; it cannot send anything."""
+
+    def __init__(self, group_name: str, world_size: int, backend: str) -> None:
+        self.group_name, self._size, self._backend = group_name, world_size, backend
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+    def _get_backend(self, device: torch.device) -> PretendedGroup:  # see backend_name
+        return self
+
+    def name(self) -> str:
+        return self._backend
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
+    return group._get_backend(device).name()
+
+
+def has_backend(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
+    """Whether a backend of ``group`` is one of ``names`` (2.11, 2.13, 2.15)."""
+    return any(name in dist.get_backend_config(group) for name in names)
+
+
+def abort_collectives(name: str) -> None:
+    """End all that this rank waits for in a process group; the waits raise (2.11, 2.13, 2.15).
+
+    ``ProcessGroup.abort`` does nothing on gloo. There, a receive that times out closes all connections of the group.
+    """
+    group = resolve_process_group(name)
+    if not has_backend(group, ("gloo",)):
+        group.abort()
+        return
+    with contextlib.suppress(RuntimeError):  # the time-out, which is what this is for
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, _NOBODY_SENDS).wait(datetime.timedelta(milliseconds=10))
+
+
+def is_communication_error(error: RuntimeError) -> bool:
+    """Whether the backend raised it, to judge by its text: it has no class of its own (2.11, 2.13, 2.15)."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text
+
+
+_NOBODY_SENDS = 0x7A68
+"""A message tag."""

@@ -1,0 +1,153 @@
+"""What zerofx asks of Dynamo: how frames become graphs, and of which code and which inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch.fx import GraphModule, Node
+
+
+def compile_module(module: nn.Module, **options: Any) -> None:
+    """``module.compile(**options)`` through a frame of the module's own (2.11, 2.13, 2.15).
+
+    Dynamo keeps what it compiled with the code of the outermost frame, eight versions at most, for as long as that
+    code lives. A copy of the code per module means that models of one class neither share the eight, nor outlive
+    themselves. And Dynamo skips PyTorch's own frames, such as ``nn.Sequential.forward``, unless it is inside already.
+
+    Where a graph breaks inside of a layer each layer is a version of the layers' code. Beyond the eighth they would run
+    uncompiled, and on a rank that has compiled one for another shape from an earlier layer on than on the others: so
+    there may be more (2.13, 2.15; 2.11 has no such option).
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _VERSIONS
+    whole = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    module._compiled_call_impl = torch.compile(call, **options)
+
+
+_VERSIONS = 256
+"""Of one code; Dynamo's ``accumulated_recompile_limit`` is as much."""
+
+
+def with_own_code(function: FunctionType) -> FunctionType:
+    """A copy of ``function``, and of what it wraps, whose compiled versions Dynamo keeps apart (2.11, 2.13, 2.15)."""
+    wrapped = getattr(function, "__wrapped__", None)
+    own = with_own_code(wrapped) if isinstance(wrapped, FunctionType) else wrapped
+    cells = function.__closure__ or ()
+    closure = tuple(CellType(own) if own is not None and cell.cell_contents is wrapped else cell for cell in cells)
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    if own is not None:
+        copy.__wrapped__ = own  # type: ignore[attr-defined]
+    return copy
+
+
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """``module`` and what is in it run as they read, whatever ``.compile`` made of them (2.11, 2.13, 2.15)."""
+    compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl is not None}
+    for m in compiled:
+        m._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for m, call in compiled.items():
+            m._compiled_call_impl = call
+
+
+def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Locals and globals of the frame that Dynamo compiles now: what a graph input's source refers to.
+
+    Seen in 2.11, 2.13, 2.15. None outside of a compilation.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return tx.output.local_scope, tx.output.global_scope
+
+
+def traced_for(is_ours: Callable[[Any], bool]) -> bool:
+    """While Dynamo traces: whether the graph goes to a backend that ``is_ours``, alone or inside of wrappers.
+
+    False in any other tracer (2.11, 2.13, 2.15).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        todo = [InstructionTranslator.current_tx().output.compiler_fn]
+    except AttributeError:
+        return False
+    seen: list[Any] = []
+    while todo:
+        if is_ours(backend := todo.pop()):
+            return True
+        seen.append(backend)
+        for name in ("__wrapped__", "_torchdynamo_orig_backend", "compiler_fn"):
+            inner = getattr(backend, name, None)
+            if inner is not None and not any(inner is x for x in seen):
+                todo.append(inner)
+    return False
+
+
+def source_name(placeholder: Node) -> str | None:
+    """The Python expression, over ``L`` and ``G``, that a Dynamo graph's input came from.
+
+    ``source.name`` is a property since 2.10 and was a method before; seen in 2.11, 2.13, 2.15.
+    """
+    grapharg = placeholder.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    if source is None:
+        return None
+    return source.name() if callable(source.name) else source.name
+
+
+def chosen_by_data(gm: GraphModule) -> tuple[str, int] | None:
+    """File and line where Dynamo ended this graph because what comes next depends on values (2.11, 2.13, 2.15)."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    of_data = ("Data-dependent", "Data dependent", "Dynamic shape operator", "Dynamic slicing")
+    innermost = reason.user_stack[-1]
+    return (innermost.filename, innermost.lineno) if reason.reason.startswith(of_data) else None
+
+
+def inlined_alone(fn: Callable) -> Callable:
+    """Dynamo traces through ``fn`` from a caller's frame; called from plain code it runs as it is (2.11, 2.13, 2.15).
+
+    Dynamo would compile it as a frame of its own where plain code is called from compiled code. It does not tell one
+    getter of a tensor that is handed in as ``func`` from another, and would answer ``device`` with the ``dtype``.
+    """
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # what it calls, too
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
+# torch._dynamo (2.11, 2.13, 2.15): Dynamo runs the decorated function while it traces, and keeps the answer.
+run_while_tracing = torch._dynamo.assume_constant_result
+
+
+def static_shape(parameter: nn.Parameter) -> None:
+    """Have Dynamo take the sizes of ``parameter`` for numbers, never symbols (2.11, 2.13, 2.15).
+
+    It does so for plain parameters, but for subclasses only where it knows the module that holds them. Two frames that
+    share code and not sizes, each layer's after a graph break inside of a layer, would have symbols in their layouts.
+    """
+    torch._dynamo.mark_static(parameter)

@@ -1,0 +1,107 @@
+"""What zerofx asks of Inductor: code for a graph, in the order that the passes decided; and of the other executor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx._torch.tensors import pytree
+
+
+def inductor_config() -> contextlib.AbstractContextManager[Any]:
+    """Inductor's settings while zerofx compiles: keep what the passes decided (2.11, 2.13, 2.15).
+
+    ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users;
+    ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over,
+    and does not know that `zerofx.passes.ops.all_to_all_pairwise` still sends what it was given after it has returned.
+    """
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(
+        reorder_for_peak_memory=False,
+        reorder_for_locality=False,
+        reorder_for_compute_comm_overlap=False,
+        allow_buffer_reuse=False,
+    )
+
+
+def compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable, on_joint: Callable[[GraphModule], Any]
+) -> Callable:
+    """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15).
+
+    ``on_joint`` gets the joint graph before it is cut in two.
+    """
+    import torch._inductor.config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    theirs = torch._inductor.config.joint_custom_post_pass
+
+    class OnJoint(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for each in theirs if isinstance(theirs, (list, tuple)) else filter(None, [theirs]):
+                each(graph)
+            assert graph.owning_module is not None
+            on_joint(graph.owning_module)
+
+        def uuid(self) -> Any:
+            return "zerofx"  # what it decides shows in the graphs, which are in every cache's key
+
+    with torch._inductor.config.patch(joint_custom_post_pass=OnJoint()):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
+
+
+def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    """Inductor's code generator for one partitioned graph; returns a boxed callable (2.11, 2.13, 2.15)."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with inductor_config():
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def source_code(compiled: Any) -> str | None:
+    """The Python code that Inductor wrote for what `generate_code` returned, from its cache too (2.11, 2.13, 2.15)."""
+    return getattr(compiled, "source_code", None)
+
+
+def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
+    """Make Inductor run each key after its values, as if it read them (2.11, 2.13, 2.15)."""
+    from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+
+    if torch._C.DispatchKey.Autograd not in control_deps.py_kernels:  # 2.11
+        control_deps.py_impl(torch._C.DispatchKey.Autograd)(lambda deps, subgraph, *args: subgraph(*args))
+    preserve_node_ordering(gm.graph, after)  # type: ignore[arg-type]
+
+
+def pinned(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Node, ...]] | None:
+    """The target, arguments and keywords that `pin_order` hid in ``node``, and what it must follow; else None.
+
+    Arguments are nodes of ``node``'s own graph (2.11, 2.13, 2.15).
+    """
+    if getattr(node.target, "_name", "") != "control_deps":
+        return None
+    after, subgraph, *args = node.args
+    inner = getattr(node.graph.owning_module, subgraph.target).graph  # type: ignore[union-attr, arg-type]
+    outer = dict(zip(inner.find_nodes(op="placeholder"), args))
+    (call,) = (n for n in inner.nodes if n.op == "call_function")
+    target_args, kwargs = pytree.tree_map_only(Node, outer.__getitem__, (call.args, call.kwargs))
+    return call.target, target_args, kwargs, tuple(after)  # type: ignore[arg-type]
+
+
+def boxed(gm: GraphModule) -> Callable:
+    """A function of a list, which it empties, so that inputs are freed after their last use (2.11, 2.13, 2.15)."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return gm(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

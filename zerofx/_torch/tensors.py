@@ -1,0 +1,88 @@
+"""Tensors, the memory behind them, and who gets to see them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils import _pytree as pytree
+
+# torch._C (2.11, 2.13, 2.15): run a function as if no argument were a tensor subclass. Dynamo traces through it.
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+# torch.utils._python_dispatch (2.11, 2.13, 2.15): a context in which a method of its own sees every operator.
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+
+def fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Tensors that are made inside have no memory (2.11, 2.13, 2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What ``ref`` refers to, if it is still there (2.11, 2.13, 2.15)."""
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+
+
+def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Any tensor in the place of the parameter ``name`` of ``module``'s own (2.11, 2.13, 2.15)."""
+    module._parameters[name] = tensor  # type: ignore[assignment]
+    names = getattr(module, "_flat_weights_names", ())  # torch.nn.RNNBase has a list of them besides
+    if name in names:
+        module._flat_weights[names.index(name)] = tensor  # type: ignore[operator]
+
+
+def watch_arguments(check: Callable[[Any], None]) -> None:
+    """Have ``check`` called with what functorch wraps and TorchScript is given (2.11, 2.13, 2.15).
+
+    Neither asks ``__torch_function__``: they go on to kernels with the tensor as it is.
+    """
+    owners: list[tuple[Any, str]] = [
+        (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
+        (torch._functorch.eager_transforms, "_maybe_wrap_functional_tensor"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+        (torch._C.ScriptFunction, "__call__"),
+        (torch._C.ScriptMethod, "__call__"),
+    ]
+    for owner, name in owners:
+        setattr(owner, name, _checking(getattr(owner, name), check))
+
+
+def _checking(function: Callable, check: Callable[[Any], None]) -> Callable:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for x in pytree.arg_tree_leaves(*args, **kwargs):
+            check(x)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def allocations(runs: Sequence[Callable[[], object]]) -> list[list[int]]:
+    """Calls ``runs``; for each the bytes that it allocated on the CPU, and as negative numbers gave back, in order.
+
+    What a run returns is held until the next is over (2.11, 2.13, 2.15).
+    """
+    activities, name = [torch.profiler.ProfilerActivity.CPU], "zerofx::run"
+    with torch.profiler.profile(activities=activities, profile_memory=True) as prof:
+        for run in runs:
+            with torch.profiler.record_function(name):
+                held = run()  # noqa: F841
+    events = prof.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == name)
+    return [[nbytes for time, nbytes in changes if start <= time <= end] for start, end in spans]
+
+
+def profiler_is_on() -> bool:
+    """Whether `torch.profiler` records this thread now."""
+    return torch.autograd._profiler_enabled()
