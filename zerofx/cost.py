@@ -76,7 +76,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
-from sympy import Expr, Integer, Max, Symbol
+from sympy import Expr, Integer, Max, Symbol, sympify
 
 from zerofx.precision import MixedPrecision
 
@@ -95,8 +95,8 @@ class Formulas:
         unknown = sorted(set(values) - {symbol.name for symbol in SYMBOLS})
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no letter of the formulas: they have {LETTERS.replace(' ', ', ')}.")
-        known = {symbol: values[symbol.name] for symbol in SYMBOLS if symbol.name in values}
-        return replace(self, **{field.name: getattr(self, field.name).subs(known) for field in fields(self)})
+        known = {symbol: sympify(values[symbol.name]) for symbol in SYMBOLS if symbol.name in values}
+        return replace(self, **{field.name: getattr(self, field.name).xreplace(known) for field in fields(self)})
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ activations, which no formula knows: they depend on the batch, and `zerofx.predi
 fits is recommended: a higher one saves memory that is not needed, and stage 3 sends half as much again.
 
 With ``bandwidth``, ``flops`` and ``tokens`` there are seconds too (`zerofx.speed`): all collectives one after the other
-(``on the wire``), all forwards and backwards (``computing``), both together as the schedule overlaps them (``step``), and
-how long of that compute waits (``exposed``). Recommended is the fastest stage that fits.
+(``on the wire``), all forwards and backwards (``computing``), both together as the schedule overlaps them (``step``),
+and how long of that compute waits (``exposed``). Recommended is the fastest stage that fits.
 
 A module on the meta device will do. Frozen parameters have weights, and neither gradients nor moments.
 """
