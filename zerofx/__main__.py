@@ -53,8 +53,14 @@ def parse_bytes(text: str) -> float:
 
 
 def parse_bandwidth(text: str) -> float:
-    """``400Gbit`` and ``50GB`` as bytes per second, with or without ``/s``; raises as `parse_bytes`."""
-    return _parse(text, _BANDWIDTH, "a bandwidth, such as 400Gbit (per second) or 50GB")
+    """``400Gbit`` and ``50GB`` as bytes per second, with or without ``/s``; raises as `parse_bytes`.
+
+    ``400Gb`` is refused: to some it is bits, to others a sloppy 400GB, and eight times lie between.
+    """
+    expected = "a bandwidth, such as 400Gbit (per second) or 50GB"
+    if re.search(r"b(/s)?\s*$", text):
+        raise ValueError(f"{text!r}: expected {expected}. Bits are written bit or bps, bytes B.")
+    return _parse(text, _BANDWIDTH, expected)
 
 
 def parse_flops(text: str) -> float:
