@@ -3,9 +3,15 @@
 ::
 
     the rank's own thread                              the watchdog's, once a second
+    stepped             an optimizer has stepped
     enter(schedule)     the next graph, its digest     writes to the store:  which graphs ran last, what is under way
     started(works)      its next collective            reads of its neighbour:  the same. Different graphs: fail
     wait                where a rank hangs             waits for longer than the timeout: asks all who is missing; fail
+
+A rank whose optimizer did not step runs the same graphs as the others. So with its digest a graph is noted to be the
+first since a step: whether one was, not how many (there may be an optimizer per parameter), and not what was written
+(ranks hold parts of different parameters). Only optimizers with sharded parameters count, stages 1 to 3: each rank has
+other parts of those, so all must step or none. In stage 0 a program may step on one rank and broadcast.
 
 Entering and starting cost a few appends; the store is written and read by the watchdog alone, over a connection of its
 own. Each rank looks at the next one only, so the store is asked as often as there are ranks; where all neighbours
@@ -27,11 +33,14 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerofx import _torch
 from zerofx.agree import Collective, OutOfStepError, Schedule, difference, publish
@@ -44,6 +53,8 @@ SILENT = 4 * TICK
 """A rank whose watchdog has not written for so long is gone, or stopped."""
 REMEMBERED = 256
 """Graphs that a rank remembers to have run."""
+_AFTER_STEP = "+"
+"""Stands behind the digest of a graph that is the first since an optimizer's step."""
 
 _BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
 
@@ -59,6 +70,7 @@ class Watch:
         self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
         self.failure = ""
+        self.stepped = False
         self.families = 0
         self._runs: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._count = 0
@@ -76,7 +88,8 @@ class Watch:
         """The next collectives are those of ``schedule``."""
         self.check()
         self._count += 1
-        self._runs.append((self._count, digest))
+        self._runs.append((self._count, digest + _AFTER_STEP * self.stepped))
+        self.stepped = False
         self._schedule, self._started, self.timeout = schedule, 0, timeout
 
     def starting(self) -> contextlib.AbstractContextManager[Any]:
@@ -189,7 +202,16 @@ class Watch:
         mine, theirs = dict(list(self._runs)), dict(state["runs"])
         for i in sorted(set(mine) & set(theirs)):
             if mine[i] != theirs[i]:
-                a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in (mine[i], theirs[i]))
+                digests = [run[i].removesuffix(_AFTER_STEP) for run in (mine, theirs)]
+                a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
+                if digests[0] == digests[1]:
+                    did, did_not = (self.rank, other) if mine[i].endswith(_AFTER_STEP) else (other, self.rank)
+                    self._fail(
+                        f"ranks {self.rank} and {other} are out of step: before {a.phase}, run number {i}, rank {did} "
+                        f"has stepped its optimizer and rank {did_not} has not. The ranks' parts of the weights do not "
+                        f"fit together any more. Step on every rank or on none (docs/debugging.md)."
+                    )
+                    return
                 self._fail(
                     f"ranks {self.rank} and {other} are out of step: {difference(a, b, self.rank, other)}. "
                     f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
@@ -302,6 +324,32 @@ def _starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
 def _under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
     watch = _watches.get(process_group)
     return works if watch is None else watch.started(works)
+
+
+_shared_by: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def _process_groups(optimizer: Optimizer) -> frozenset[str]:
+    """Those whose ranks share parameters of ``optimizer``."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known = _shared_by.get(optimizer)
+    if known is None or known[0] != len(parameters) or not known[1]:  # sharded after its first step, maybe
+        groups = (getattr(p, "_group", None) for p in parameters)
+        known = len(parameters), frozenset(x.group_name for x in groups if x is not None and x.family.stage)
+        _shared_by[optimizer] = known
+    return known[1]
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Run by PyTorch after the step of any optimizer."""
+    if not _watches:
+        return
+    for name in _process_groups(optimizer):
+        if name in _watches:
+            _watches[name].stepped = True
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 @atexit.register
