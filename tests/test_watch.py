@@ -98,7 +98,7 @@ def test_a_step_that_one_rank_does_not_take_is_an_error_that_names_it(stage: int
     for kind, message, seconds in found:
         assert kind == "OutOfStepError", (kind, message)
         assert seconds < 40, seconds
-        assert re.search(r"before forward, run number 9, rank 0 has stepped its optimizer and rank 1 has not", message)
+        assert re.search(r"before graph number \d+ rank 0 has stepped its optimizer and rank 1 has not", message)
     workers2._processes.stop()
 
 
@@ -129,21 +129,23 @@ def test_a_graph_is_noted_as_the_first_after_a_step_whatever_part_of_it_a_rank_h
         assert noted == list("----+-+-")
 
 
-def test_a_step_counts_for_the_process_groups_that_share_the_optimizers_parameters(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_counts_for_the_process_groups_that_share_the_optimizers_parameters(
+    stage: int, fake_world: Any, monkeypatch: Any
+) -> None:
     """A rank of two process groups steps a model of one of them: the ranks of the other have nothing to do with it."""
-    watches = {name: types.SimpleNamespace(stepped=False) for name in "ab"}
-    monkeypatch.setattr(watch, "_watches", watches)
-    family = types.SimpleNamespace(stage=3)
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight])
-    optimizer.step()  # not sharded yet
-    assert not watches["a"].stepped
-    weight._group = types.SimpleNamespace(family=family, group_name="a")  # type: ignore[attr-defined]
+    fake_world(2)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))])
+    zerofx.shard(model, stage=stage, init_sync=False)
+    mine, another = types.SimpleNamespace(stepped=False), types.SimpleNamespace(stepped=False)
+    monkeypatch.setattr(watch, "_watches", {dist.group.WORLD.group_name: mine, "another": another})
     optimizer.step()
-    assert watches["a"].stepped and not watches["b"].stepped
-    watches["a"].stepped, family.stage = False, 0
-    torch.optim.SGD([weight]).step()  # plain data parallelism
-    assert not watches["a"].stepped
+    assert mine.stepped == (stage > 0)  # plain data parallelism: a rank may step, and broadcast
+    assert not another.stepped
+    mine.stepped = False
+    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()
+    assert not mine.stepped
 
 
 def differing(what: dict[str, list[Any]]) -> tuple[str, str, float]:

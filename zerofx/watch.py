@@ -33,14 +33,11 @@ import contextlib
 import json
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerofx import _torch
 from zerofx.agree import Collective, OutOfStepError, Schedule, difference, publish
@@ -202,21 +199,23 @@ class Watch:
         mine, theirs = dict(list(self._runs)), dict(state["runs"])
         for i in sorted(set(mine) & set(theirs)):
             if mine[i] != theirs[i]:
-                digests = [run[i].removesuffix(_AFTER_STEP) for run in (mine, theirs)]
-                a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
-                if digests[0] == digests[1]:
-                    did, did_not = (self.rank, other) if mine[i].endswith(_AFTER_STEP) else (other, self.rank)
-                    self._fail(
-                        f"ranks {self.rank} and {other} are out of step: before {a.phase}, run number {i}, rank {did} "
-                        f"has stepped its optimizer and rank {did_not} has not. The ranks' parts of the weights do not "
-                        f"fit together any more. Step on every rank or on none (docs/debugging.md)."
-                    )
-                    return
-                self._fail(
-                    f"ranks {self.rank} and {other} are out of step: {difference(a, b, self.rank, other)}. "
-                    f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
-                )
+                self._fail(self._out_of_step(other, i, mine[i], theirs[i]))
                 return
+
+    def _out_of_step(self, other: int, run: int, mine: str, theirs: str) -> str:
+        ranks = f"ranks {self.rank} and {other} are out of step"
+        if mine.endswith(_AFTER_STEP) != theirs.endswith(_AFTER_STEP):
+            did, did_not = (self.rank, other) if mine.endswith(_AFTER_STEP) else (other, self.rank)
+            return (
+                f"{ranks}: before graph number {run} rank {did} has stepped its optimizer and rank {did_not} has not. "
+                "Their parts of the weights are of different steps. Step on every rank or on none (docs/debugging.md)."
+            )
+        digests = (digest.removesuffix(_AFTER_STEP) for digest in (mine, theirs))
+        a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
+        return (
+            f"{ranks}: {difference(a, b, self.rank, other)}. "
+            f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
+        )
 
     def _check_waiting(self) -> None:
         waiting = next(iter(list(self._waiting.values())), None)
@@ -326,30 +325,11 @@ def _under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
     return works if watch is None else watch.started(works)
 
 
-_shared_by: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
-
-
-def _process_groups(optimizer: Optimizer) -> frozenset[str]:
-    """Those whose ranks share parameters of ``optimizer``."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    known = _shared_by.get(optimizer)
-    if known is None or known[0] != len(parameters) or not known[1]:  # sharded after its first step, maybe
-        groups = (getattr(p, "_group", None) for p in parameters)
-        known = len(parameters), frozenset(x.group_name for x in groups if x is not None and x.family.stage)
-        _shared_by[optimizer] = known
-    return known[1]
-
-
-def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Run by PyTorch after the step of any optimizer."""
-    if not _watches:
-        return
-    for name in _process_groups(optimizer):
-        if name in _watches:
-            _watches[name].stepped = True
-
-
-register_optimizer_step_post_hook(_stepped)
+def stepped(name: str) -> None:
+    """An optimizer with parameters that the process group ``name`` shares has stepped."""
+    watch = _watches.get(name)
+    if watch is not None:
+        watch.stepped = True
 
 
 @atexit.register
