@@ -55,6 +55,11 @@ def test_a_collective_takes_its_latency_and_nothing_else_does() -> None:
         one, free = (cost.time(stage).at(**HAND, c=5, a=latency) for latency in (0.125, 0))
         assert one.wire - free.wire == collectives * 0.125
         assert one.compute == free.compute
+    # five groups are gathered, four reduced; what is waited for at the ends is one of each, with its latency
+    frozen = cost.time(3, frozen=(100, 1)).at(**HAND, c=5, a=0.125)
+    assert float(frozen.step) == (8 + 1.125) + (16 + 1.125 + 1.125)
+    kept = cost.time(3, kept=(100, 1)).at(**HAND, c=40, a=0.125)
+    assert float(kept.step) == (4 * 1.125 + 0.25) + 7 * 1.125
 
 
 def test_micro_batches_repeat_what_travels_each_time_and_no_sync_keeps_gradients_off_the_wire() -> None:
