@@ -48,18 +48,18 @@ formulas.
 Seconds. ``f = F/c`` and ``h = B/c`` are compute, ``G`` and ``R`` the seconds in which all groups are gathered, or their
 gradients reduced: bytes / ``b`` + collectives ``a``. Each phase has two resources, and is as long as the busier one:
 
-=====  ==========================  =========================
-stage  forward                     backward
-=====  ==========================  =========================
-0      f                           max(h, R), beside ``h``
-1, 2   max(f, G), the first of k   max(h, R), beside ``h``
-3      max(f, G)                   max(h, G + R)
-=====  ==========================  =========================
+=====  ==========================  ===============  =================
+stage  forward                     backward         backward, no_sync
+=====  ==========================  ===============  =================
+0      f                           max(h, R)        h
+1, 2   max(f, G), the first of k   max(h, R)        h
+3      max(f, G)                   max(h, G + R)    max(h, G)
+=====  ==========================  ===============  =================
 
-"Beside ``h``": under `zerofx.no_sync` all but the last backward compute alone. What an optimizer step changes cannot
-travel before it, nor a gradient before it is there: so in stages 1 and 2 gathers hide behind forward alone, reductions
-behind backward alone. At the ends of a phase nothing can hide: no layer computes before the first group is there, and
-no gradient travels before the first layer is through. With groups of one size, each starting one ahead of its use
+The last backward of an optimizer step reduces in any case. What an optimizer changes cannot travel before it has, nor a
+gradient before it is there: so in stages 1 and 2 gathers hide behind forward alone, reductions behind backward alone.
+At the ends of a phase nothing can hide: no layer computes before the first group is there, and no gradient travels
+before the first layer is through. With groups of one size, each starting one ahead of its use
 (`zerofx.passes.prefetch`)::
 
     compute bound     wire  ▐G▐  ▐G▐  ▐G▐            wire bound     wire  ▐  G  ▐  G  ▐  G  ▐
