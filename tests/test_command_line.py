@@ -12,7 +12,7 @@ import torch
 
 import zerofx
 from zerofx import shapes
-from zerofx.__main__ import main, parse_bytes
+from zerofx.__main__ import main, parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 PUBLISHED = {  # millions of parameters, as their authors or model cards give them
     "gpt2": 124.4,
@@ -60,6 +60,36 @@ def test_options_reach_the_plan(capsys) -> None:
     module = shapes.build("gpt2", torch.float32)
     plan = zerofx.plan(module, world_size=8, mixed_precision=precision, micro_batches=4, no_sync=True)
     assert capsys.readouterr().out == f"gpt2, mixed: {plan}\n"
+
+
+def test_options_of_time_reach_the_plan(capsys) -> None:
+    pytest.importorskip("transformers")
+    links = "--bandwidth 400Gbit --node-bandwidth 1GB --ranks-per-node 4 --latency 20us".split()
+    work = "--flops 4T --tokens 512 --sequence-length 64".split()
+    command, module = "plan --model gpt2 --world-size 8 --gpu-memory 10GB".split(), shapes.build("gpt2")
+    options = dict(bandwidth=5e10, node_bandwidth=1e9, ranks_per_node=4, latency=2e-5, flops=4e12, tokens=512)
+    assert main([*command, *links, *work]) == 0
+    plan = zerofx.plan(module, world_size=8, memory=10e9, **options, sequence_length=64)
+    assert capsys.readouterr().out == f"gpt2, bf16: {plan}\n"
+    assert main([*command, *links, *work[:-2], "--flops-per-token", "1G"]) == 0
+    plan = zerofx.plan(module, world_size=8, memory=10e9, **options, flops_per_token=1e9)
+    assert capsys.readouterr().out == f"gpt2, bf16: {plan}\n"
+    assert main([*command, "--flops", "4T"]) == 2
+    assert "flops=4000000000000.0 says nothing without bandwidth and tokens" in capsys.readouterr().err
+
+
+def test_rates_have_units_and_bits_are_not_taken_for_bytes() -> None:
+    cases = {"400Gbit": 5e10, "400 Gbit/s": 5e10, "400gbps": 5e10, "3.2Tbit": 4e11, "50GB": 5e10, "50GB/s": 5e10}
+    for text, rate in {**cases, "1GiB": 2**30, "1000": 1000, "8bit": 1}.items():
+        assert parse_bandwidth(text) == rate
+    for text in ("400Gb", "400gb/s", "400 Gb", "fast", "0GB", "50GB/h"):
+        with pytest.raises(ValueError, match="expected a bandwidth, such as 400Gbit"):
+            parse_bandwidth(text)
+    assert [parse_flops(text) for text in ("400T", "1.5Pflop/s")] == [4e14, 1.5e15]
+    assert [parse_seconds(text) for text in ("20us", "1ms", "2 s", "3")] == pytest.approx([2e-5, 1e-3, 2, 3])
+    for parse, message in ((parse_flops, "operations per second, such as 400T"), (parse_seconds, "such as 20us")):
+        with pytest.raises(ValueError, match=message):
+            parse("12 parsecs")
 
 
 def test_a_config_json_is_as_good_as_a_name(tmp_path: Path, capsys) -> None:

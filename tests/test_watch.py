@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
@@ -74,6 +75,78 @@ def test_a_skipped_layer_is_an_error_that_names_both_collectives(stage: int, wor
         assert re.search(r"out of step.*first coll.*rank \d has (for|back)ward.*; rank \d has (for|back)ward", message)
         assert "leaf_modules=" in message  # what to do where data decide
     workers2._processes.stop()
+
+
+def skip_a_step(stage: int) -> tuple[str, str, float]:
+    """On rank 1 the fourth step raises, and somebody swallows that."""
+    model = build(stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for i in range(3000):
+            train(model, 1)
+            if not (dist.get_rank() == 1 and i == 3):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    return outcome(steps)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_step_that_one_rank_does_not_take_is_an_error_that_names_it(stage: int, workers2: Workers) -> None:
+    """It runs the same graphs ever after, and trains on weights that are of two steps."""
+    found = workers2.run(skip_a_step, stage, timeout=60)
+    for kind, message, seconds in found:
+        assert kind == "OutOfStepError", (kind, message)
+        assert seconds < 40, seconds
+        assert re.search(r"before graph number \d+ rank 0 has stepped its optimizer and rank 1 has not", message)
+    workers2._processes.stop()
+
+
+def steps_that_are_legal() -> list[str]:
+    """Which runs were noted as the first after a step, whatever the optimizers are."""
+    model, world = build(), dist.group.WORLD.group_name
+    names = [name for name, _ in model.named_parameters()]
+    sgd = torch.optim.SGD([p for name, p in model.named_parameters() if name == names[-1]])  # a bias: of one rank
+    adams = [zerofx.AdamW([p], lr=0.1) for p in model.layers[0].parameters()]  # one for each parameter
+    own = torch.optim.SGD(nn.Linear(2, 2).parameters())  # not sharded: a rank may step it alone
+    seen = watch.watch_of(world)
+    assert seen is not None
+    start = len(seen._runs)
+    train(model, 1)
+    if dist.get_rank():
+        own.step()
+    train(model, 1)
+    sgd.step()
+    train(model, 1)
+    for adam in adams:
+        adam.step()
+    train(model, 1)
+    return ["+" if digest.endswith("+") else "-" for _, digest in list(seen._runs)[start:]]
+
+
+def test_a_graph_is_noted_as_the_first_after_a_step_whatever_part_of_it_a_rank_had_to_do(workers2: Workers) -> None:
+    for noted in workers2.run(steps_that_are_legal):
+        assert noted == list("----+-+-")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_counts_for_the_process_groups_that_share_the_optimizers_parameters(
+    stage: int, fake_world: Any, monkeypatch: Any
+) -> None:
+    """A rank of two process groups steps a model of one of them: the ranks of the other have nothing to do with it."""
+    fake_world(2)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))])
+    zerofx.shard(model, stage=stage, init_sync=False)
+    mine, another = types.SimpleNamespace(stepped=False), types.SimpleNamespace(stepped=False)
+    monkeypatch.setattr(watch, "_watches", {dist.group.WORLD.group_name: mine, "another": another})
+    optimizer.step()
+    assert mine.stepped == (stage > 0)  # plain data parallelism: a rank may step, and broadcast
+    assert not another.stepped
+    mine.stepped = False
+    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()
+    assert not mine.stepped
 
 
 def differing(what: dict[str, list[Any]]) -> tuple[str, str, float]:

@@ -349,6 +349,10 @@ def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
             assert events.total() - messages + exchanges == formulas.collectives
             assert sent == pytest.approx(float(formulas.total), rel=0.01)
             assert sent > formulas.total - events.total()  # padding adds; the counter rounds each collective down
+            letters = dict(N=PARAMETERS, M=world, n=len(layouts), k=k, F=0, B=0, c=1)
+            time = cost.time(stage, sizes, no_sync=no_sync, kept=(sum(spared), len(spared)))
+            assert float(time.at(**letters, a=0, b=1000).wire) == pytest.approx(sent / 1000, rel=0.01)
+            assert time.at(**letters, a=1, b=float("inf")).wire == formulas.collectives
 
 
 def count_buckets(buckets: str) -> Counted:

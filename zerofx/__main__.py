@@ -3,6 +3,8 @@
 ::
 
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB
+    $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB --bandwidth 400Gbit \
+          --node-bandwidth 450GB --ranks-per-node 8 --flops 400T --tokens 8192 --sequence-length 4096
 
 What it prints is `zerofx.plan`; errors go to stderr, and the exit status is 2 then, or 1 if no stage fits.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -25,11 +28,19 @@ _DTYPES = {
     "fp32": (torch.float32, None),
     "mixed": (torch.float32, MixedPrecision(torch.bfloat16)),
 }
-_UNITS = {"": 1, "B": 1} | {
-    prefix + unit: base**power
-    for unit, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
+_PREFIXES = {"": 1.0} | {p: 1000.0**i for i, p in enumerate("kMGTP", start=1)}
+_BYTES = (
+    {prefix + "B": factor for prefix, factor in _PREFIXES.items()}
+    | {prefix + "iB": 1024.0**i for i, prefix in enumerate("kMGT", start=1)}
+    | {"": 1.0}
+)
+_BANDWIDTH = (
+    _BYTES
+    | {unit + "/s": factor for unit, factor in _BYTES.items() if unit}
+    | {prefix + unit: factor / 8 for prefix, factor in _PREFIXES.items() for unit in ("bit", "bit/s", "bps")}
+)
+_FLOPS = {prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("", "flop/s", "flops")}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def parse_bytes(text: str) -> float:
@@ -38,18 +49,47 @@ def parse_bytes(text: str) -> float:
     Raises:
         ValueError: no number of bytes, more than 0.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match[2].upper().replace("I", "i") if match else None
-    if match is None or unit not in _UNITS or not float(match[1]) > 0:
-        raise ValueError(f"{text!r}: expected bytes, such as 80GB or 80GiB.")
-    return float(match[1]) * _UNITS[unit]
+    return _parse(text, _BYTES, "bytes, such as 80GB or 80GiB")
 
 
-def _bytes(text: str) -> float:
-    try:
-        return parse_bytes(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from e
+def parse_bandwidth(text: str) -> float:
+    """``400Gbit`` and ``50GB`` as bytes per second, with or without ``/s``; raises as `parse_bytes`.
+
+    ``400Gb`` is refused: to some it is bits, to others a sloppy 400GB, and eight times lie between.
+    """
+    expected = "a bandwidth, such as 400Gbit (per second) or 50GB"
+    if re.search(r"b(/s)?\s*$", text):
+        raise ValueError(f"{text!r}: expected {expected}. Bits are written bit or bps, bytes B.")
+    return _parse(text, _BANDWIDTH, expected)
+
+
+def parse_flops(text: str) -> float:
+    """``400T`` as floating-point operations per second; raises as `parse_bytes`."""
+    return _parse(text, _FLOPS, "operations per second, such as 400T")
+
+
+def parse_seconds(text: str) -> float:
+    """``20us`` as seconds; raises as `parse_bytes`."""
+    return _parse(text, _SECONDS, "seconds, such as 20us")
+
+
+def _parse(text: str, units: dict[str, float], expected: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-zµ/]*)\s*", text)
+    factors = {unit.lower(): factor for unit, factor in units.items()}
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in factors or not float(match[1]) > 0:
+        raise ValueError(f"{text!r}: expected {expected}.")
+    return float(match[1]) * factors[unit]
+
+
+def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
+    def of(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from e
+
+    return of
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", required=True, help=f"one of {', '.join(shapes.SHAPES)}; or a Hugging Face config.json"
     )
     planning.add_argument("--world-size", type=int, required=True, metavar="M", help="number of ranks")
-    planning.add_argument("--gpu-memory", type=_bytes, metavar="BYTES", help="of one rank: 80GB, 80GiB")
+    planning.add_argument("--gpu-memory", type=_argument(parse_bytes), metavar="BYTES", help="of one rank: 80GB, 80GiB")
     planning.add_argument(
         "--dtype",
         choices=_DTYPES,
@@ -69,6 +109,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     planning.add_argument("--micro-batches", type=int, default=1, metavar="K", help="backwards per optimizer step")
     planning.add_argument("--no-sync", action="store_true", help="all but the last under zerofx.no_sync")
+    timing = planning.add_argument_group("seconds", "--bandwidth for the wire; --flops and --tokens for the step")
+    timing.add_argument(
+        "--bandwidth",
+        type=_argument(parse_bandwidth),
+        metavar="RATE",
+        help="of a node, all network cards together, in one direction: 400Gbit, 50GB (per second)",
+    )
+    timing.add_argument(
+        "--node-bandwidth", type=_argument(parse_bandwidth), metavar="RATE", help="of a rank inside of its node: 450GB"
+    )
+    timing.add_argument("--ranks-per-node", type=int, metavar="R", help="how many share a node; one, if not said")
+    timing.add_argument("--latency", type=_argument(parse_seconds), metavar="TIME", help="of a collective: 20us")
+    timing.add_argument(
+        "--flops", type=_argument(parse_flops), metavar="RATE", help="that a rank reaches, not its peak: 400T"
+    )
+    timing.add_argument("--tokens", type=int, metavar="T", help="of a micro-batch on one rank")
+    timing.add_argument("--sequence-length", type=int, metavar="S", help="of a sample: counts attention, too")
+    timing.add_argument(
+        "--flops-per-token",
+        type=_argument(parse_flops),
+        metavar="N",
+        help="of forward and backward; 6 per parameter, if not said",
+    )
     return parser
 
 
@@ -84,6 +147,14 @@ def main(arguments: list[str] | None = None) -> int:
             mixed_precision=precision,
             micro_batches=given.micro_batches,
             no_sync=given.no_sync,
+            bandwidth=given.bandwidth,
+            node_bandwidth=given.node_bandwidth,
+            ranks_per_node=given.ranks_per_node,
+            latency=given.latency,
+            flops=given.flops,
+            tokens=given.tokens,
+            sequence_length=given.sequence_length,
+            flops_per_token=given.flops_per_token,
         )
     except (ValueError, ModuleNotFoundError) as e:
         print(f"python -m zerofx plan: {e}", file=sys.stderr)

@@ -15,6 +15,10 @@ A stage fits if what a rank holds at rest (``total``) and the ``buffers`` of a s
 activations, which no formula knows: they depend on the batch, and `zerofx.predict` counts them. The lowest stage that
 fits is recommended: a higher one saves memory that is not needed, and stage 3 sends half as much again.
 
+With ``bandwidth``, ``flops`` and ``tokens`` there are seconds too (`zerofx.speed`): all collectives one after the other
+(``on the wire``), all forwards and backwards (``computing``), both together as the schedule overlaps them (``step``),
+and how long of that compute waits (``exposed``). Recommended is the fastest stage that fits.
+
 A module on the meta device will do. Frozen parameters have weights, and neither gradients nor moments.
 """
 
@@ -31,10 +35,14 @@ from zerofx import cost
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.layout import GroupLayout
 from zerofx.precision import MixedPrecision
-from zerofx.printing import format_bytes
+from zerofx.printing import format_bytes, format_seconds
+from zerofx.speed import Speed
 
 MOST_RANKS = 2**20
 """Where the search for a number of ranks that fits ends."""
+
+ALIKE = 0.01
+"""Steps that differ by less than this part count as equally fast: formulas know no better."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class StageCost:
         traffic: of one optimizer step.
         gathered: stage 3, what ``memory_budget`` is by default: the two largest neighbouring groups.
         packed: stages 1 to 3, gradients on their way: one group being reduced while the next is filled.
+        time: of one optimizer step, if there is a `Speed`.
     """
 
     stage: int
@@ -53,6 +62,7 @@ class StageCost:
     traffic: cost.Traffic
     gathered: int
     packed: int
+    time: cost.Time | None = None
 
     @property
     def buffers(self) -> int:
@@ -73,6 +83,7 @@ class Plan:
         memory: bytes that a rank has; None: nobody said.
         least_ranks: the smallest number of ranks on which stage 3 fits into ``memory``; None if there is none, or no
             ``memory``.
+        speed: what the times of `stages` rest on; None: there are none.
     """
 
     parameters: int
@@ -81,6 +92,7 @@ class Plan:
     stages: tuple[StageCost, ...]
     memory: float | None = None
     least_ranks: int | None = None
+    speed: Speed | None = None
 
     def fits(self, stage: StageCost) -> bool:
         """Whether ``stage`` leaves something of ``memory`` for activations."""
@@ -88,34 +100,42 @@ class Plan:
 
     @property
     def recommended(self) -> StageCost | None:
-        """The lowest of ``stages`` that fits; None if none does, or nobody said into what."""
+        """The fastest of ``stages`` that fits (of those `ALIKE` the lowest), or where there are no times the lowest.
+
+        None if none fits, or nobody said into what.
+        """
         if self.memory is None:
             return None
-        return min(filter(self.fits, self.stages), key=lambda each: each.stage, default=None)
+        fitting = [each for each in self.stages if self.fits(each)]
+        fastest = min((float(each.time.step) for each in fitting if each.time), default=0.0)
+        alike = [each for each in fitting if not each.time or float(each.time.step) <= (1 + ALIKE) * fastest]
+        return min(alike, key=lambda each: each.stage, default=None)
 
     def __str__(self) -> str:
-        title = (
-            f"{self.parameters:,} parameters in {self.groups} groups, {self.world_size} ranks, Adam with two moments"
-        )
-        head = [
-            "stage",
-            "weights",
-            "gradients",
-            "master",
-            "moments",
-            "total",
-            "buffers",
-            "sent per step",
-            "collectives",
-        ]
-        rows = [head if self.memory is None else [*head, f"fits {format_bytes(self.memory)}"]]
-        for each in self.stages:
-            sizes = [*astuple(each.memory), each.memory.total, each.buffers, each.traffic.total]
-            row = [str(each.stage), *(format_bytes(float(x)) for x in sizes), f"{int(each.traffic.collectives):,}"]
-            rows.append(row if self.memory is None else [*row, "yes" if self.fits(each) else "no"])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [title, *("  ".join(map(str.rjust, row, widths)) for row in rows)]
+        ranks = f"{self.world_size} ranks, Adam with two moments"
+        lines = [f"{self.parameters:,} parameters in {self.groups} groups, {ranks}"]
+        columns = [self._column(each) for each in self.stages]
+        rows = [list(columns[0]), *(list(column.values()) for column in columns)] if columns else []
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        if self.speed is not None:
+            lines.append(f"at {self.speed}")
         return "\n".join([*lines, self.recommendation] if self.memory is not None else lines)
+
+    def _column(self, each: StageCost) -> dict[str, str]:
+        """What is printed of a stage, under its heading."""
+        sizes = {"total": each.memory.total, "buffers": each.buffers, "sent per step": each.traffic.total}
+        parts = zip(("weights", "gradients", "master", "moments"), astuple(each.memory), strict=True)
+        column = {"stage": str(each.stage)} | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
+        column["collectives"] = f"{int(each.traffic.collectives):,}"
+        if each.time is not None and self.speed is not None:
+            times = {"on the wire": each.time.wire}
+            if self.speed.flops is not None:
+                times |= {"computing": each.time.compute, "step": each.time.step, "exposed": each.time.exposed}
+            column |= {k: format_seconds(float(x)) for k, x in times.items()}
+        if self.memory is not None:
+            column[f"fits {format_bytes(self.memory)}"] = "yes" if self.fits(each) else "no"
+        return column
 
     @property
     def recommendation(self) -> str:
@@ -125,9 +145,8 @@ class Plan:
         memory, chosen = format_bytes(self.memory), self.recommended
         if chosen is not None:
             left = format_bytes(self.memory - chosen.needed)
-            return (
-                f"recommended: stage {chosen.stage}, the lowest that fits; {left} of {memory} are left for activations"
-            )
+            why = "the lowest that fits" if self.speed is None else "the fastest that fits"
+            return f"recommended: stage {chosen.stage}, {why}; {left} of {memory} are left for activations"
         line = f"no stage fits into {memory} on {self.world_size} ranks; "
         if self.least_ranks is None:
             return line + "stage 3 does on no number of ranks: what a step needs whole is too much (smaller groups?)"
@@ -144,6 +163,14 @@ def plan(
     groups: Any = None,
     micro_batches: int = 1,
     no_sync: bool = False,
+    bandwidth: float | None = None,
+    node_bandwidth: float | None = None,
+    ranks_per_node: int | None = None,
+    latency: float | None = None,
+    flops: float | None = None,
+    tokens: float | None = None,
+    sequence_length: int | None = None,
+    flops_per_token: float | None = None,
 ) -> Plan:
     """What training ``module`` on ``world_size`` ranks would cost. Allocates nothing and needs no process group.
 
@@ -155,9 +182,14 @@ def plan(
         mixed_precision, groups: as they would be given to `zerofx.compile`.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
+        bandwidth, node_bandwidth, ranks_per_node, latency: of the links, as in `zerofx.speed`; without ``bandwidth``
+            there are no times.
+        flops: floating-point operations per second that a rank reaches (less than its peak); without it, times are the
+            wire's alone.
+        tokens, sequence_length, flops_per_token: of one micro-batch on one rank, as in `zerofx.speed`.
 
     Raises:
-        ValueError: a stage, number of ranks, of micro-batches or of bytes that there cannot be.
+        ValueError: a stage, or a number of anything, that there cannot be; options that need one another.
     """
     for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
         if number < 1:
@@ -167,41 +199,54 @@ def plan(
     layouts = [layout for layout, _ in plan_groups(module, world_size, Grouping.of(groups))]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    speed = Speed.of(
+        module,
+        world_size,
+        bandwidth=bandwidth,
+        node_bandwidth=node_bandwidth,
+        ranks_per_node=ranks_per_node,
+        latency=latency,
+        flops=flops,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        flops_per_token=flops_per_token,
+    )
     costs = _costs(layouts, mixed_precision, micro_batches, no_sync)
     least = None
     if memory is not None:
         least = _least(lambda ranks: costs(3, ranks).needed < memory)
-    return Plan(_numel(layouts), len(layouts), world_size, tuple(costs(s, world_size) for s in stages), memory, least)
+    made = tuple(costs(stage, world_size, speed) for stage in stages)
+    return Plan(_numel(layouts), len(layouts), world_size, made, memory, least, speed)
 
 
 def _costs(
     layouts: list[GroupLayout], precision: MixedPrecision | None, micro_batches: int, no_sync: bool
-) -> Callable[[int, int], StageCost]:
-    """A function of stage and number of ranks."""
+) -> Callable[..., StageCost]:
+    """A function of stage and number of ranks; and, for one with times, of speed."""
     dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
     sizes, accumulating = cost.Sizes.of(precision, dtype), no_sync and micro_batches > 1
     trained, frozen = ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
+    options: Any = dict(no_sync=no_sync, frozen=(_numel(frozen), len(frozen)))
 
-    def of(stage: int, ranks: int) -> StageCost:
-        traffic = cost.traffic(stage, sizes, no_sync=no_sync)
+    def of(stage: int, ranks: int, speed: Speed | None = None) -> StageCost:
         if dtype.itemsize == 2:
             memory = cost.memory_16_bit(stage, accumulating=accumulating)
         else:
             memory = cost.memory(stage, sizes, accumulating=accumulating)
-        numbers = {"N": _numel(trained), "M": ranks, "n": len(trained), "k": micro_batches}
-        memory, traffic = memory.at(**numbers), traffic.at(**numbers)
+        numbers: dict[str, float] = {"N": _numel(trained), "M": ranks, "n": len(trained), "k": micro_batches}
+        memory, traffic = memory.at(**numbers), cost.traffic(stage, sizes, **options).at(**numbers)
         parts = ranks if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
-        if stage == 3:  # only there frozen weights travel: replicas of them never get old
-            twice, weight = 2 * micro_batches, int(sizes.weight)
-            traffic = replace(
-                traffic,
-                gathered=traffic.gathered + twice * weight * _numel(frozen) * (ranks - 1) / ranks,
-                collectives=traffic.collectives + twice * len(frozen),
-            )
         gathered = _neighbours(layouts, int(sizes.weight)) if stage == 3 else 0
         packed = _neighbours(trained, int(sizes.gradient)) if stage else 0
-        return StageCost(stage, memory, traffic, gathered, packed)
+        time = None
+        if speed is not None and not trained:
+            raise ValueError("no parameter requires a gradient: there is no training step to time.")
+        if speed is not None:
+            rates = {"b": speed.bandwidth, "a": speed.latency, "c": speed.flops or 1.0}
+            numbers |= rates | {"F": speed.forward, "B": speed.backward}
+            time = cost.time(stage, sizes, **options).at(**numbers)
+        return StageCost(stage, memory, traffic, gathered, packed, time)
 
     return of
 

@@ -162,7 +162,11 @@ class Prediction:
         rows.append(("step", "", *_cells(self, self.peak)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        return "\n".join([*lines, f"held at rest: {format_bytes(self.held_bytes)} of parameters"])
+        lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
+        graphs = len({phase.graph for phase in self.phases})
+        if graphs > 1:  # else all of the model may be in it
+            lines.append(f"not in it: what is computed outside of the {graphs} graphs, and what that holds")
+        return "\n".join(lines)
 
 
 def predict(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx._torch import backend_name, resolve_process_group
 from zerofx.group import Family, ShardGroup
@@ -23,7 +23,7 @@ from zerofx.leaf import leaf_names, make_leaves
 from zerofx.ondemand import average_by_hook, not_elementwise, reduce_by_hook
 from zerofx.options import Options
 from zerofx.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
-from zerofx.watch import watch_of, watch_too
+from zerofx.watch import stepped, watch_of, watch_too
 from zerofx.whole import places_of
 
 
@@ -308,9 +308,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
     So is a step while gradients are kept back: the optimizer would not see them.
     """
-    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for shards in dict.fromkeys(getattr(parameter, "_group", None) for parameter in parameters):
-        if isinstance(shards, ShardGroup) and shards.has_kept():
+    for shards in _groups_in(optimizer):
+        if shards.has_kept():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
                 f"{shards.kept_slots()[0].name!r}, for one): run the last backward outside of zerofx.no_sync, or "
@@ -326,4 +325,17 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
 
 
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After any optimizer's step: the watchdogs of those who share its parameters hear of it."""
+    for name in {shards.group_name for shards in _groups_in(optimizer) if shards.family.stage}:
+        stepped(name)
+
+
+def _groups_in(optimizer: torch.optim.Optimizer) -> list[ShardGroup]:
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    groups = dict.fromkeys(getattr(parameter, "_group", None) for parameter in parameters)
+    return [group for group in groups if isinstance(group, ShardGroup)]
+
+
 register_optimizer_step_pre_hook(_check_step)
+register_optimizer_step_post_hook(_note_step)

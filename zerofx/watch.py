@@ -3,9 +3,15 @@
 ::
 
     the rank's own thread                              the watchdog's, once a second
+    stepped             an optimizer has stepped
     enter(schedule)     the next graph, its digest     writes to the store:  which graphs ran last, what is under way
     started(works)      its next collective            reads of its neighbour:  the same. Different graphs: fail
     wait                where a rank hangs             waits for longer than the timeout: asks all who is missing; fail
+
+A rank whose optimizer did not step runs the same graphs as the others. So with its digest a graph is noted to be the
+first since a step: whether one was, not how many (there may be an optimizer per parameter), and not what was written
+(ranks hold parts of different parameters). Only optimizers with sharded parameters count, stages 1 to 3: each rank has
+other parts of those, so all must step or none. In stage 0 a program may step on one rank and broadcast.
 
 Entering and starting cost a few appends; the store is written and read by the watchdog alone, over a connection of its
 own. Each rank looks at the next one only, so the store is asked as often as there are ranks; where all neighbours
@@ -44,6 +50,8 @@ SILENT = 4 * TICK
 """A rank whose watchdog has not written for so long is gone, or stopped."""
 REMEMBERED = 256
 """Graphs that a rank remembers to have run."""
+_AFTER_STEP = "+"
+"""Stands behind the digest of a graph that is the first since an optimizer's step."""
 
 _BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
 
@@ -59,6 +67,7 @@ class Watch:
         self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
         self.failure = ""
+        self.stepped = False
         self.families = 0
         self._runs: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._count = 0
@@ -76,7 +85,8 @@ class Watch:
         """The next collectives are those of ``schedule``."""
         self.check()
         self._count += 1
-        self._runs.append((self._count, digest))
+        self._runs.append((self._count, digest + _AFTER_STEP * self.stepped))
+        self.stepped = False
         self._schedule, self._started, self.timeout = schedule, 0, timeout
 
     def starting(self) -> contextlib.AbstractContextManager[Any]:
@@ -193,12 +203,23 @@ class Watch:
         mine, theirs = dict(list(self._runs)), dict(state["runs"])
         for i in sorted(set(mine) & set(theirs)):
             if mine[i] != theirs[i]:
-                a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in (mine[i], theirs[i]))
-                self._fail(
-                    f"ranks {self.rank} and {other} are out of step: {difference(a, b, self.rank, other)}. "
-                    f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
-                )
+                self._fail(self._out_of_step(other, i, mine[i], theirs[i]))
                 return
+
+    def _out_of_step(self, other: int, run: int, mine: str, theirs: str) -> str:
+        ranks = f"ranks {self.rank} and {other} are out of step"
+        if mine.endswith(_AFTER_STEP) != theirs.endswith(_AFTER_STEP):
+            did, did_not = (self.rank, other) if mine.endswith(_AFTER_STEP) else (other, self.rank)
+            return (
+                f"{ranks}: before graph number {run} rank {did} has stepped its optimizer and rank {did_not} has not. "
+                "Their parts of the weights are of different steps. Step on every rank or on none (docs/debugging.md)."
+            )
+        digests = (digest.removesuffix(_AFTER_STEP) for digest in (mine, theirs))
+        a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
+        return (
+            f"{ranks}: {difference(a, b, self.rank, other)}. "
+            f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
+        )
 
     def _check_waiting(self) -> None:
         waiting = next(iter(list(self._waiting.values())), None)
@@ -313,6 +334,13 @@ def _starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
 def _under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
     watch = _watches.get(process_group)
     return works if watch is None else watch.started(works)
+
+
+def stepped(name: str) -> None:
+    """An optimizer with parameters that the process group ``name`` shares has stepped."""
+    watch = _watches.get(name)
+    if watch is not None:
+        watch.stepped = True
 
 
 @atexit.register
