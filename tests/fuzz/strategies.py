@@ -76,4 +76,5 @@ def without(recipe: Recipe) -> frozenset[str]:
     """
     if recipe.precision != "low":
         return frozenset()
-    return frozenset({"batch_norm", "gru", "count"} | ({"scalar", "scale", "positions"} if recipe.stage == 0 else set()))
+    of_stage_0 = {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
+    return frozenset({"batch_norm", "gru", "count"} | of_stage_0)
