@@ -72,6 +72,7 @@ class Backend:
     pretend: Executed | None = None
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        _torch.oldest_version_first()
         _shard_modules_of(gm, example_inputs, self.options)
         _warn_of_choice(gm)
         _strip_own_frames(gm)

@@ -72,8 +72,9 @@ def without(recipe: Recipe) -> frozenset[str]:
     """What does not go with weights that compute in another dtype than the module's.
 
     Buffers stay in float64. Outside of any graph ``weight.dtype`` is the master's, by which a GRU refuses its input;
-    and in stage 0 arithmetic of a weight and a number is done in it.
+    and in stage 0 arithmetic of a weight and a number, and a part of a weight, are in it.
     """
     if recipe.precision != "low":
         return frozenset()
-    return frozenset({"batch_norm", "gru", "count"} | ({"scalar", "scale"} if recipe.stage == 0 else set()))
+    of_stage_0 = {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
+    return frozenset({"batch_norm", "gru", "count"} | of_stage_0)

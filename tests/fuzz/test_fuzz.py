@@ -45,6 +45,19 @@ FOUND = {
     "attention_that_is_checkpointed": Recipe(inside("checkpoint", "attention")),
     # A write to a buffer that a checkpointed layer saves, done after the forward, was taken for one before backward.
     "batch_normalisation_that_is_checkpointed": Recipe(inside("checkpoint", "batch_norm")),
+    # Its backward read running statistics, which the next forward, or the next call behind a graph break, writes.
+    "batch_normalisation_that_is_checkpointed_and_called_again": Recipe(
+        (*inside("reentrant", "batch_norm"), Layer("break"), Layer("checkpoint", children=(Layer("again", of=1),))),
+        steps=(("plain", "two_forwards"), ("crossed",)),
+    ),
+    # Of two versions that both fit, Dynamo took the one that ran last: another one on the rank with other rows.
+    "a_rank_that_compiles_anew_alone_where_a_layer_breaks": Recipe(
+        (
+            Layer("residual", children=(Layer("empty", frozen=True), Layer("stash", frozen=True), Layer("stop"))),
+            Layer("residual", children=(Layer("eager", children=(Layer("break"),)),)),
+        ),
+        steps=(("eval", "plain"), ("uneven",)),
+    ),
     # Arithmetic on slices, without gradients, gave what was gathered of it in the masters' dtype.
     "weight_arithmetic_without_gradients_in_mixed_precision": Recipe(
         inside("reentrant", "scale", "break", "linear"), precision="low", steps=(("plain", "eval"),)

@@ -59,6 +59,7 @@ from zerofx._torch.dynamo import (
     compile_module,
     frame_locals_and_globals,
     inlined_alone,
+    oldest_version_first,
     run_while_tracing,
     source_name,
     static_shape,

@@ -33,11 +33,17 @@ def compile_with_aot_autograd(
 
     Writes to buffers stay in the graphs, as they do with Inductor. Done after a forward, one to a buffer that a
     checkpointed layer saves would look like a write between forward and backward.
+
+    Normalisation over the batch is decomposed, as for Inductor. Whole, it reads the running statistics in backward too,
+    where nothing comes of them. A checkpointed one would save them, and backward refuse to run after another forward.
     """
+    from torch._decomp import get_decompositions
     from torch._dynamo.backends.common import aot_autograd
 
+    aten = torch.ops.aten
+    whole = [aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward]
     compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
-    compiler = aot_autograd(**compilers, keep_inference_input_mutations=True)
+    compiler = aot_autograd(**compilers, decompositions=get_decompositions(whole), keep_inference_input_mutations=True)
     return compiler(gm, example_inputs)
 
 

@@ -40,6 +40,17 @@ _VERSIONS = 256
 """Of one code; Dynamo's ``accumulated_recompile_limit`` is as much."""
 
 
+def oldest_version_first() -> None:
+    """Have Dynamo try the versions of a code in the order they were compiled in (2.11, 2.13, 2.15).
+
+    By default the one that ran last comes first. Where a graph breaks inside of a layer, its guards do not say which
+    layer: they pass for the next layer of that class too, which has a version of its own, without the break. Which one
+    it runs would then depend on what this rank alone has compiled anew, for a batch of another size. It is PyTorch's
+    advice to checkpoints that run another version in backward.
+    """
+    torch._C._dynamo.eval_frame._set_lru_cache(False)
+
+
 def with_own_code(function: FunctionType) -> FunctionType:
     """A copy of ``function``, and of what it wraps, whose compiled versions Dynamo keeps apart (2.11, 2.13, 2.15)."""
     wrapped = getattr(function, "__wrapped__", None)
