@@ -48,7 +48,7 @@ def oldest_version_first() -> None:
     it runs would then depend on what this rank alone has compiled anew, for a batch of another size. It is PyTorch's
     advice to checkpoints that run another version in backward.
     """
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
 def with_own_code(function: FunctionType) -> FunctionType:
