@@ -136,7 +136,7 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[N
     seen = set(todo)
     while todo:
         user = nodes[heappop(todo)]
-        if user.meta.get("zerofx", Tag("", "")).kind == "discard":
+        if user is node or user.meta.get("zerofx", Tag("", "")).kind == "discard":
             continue
         if is_kernel(user):
             uses.append(user)
