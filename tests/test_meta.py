@@ -226,8 +226,10 @@ class Frequencies(nn.Module):
             self.register_buffer("steps", torch.arange(5), persistent=False)
             self.register_buffer("mask", torch.ones(5, dtype=torch.bool), persistent=False)
             self.register_buffer("rates", torch.rand(5), persistent=False)
-        else:
+        elif kind == "attribute":
             self.steps = torch.arange(5)
+        else:
+            self.steps = {"odd": [torch.arange(1, 5, 2)]}
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -243,6 +245,7 @@ def check_leftovers() -> None:
     cases: list[tuple[str, Callable[[], nn.Module], dict[str, Any]]] = [
         (r"'0\.steps' was built on the meta device.* \(2 more\)", lambda: nn.Sequential(Frequencies(False)), {}),
         (r"'0\.steps' was built on the meta device", lambda: nn.Sequential(Frequencies(False, "attribute")), {}),
+        (r"'0\.steps' was built on the meta device", lambda: nn.Sequential(Frequencies(False, "container")), {}),
         (r"'1\.bias' was built", lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), {"init": first_and_weight}),
         ("'bias': write to the parameter in place", lambda: nn.Linear(3, 3), {"init": replace_bias}),
     ]

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerofx._torch import pytree
 from zerofx.hugging_face import is_model
 from zerofx.parameter import ShardedParameter
 from zerofx.whole import Place, WholeParameter, in_place_of
@@ -159,8 +160,9 @@ def initialize(
     unwritten += [
         f"{prefix}.{name}".lstrip(".")
         for prefix, m in module.named_modules()
-        for name, x in vars(m).items()
-        if isinstance(x, torch.Tensor) and x.is_meta
+        for name, value in vars(m).items()
+        if name not in ("_parameters", "_buffers")
+        and any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(value))
     ]
     everyone = [unwritten] * process_group.size()
     if process_group.size() > 1:

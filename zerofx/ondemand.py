@@ -22,7 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zerofx._torch import DisableTorchFunction, end_of_backward, inlined_alone, inside_backward, pytree
+from zerofx._torch import (
+    DisableTorchFunction,
+    adapt_arguments,
+    end_of_backward,
+    inlined_alone,
+    inside_backward,
+    pytree,
+    saved_tensors_are_hooked,
+)
 from zerofx.group import Family, ShardGroup, averaged
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -202,6 +210,18 @@ class _Unshard(torch.autograd.Function):
             )
         # Autograd would add to the parameter's full-size grad, which has no memory: None, and done by hand.
         reduce_gradient(ctx.parameter, gradient)
+
+
+def _whole_where_hooked(function: str, x: Any) -> Any:
+    """What a ``torch.autograd.Function`` outside of any graph gets for ``x`` where hooks keep what it saves.
+
+    That is so in a checkpoint. Autograd takes what such a hook brings back for an ordinary tensor: a sharded one would
+    be read in backward as if it had memory. Elsewhere the function gets the parameter, see `reduce_by_hook`.
+    """
+    return unshard(x, function) if isinstance(x, ShardedTensor) and saved_tensors_are_hooked() else x
+
+
+adapt_arguments(_whole_where_hooked)
 
 
 def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:

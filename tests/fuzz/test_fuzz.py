@@ -72,6 +72,15 @@ FOUND = {
         )
         for stage in (0, 2, 3)
     },
+    # A checkpoint's hooks hand back what is saved without its class: memory that is not there was read.
+    **{
+        f"autograd_function_in_a_checkpoint_outside_of_any_graph_in_stage_{stage}": Recipe(
+            (LINEAR, Layer("eager", children=inside("checkpoint", "custom", "stash"))),
+            steps=(("plain", "keep", "plain"), ("crossed",)),
+            stage=stage,
+        )
+        for stage in (2, 3)
+    },
     # The hooks that see to gradients outside of any graph were not there for what was frozen when it was sharded.
     **{
         f"parameters_trained_later_in_stage_{stage}": Recipe(

@@ -81,6 +81,7 @@ from zerofx._torch.tensors import (
     OpOverload,
     StorageWeakRef,
     TorchDispatchMode,
+    adapt_arguments,
     allocations,
     fake_mode,
     profiler_is_on,

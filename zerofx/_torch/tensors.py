@@ -67,6 +67,23 @@ def _checking(function: Callable, check: Callable[[Any], None]) -> Callable:
     return checked
 
 
+def adapt_arguments(adapt: Callable[[str, Any], Any]) -> None:
+    """Have what is handed to a user's ``torch.autograd.Function`` go through ``adapt(name, x)`` (2.11, 2.13, 2.15).
+
+    Dynamo goes by the name ``apply`` and does not look at this. Functions of PyTorch and zerofx are left alone.
+    """
+    whole = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(whole)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith(("torch.", "zerofx.")):
+            args = tuple(adapt(cls.__name__, x) for x in args)
+            kwargs = {name: adapt(cls.__name__, x) for name, x in kwargs.items()}
+        return whole(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
 def allocations(runs: Sequence[Callable[[], object]]) -> list[list[int]]:
     """Calls ``runs``; for each the bytes that it allocated on the CPU, and as negative numbers gave back, in order.
 
