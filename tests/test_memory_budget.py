@@ -35,8 +35,9 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.norm = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.tokens = nn.Embedding(VOCAB, 32)
         self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.Linear(32, VOCAB)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(x)

@@ -214,8 +214,8 @@ def test_sharded_parameters_have_the_codes_of_plain_ones(device: str) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        net = nn.Sequential(nn.Linear(64, 75, bias=False), nn.Linear(75, 100, bias=False)).to(device)
-        alone = nn.Linear(64, 75, bias=False).to(device)
+        net = nn.Sequential(nn.Linear(128, 200, bias=False), nn.Linear(200, 250, bias=False)).to(device)
+        alone = nn.Linear(128, 200, bias=False).to(device)
         alone.load_state_dict({"weight": net[0].weight.detach()})
         zerofx.shard(net)
         ours, its = (zerofx.AdamW(module.parameters(), moments="8bit") for module in (net, alone))
@@ -223,7 +223,7 @@ def test_sharded_parameters_have_the_codes_of_plain_ones(device: str) -> None:
             generator = torch.Generator().manual_seed(step)
             for p in net.parameters():
                 p.grad = p.like(torch.randn(p.numel(), generator=generator).to(device))
-            alone.weight.grad = net[0].weight.grad.to_local().view(75, 64)
+            alone.weight.grad = net[0].weight.grad.to_local().view(200, 128)
             ours.step()
             its.step()
         assert "exp_avg_codes" in its.state[alone.weight]
