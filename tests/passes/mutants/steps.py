@@ -128,31 +128,23 @@ def an_update_that_nobody_asked_for(gm: GraphModule, ctx: Context, gradient: Nod
     like(gradient, _STEP, gradient, group_of(gradient), tag=Tag("step", group_of(gradient)))
 
 
-def _dependences(gm: GraphModule, ctx: Context) -> list[tuple[Node, int]]:
-    """Updates that are told to follow others of zerofx's nodes, and which."""
-    found = []
-    for node in tags("step", "ahead", pinned=True)(gm, ctx):
-        wanted = {"step", "ahead", "reduce_scatter"}
-        for i, other in enumerate(node.args[0]):  # type: ignore[arg-type, union-attr]
-            tag = other.meta.get("zerofx")  # type: ignore[union-attr]
-            if tag and tag.kind in wanted and other not in Op.of(node).inputs:
-                found.append((node, i))
-    return found
+def _dependences(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
+    """Updates, and the update or reduction whose turn was before, which they are told to follow."""
+    turns = tags("step", "ahead", "reduce_scatter")(gm, ctx)
+    pairs = [(node, before) for before, node in pairwise(turns) if node.meta["zerofx"].kind != "reduce_scatter"]
+    return [(node, before) for node, before in pairs if before in Op.of(node).after]
 
 
 @breaks("step", _dependences)
-def an_update_out_of_turn(gm: GraphModule, ctx: Context, place: tuple[Node, int]) -> None:
-    node, i = place
-    set_arg(node, 0, tuple(x for k, x in enumerate(node.args[0]) if k != i))  # type: ignore[arg-type]
+def an_update_out_of_turn(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
+    node, before = place
+    set_arg(node, 0, tuple(x for x in node.args[0] if x is not before))  # type: ignore[union-attr]
 
 
 def _followed(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
-    """Updates in place, and readers that they alone are told to follow."""
-    found = []
-    for node, weight in _in_place(gm, ctx):
-        if _torch.pinned(node) is not None:
-            found += [(node, x) for x in Op.of(node).after if weight in Op.of(x).inputs and x.op == "call_function"]
-    return found
+    """Updates in place, and the model's operations that they are told to follow: readers of what they change."""
+    steps = dict.fromkeys(node for node, _ in _in_place(gm, ctx) if _torch.pinned(node) is not None)
+    return [(node, x) for node in steps for x in Op.of(node).after if "zerofx" not in x.meta]
 
 
 @breaks("step", _followed)
