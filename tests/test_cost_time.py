@@ -206,6 +206,7 @@ def test_a_plans_seconds_are_the_formulas_with_the_modules_numbers() -> None:
         assert each.time == cost.time(each.stage, two).at(**letters, **work)
     given = zerofx.plan(model, world_size=16, bandwidth=1e9, flops=1e13, tokens=4096, flops_per_token=3e9)
     assert [float(each.time.compute) for each in given.stages] == pytest.approx([3e9 * 4096 / 1e13] * 4)
+    assert given.speed is not None and given.speed.backward == pytest.approx(2 * given.speed.forward)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,11 @@ def test_the_slowest_link_of_the_ring_says_how_long_the_bytes_take(
     plan = zerofx.plan(meta(), world_size=world_size, bandwidth=1e9, **options)
     for each in plan.stages:
         assert float(each.time.wire) == pytest.approx(float(each.traffic.total) / rate)
+
+
+def test_a_latency_of_zero_is_one() -> None:
+    asked, unasked = (zerofx.plan(meta(), world_size=16, bandwidth=1e9, **each) for each in ({"latency": 0}, {}))
+    assert asked == unasked
 
 
 def test_one_rank_waits_for_nothing() -> None:
@@ -280,6 +286,7 @@ def test_columns_come_with_what_they_rest_on() -> None:
         ({"flops": 1e12, "tokens": 1}, "flops=.* without bandwidth"),
         ({"bandwidth": 1e9, "tokens": 8}, "tokens=8 says nothing without flops"),
         ({"bandwidth": 1e9, "sequence_length": 8}, "sequence_length=8 says nothing without tokens"),
+        ({"bandwidth": 1e9, "flops_per_token": 9.0}, r"flops_per_token=9.0 says nothing without tokens"),
         (
             {"bandwidth": 1e9, "flops": 1e12, "tokens": 8, "sequence_length": 8, "flops_per_token": 9.0},
             "sequence_length beside flops_per_token",

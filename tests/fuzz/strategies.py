@@ -57,14 +57,25 @@ def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, si
     return replace(recipe, layers=allowed(recipe.layers, without(recipe)))
 
 
-def allowed(layers: tuple[Layer, ...], without: frozenset[str], recomputed: bool = False) -> tuple[Layer, ...]:
-    """``layers`` with a normalisation for the kinds ``without``; a checkpoint would count its calls twice."""
+def allowed(
+    layers: tuple[Layer, ...], without: frozenset[str], inside: frozenset[str] = frozenset()
+) -> tuple[Layer, ...]:
+    """``layers`` without what does not mean the same on ranks, or compiled, as in one process; see docs/models.md.
+
+    A normalisation stands for the kinds ``without``, for a counter in a checkpoint, which would count its calls twice,
+    and for attention in a frozen one, which torch.compile refuses. In a reentrant one ``no_grad`` cuts gradients off:
+    PyTorch has zeros where torch.compile has none. ``inside``: kinds of containers around; "frozen" if one is.
+    """
     kept = []
     for layer in layers:
-        if layer.kind in without or (recomputed and layer.kind == "count"):
+        around = inside | {layer.kind} | ({"frozen"} if layer.frozen else set())
+        checkpointed = bool(around & {"checkpoint", "reentrant"})
+        attention = layer.kind == "attention" and "frozen" in around
+        if layer.kind in without or (checkpointed and (layer.kind == "count" or attention)):
             layer = replace(layer, kind="norm")
-        inside = recomputed or layer.kind in ("checkpoint", "reentrant")
-        kept.append(replace(layer, children=allowed(layer.children, without, inside)))
+        if layer.kind == "no_grad" and "reentrant" in around:
+            layer = replace(layer, kind="sequence")
+        kept.append(replace(layer, children=allowed(layer.children, without, around)))
     return tuple(kept)
 
 

@@ -348,3 +348,82 @@ def check_exact_clip(order: float) -> None:
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 def test_clip_grad_norm_1d(workers2, order: float) -> None:
     workers2.run(check_exact_clip, order)
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = MLP(), MLP(), MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+def check_between_replicas() -> None:
+    torch.manual_seed(1)
+    plain = Three()
+    net = copy.deepcopy(plain)
+    data_parallel = nn.parallel.DistributedDataParallel
+    net.a, net.c = data_parallel(net.a), data_parallel(net.c)
+    net.b = zerofx.compile(net.b, stage=3, executor="eager")
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-3) for m in (net, plain)]
+    for step in range(3):
+        mine, whole = rows(step)
+        for m, x in ((net, mine), (plain, whole)):
+            mean_square(m, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        full = p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p.detach()
+        torch.testing.assert_close(full, q.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_ddp_a_fsdp_b_ddp_c(workers2) -> None:
+    """A sharded module between two that DistributedDataParallel replicates."""
+    workers2.run(check_between_replicas)
+
+
+class Dtyped(nn.Module):
+    """Says what it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        self.computed_in = y.dtype
+        return y
+
+
+def check_one_low_submodule() -> None:
+    net, plain = (nn.Sequential(Dtyped(), Dtyped()) for _ in range(2))
+    net.load_state_dict(plain.state_dict())
+    precision = zerofx.MixedPrecision(torch.float16, torch.float32, output_dtype=torch.float32)
+    zerofx.compile(net[0], stage=3, executor="eager", mixed_precision=precision)
+    zerofx.compile(net[1], stage=3, executor="eager")
+    mine, whole = rows()
+    mean_square(net, mine).backward()
+    mean_square(plain, whole).backward()
+    assert [m.computed_in for m in net] == [torch.float16, torch.float32]
+    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32, name
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-2, atol=1e-3, msg=f"{name}: {{}}".format)
+
+
+def test_float16_on_one_submodule(workers2) -> None:
+    workers2.run(check_one_low_submodule)
+
+
+def two_linears() -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(DIM, 17), nn.Linear(17, DIM)])
+
+
+def layers_one_by_one(net: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    return net[1](torch.tanh(net[0](x))).square().mean()
+
+
+def test_fully_shard_unsupported_module_cls(workers2) -> None:
+    """FSDP2 refuses a module without forward; here its layers, called one by one, gather on demand."""
+    workers2.run(check_parity, two_linears, layers_one_by_one)
