@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,14 +73,14 @@ def adapt_arguments(adapt: Callable[[str, Any], Any]) -> None:
 
     Dynamo goes by the name ``apply`` and does not look at this. Functions of PyTorch and zerofx are left alone.
     """
-    whole = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    whole = inspect.getattr_static(torch.autograd.Function, "apply")  # Python's up to 2.13, C's in 2.15
 
-    @functools.wraps(whole)
+    @functools.wraps(torch.autograd.Function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith(("torch.", "zerofx.")):
             args = tuple(adapt(cls.__name__, x) for x in args)
             kwargs = {name: adapt(cls.__name__, x) for name, x in kwargs.items()}
-        return whole(cls, *args, **kwargs)
+        return whole.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
