@@ -12,7 +12,7 @@ forward graphs in order, backward graphs the other way round: what forward saves
 
 Three things are added, because no code says them:
 
-* a collective holds on to what it sends until it is waited for;
+* a collective holds on to what it sends until it is waited for (a pairwise gather sends its part of the result);
 * the replicas of stages 1 and 2 are refreshed before the forward that reads them first;
 * ``.grad`` is None when backward starts, and becomes the reduced gradients.
 """
@@ -329,7 +329,8 @@ class Recorder(_torch.TorchDispatchMode):
         kind: Kind = "weights" if _family(func) == "gather" else "gradients"
         self.classify(source, kind)
         self.classify(out, kind)
-        self._note_start(self.name or name, groups.popleft() if groups else "", _WIRE[name] * whole, out, source)
+        held = None if name == "all_gather_pairwise" else source
+        self._note_start(self.name or name, groups.popleft() if groups else "", _WIRE[name] * whole, out, held)
 
     def _note_start(self, name: str, group: str, whole: int, out: torch.Tensor, held: Any) -> None:
         assert self._code is not None
