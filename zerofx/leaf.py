@@ -348,12 +348,16 @@ class _Leave(torch.autograd.Function):
     """What a call returns, copied, as the caller may write to it; in backward the weights are gathered again.
 
     The token is saved so that a checkpoint around the module has to come this far when it runs it again, on every rank.
+
+    What stands in front runs its backward on every rank, with nothing to add. A sharded weight there gets zeros of its
+    own accord; a whole one of stage 0 would get no gradient and have none averaged, so there zeros are made here.
     """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, token: torch.Tensor, outputs: int, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.inputs = call, len(tensors) - outputs
+        inputs = tensors[outputs:]
+        ctx.call, ctx.nothing = call, [x.new_zeros(()).expand(x.shape) if call.stage == 0 else None for x in inputs]
         ctx.save_for_backward(token)
         return tuple(x.clone() for x in tensors[:outputs])
 
@@ -361,7 +365,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (_,) = ctx.saved_tensors
         ctx.call.enter_backward()
-        return None, None, None, *gradients, *[None] * ctx.inputs  # the engine runs what is behind a None, too
+        return None, None, None, *gradients, *ctx.nothing  # the engine runs what is behind a None, too
 
 
 def _leave(call: _Call, token: torch.Tensor, outputs: Any, inputs: list[torch.Tensor]) -> Any:
