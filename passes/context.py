@@ -86,13 +86,21 @@ class Reduction:
 class Recipe:
     """How backward rebuilds a value that forward would have saved: a chain of views and casts of one parameter.
 
-    Each step is ``(target, args, kwargs)`` with `CHAIN` standing for the value of the step before.
+    Each step is ``(target, args, kwargs)`` with `CHAIN` standing for the value of the step before, and a `Size` for a
+    number that forward saves as well.
     """
 
     parameter: ParameterRef
     value: Any
     """The parameter's fake tensor: shape, dtype and device."""
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that is known when the graph runs, by the name that forward saves it under."""
+
+    name: str
 
 
 class Gathered(NamedTuple):

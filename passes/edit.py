@@ -109,7 +109,12 @@ def is_cast(node: Node, dtype: torch.dtype | None = None) -> bool:
 
 def is_view_or_cast(node: Node) -> bool:
     """Whether the node only looks at its one tensor input another way, or in another dtype."""
-    return node.op == "call_function" and node.target in VIEWS_AND_CASTS and len(node.all_input_nodes) == 1
+    return node.op == "call_function" and node.target in VIEWS_AND_CASTS and len(sources(node)) == 1
+
+
+def sources(node: Node) -> list[Node]:
+    """The inputs of a node, but for sizes."""
+    return [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), (int, torch.SymInt))]
 
 
 def aliases(node: Node) -> list[Node]:

@@ -24,7 +24,8 @@ of forward are the first that backward is through with. As many of them are kept
 * in forward, for each gather to start one group ahead, and
 * in backward, whatever its order, for the largest of the other groups to be gathered beside them.
 
-Without a number the budget is what prefetching one group ahead takes anyway, so what is kept then costs no memory.
+Without a number the budget is what prefetching one group ahead takes anyway, and backward is taken to run in the
+opposite order: the one gathered beside is forward's last of the others. What is kept then costs no memory.
 
 Sound because the buffer holds what a new gather would bring: parameters do not change between forward and backward
 (that is checked when backward starts, as for any saved tensor). Deterministic: bytes and order alone.
@@ -43,7 +44,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, Tag
-from zerofx.passes.schedule import Gather, find_gathers, live_bytes, one_ahead
+from zerofx.passes.schedule import Gather, ahead, find_gathers, live_bytes
 
 
 def keep(gm: GraphModule, ctx: Context) -> int:
@@ -82,14 +83,16 @@ def _leave(graph: Graph, ctx: Context) -> int:
 
 def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context) -> bool:
     """Whether both graphs stay within the budget if these gathers are kept; ``needed`` are the groups backward uses."""
-    budget = ctx.memory_budget
-    if budget is None:
-        budget = max(live_bytes(gathers, one_ahead(gathers), []))
-    budget -= ctx.held_elsewhere
+    rest = [g.nbytes for i, g in enumerate(gathers) if g.group in needed and i not in kept]
+    if ctx.memory_budget is None:
+        budget: float = max(live_bytes(gathers, ahead(gathers), [])) - ctx.held_elsewhere
+        beside = rest[-1] if rest else 0
+    else:
+        budget = ctx.memory_budget - ctx.held_elsewhere
+        beside = max(ctx.largest_elsewhere, *rest, 0)
     held = [replace(g, last=len(gathers)) if i in kept else g for i, g in enumerate(gathers)]
-    rest = max((g.nbytes for i, g in enumerate(gathers) if g.group in needed and i not in kept), default=0)
-    backward = sum(gathers[i].nbytes for i in kept) + max(ctx.largest_elsewhere, rest)
-    return max(live_bytes(held, one_ahead(held), [])) <= budget and backward <= budget
+    backward = sum(gathers[i].nbytes for i in kept) + beside
+    return max(live_bytes(held, ahead(held), [])) <= budget and backward <= budget
 
 
 def _take(graph: Graph, ctx: Context) -> Iterator[Node]:

@@ -12,15 +12,24 @@
     start C                       reduce B         the reduction travels
     wait C                        wait C
     use C                         use C              while C computes
-    reduce C; wait                wait for B; reduce C
+    reduce C; wait                reduce C           and is followed by the next one, with no gap between them
+                                  wait for B
                                   wait for C
 
 Forward and backward alike: the next gather stands before the current group's wait, and thereby before the current
-group's reduction. At most one packed gradient is in flight: its wait stands before the next one is packed.
+group's reduction.
 
 **The budget.** Each start is hoisted, in order, to the earliest segment (`schedule`) that keeps every segment's live
 bytes within ``ctx.memory_budget``, never ahead of the start before it. Without a number the budget is the least one
-that lets every gather start one group ahead.
+that lets every gather start two groups ahead, for a link that waits for the next start idles.
+
+**Gradients in flight.** Each reduction is waited for as late as leaves the packed gradients that are in flight within
+the bytes of the largest two neighbours: room for one that travels and for the next to start behind it. Of small groups
+that is several. The wait stands in front of the packing that would go beyond that.
+
+**Where backward starts** all is there that forward saved, and the bytes of a step are at their peak. In the first
+three segments of backward the budget is therefore one group ahead, and over the first quarter of its reductions no
+more than the largest one's bytes are in flight. How much forward saved is not asked: it differs between ranks.
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
 `narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
@@ -31,13 +40,13 @@ Requires ``group``. Provides ``ctx.gathered_bytes``.
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, find_gathers, live_bytes, one_ahead
+from zerofx.passes.schedule import Gather, ahead, find_gathers, live_bytes
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
@@ -50,14 +59,19 @@ def prefetch(gm: GraphModule, ctx: Context) -> int:
     return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
 
 
+_CROWDED = 3  # segments
+
+
 def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[list[int], int]:
     """For each gather the segment it starts in, and the most bytes live in any segment."""
-    budget: float = max(live_bytes(gathers, one_ahead(gathers), held))
+    budgets: list[float] = [max(live_bytes(gathers, ahead(gathers, 2), held))] * (len(gathers) + 1)
+    if ctx.phase == "backward":
+        budgets[:_CROWDED] = [max(live_bytes(gathers, ahead(gathers), held))] * len(budgets[:_CROWDED])
     if ctx.memory_budget is not None:
-        budget = ctx.memory_budget - ctx.held_elsewhere
+        budgets = [ctx.memory_budget - ctx.held_elsewhere] * len(budgets)
     starts = [i + 1 for i in range(len(gathers))]
     live = live_bytes(gathers, starts, held)
-    if gathers and max(live) > budget:
+    if gathers and max(live) > max(budgets):
         group = gathers[max(0, live.index(max(live)) - 1)].group
         elsewhere = f" beside the {ctx.held_elsewhere:,} that other graphs keep" if ctx.held_elsewhere else ""
         raise ValueError(
@@ -67,7 +81,7 @@ def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[
         )
     for i, gather in enumerate(gathers):
         floor = starts[i - 1] if i else 0
-        while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budget:
+        while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budgets[starts[i] - 1]:
             starts[i] -= 1
             live[starts[i]] += gather.nbytes
     return starts, max(live)
@@ -102,8 +116,17 @@ def _sink_waits(graph: Graph) -> None:
     behind: dict[str, list[Node]] = {}
     for node in edit.tagged(graph, "wait_grad", "gradient"):
         behind.setdefault(node.meta["zerofx"].group, []).append(node)
-    waits = edit.tagged(graph, "wait_grad")
-    for wait, following in zip_longest(waits, waits[1:]):
-        anchor = packs[following.meta["zerofx"].group] if following else graph.output_node()
-        for node in behind[wait.meta["zerofx"].group]:
-            anchor.prepend(node)
+    groups = [wait.meta["zerofx"].group for wait in edit.tagged(graph, "wait_grad")]
+    sizes = [behind[group][0].args[0].args[0].meta["val"].nbytes for group in groups]  # type: ignore[union-attr]
+    room, crowded = max(map(sum, pairwise(sizes)), default=0), max(sizes, default=0)
+    oldest = flying = 0
+    for i, (group, nbytes) in enumerate(zip(groups, sizes, strict=True)):
+        while flying and flying + nbytes > (room if i > len(groups) // 4 else crowded):
+            for node in behind[groups[oldest]]:
+                packs[group].prepend(node)
+            flying -= sizes[oldest]
+            oldest += 1
+        flying += nbytes
+    for group in groups[oldest:]:
+        for node in behind[group]:
+            graph.output_node().prepend(node)

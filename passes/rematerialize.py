@@ -12,6 +12,8 @@ now and then it prefers a view or a cast of one, which would keep the whole gath
                  dx = mm(dy, permute(t))              t = permute(primals_3)
                                                       dx = mm(dy, permute(t))
 
+A view to a size that is known when the graph runs (a batch's) is rebuilt where forward saves that size, too.
+
 Sound because a chain of views and casts of one parameter has the same value whenever it is run, as long as the
 parameter was not written in between; that is checked when backward starts, as for any saved tensor.
 
@@ -25,8 +27,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from zerofx._torch import pytree
 from zerofx.passes import edit
-from zerofx.passes.context import CHAIN, Context, Recipe, Tag
+from zerofx.passes.context import CHAIN, Context, Recipe, Size, Tag
 
 
 def rematerialize(gm: GraphModule, ctx: Context) -> int:
@@ -40,15 +43,19 @@ def rematerialize(gm: GraphModule, ctx: Context) -> int:
 
 def _save_parameters(gm: GraphModule, ctx: Context) -> int:
     outputs, edits = edit.output_values(gm.graph), 0
+    saved = {outputs[i] for i in ctx.saved if isinstance(outputs[i], Node)}
     for i in sorted(ctx.saved):
         value: Any = outputs[i]
         if isinstance(value, Node):
             ctx.saved_names[i] = value.name
         steps: list[Any] = []
         while isinstance(value, Node) and edit.is_view_or_cast(value):
-            (source,) = value.all_input_nodes
-            args, kwargs = _with_chain(value, source)
-            steps.append((value.target, args, kwargs))
+            (source,) = edit.sources(value)
+            sizes = [x for x in value.all_input_nodes if x is not source]
+            if not saved.issuperset(sizes):
+                break
+            put = {source: CHAIN} | {size: Size(size.name) for size in sizes}
+            steps.append((value.target, *pytree.tree_map_only(Node, put.__getitem__, (value.args, value.kwargs))))
             value = source
         if steps and isinstance(value, Node) and value.name in ctx.parameters:
             ctx.recipes[outputs[i].name] = Recipe(ctx.parameters[value.name], value.meta["val"], tuple(reversed(steps)))
@@ -59,17 +66,10 @@ def _save_parameters(gm: GraphModule, ctx: Context) -> int:
     return edits
 
 
-def _with_chain(node: Node, source: Node) -> tuple[tuple, dict]:
-    """``node``'s arguments with `CHAIN` where ``source`` stood."""
-    put = {source: CHAIN}
-    args = tuple(put.get(a, a) if isinstance(a, Node) else a for a in node.args)
-    kwargs = {k: put.get(a, a) if isinstance(a, Node) else a for k, a in node.kwargs.items()}
-    return args, kwargs
-
-
 def _rebuild(gm: GraphModule, ctx: Context) -> int:
     graph, edits = gm.graph, 0
-    for placeholder in graph.find_nodes(op="placeholder"):
+    sizes = {Size(node.name): node for node in graph.find_nodes(op="placeholder")}
+    for placeholder in sizes.values():
         recipe = ctx.recipes.get(placeholder.name)
         if recipe is None:
             continue
@@ -81,8 +81,8 @@ def _rebuild(gm: GraphModule, ctx: Context) -> int:
             value = placeholder
             with graph.inserting_before(min(users)):
                 for target, args, kwargs in recipe.steps:
-                    args = tuple(value if a is CHAIN else a for a in args)
-                    kwargs = {k: value if a is CHAIN else a for k, a in kwargs.items()}
+                    put: dict[Any, Node] = {CHAIN: value, **sizes}
+                    args, kwargs = pytree.tree_map_only((type(CHAIN), Size), put.__getitem__, (args, kwargs))
                     tag = Tag("rebuild", recipe.parameter.layout.name)
                     value = edit.insert(graph, target, args, tag=tag, near=placeholder, **kwargs)
             for user in users:

@@ -71,9 +71,9 @@ def groups_ahead(graph: Graph) -> dict[Node, int]:
     return {start: i - bisect_right(opens, order[start]) for start, i in starts.items()}  # type: ignore[index, misc]
 
 
-def one_ahead(gathers: list[Gather]) -> list[int]:
-    """The segment in which each gather starts, if each starts one group ahead of its use."""
-    return list(range(len(gathers)))
+def ahead(gathers: list[Gather], groups: int = 1) -> list[int]:
+    """The segment in which each gather starts, if each starts that many groups ahead of its use."""
+    return [max(0, i + 1 - groups) for i in range(len(gathers))]
 
 
 def live_bytes(gathers: list[Gather], starts: list[int], held: list[Gather]) -> list[int]:

@@ -81,11 +81,11 @@ def test_inductor_starts_the_next_gather_before_it_waits_for_the_current_one(cod
             assert starts[following] < waits[current], f"{following} starts after the wait for {current}"
 
 
-def test_inductor_frees_each_gathered_buffer_before_the_gather_after_the_next(code) -> None:
+def test_inductor_frees_each_gathered_buffer_before_the_third_gather_after_it(code) -> None:
     for text in code:
         starts, waits, lines = gathers(text)
         names = sorted(starts, key=waits.__getitem__)
-        for name, later in zip(names, names[2:]):
+        for name, later in zip(names, names[3:]):
             freed = next(i for i, line in enumerate(lines) if re.search(rf"\bdel {name}\b", line))
             assert freed < starts[later], f"{name} is still there when {later} starts"
 
@@ -222,7 +222,7 @@ def test_gathered_bytes_stay_within_the_budget(workers2, executor: str) -> None:
         if budget is not None:
             assert said <= budget
         else:
-            assert said < 2.2 * block  # two neighbouring groups, not three
+            assert said < 3.2 * block  # three neighbouring groups, not four
 
 
 @pytest.mark.parametrize("world", [2, 3])

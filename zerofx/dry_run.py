@@ -106,7 +106,7 @@ def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _shard(module: nn.Module, ranks: PretendedGroup, options: Options) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
     groups, family = [], Family(options.stage, options.mixed_precision, options.buckets)
-    for layout, parameters in plan_groups(module, ranks.size(), Grouping.of(options.groups)):
+    for layout, parameters in plan_groups(module, ranks.size(), Grouping.of(options.groups), backend=ranks.name()):
         group = ShardGroup(layout, ranks, torch.device("meta"), family)  # type: ignore[arg-type]
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if options.stage == 0:

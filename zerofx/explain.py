@@ -224,7 +224,8 @@ class Reasons:
         following = next((n.meta["zerofx"].group for n in later), None)
         if following is None:
             return [("stands", "at the end: there is nothing left to compute meanwhile")]
-        return [("stands", f"in front of the packing of {following}: one packed gradient is in flight at a time")]
+        room = "with it, more would be in flight than the largest two neighbours have"
+        return [("stands", f"in front of the packing of {following}: {room}")]
 
     def _step(self, node: Node, group: str) -> Why:
         behind = "the start of the next reduction, and behind the last reader of the weights that it changes"

@@ -34,12 +34,14 @@ class Grouping:
     Attributes:
         blocks: None for automatic; module classes; or ``(name, module) -> bool`` that is True for a block.
         min_bytes: neighbouring groups that together stay below this are merged: a collective has a cost of its own.
-        max_bytes: a larger group is split between parameters: it would all have to be there at once.
+        max_bytes: a larger group is split between parameters: it would all have to be there at once, and nothing of it
+            travels before all of it is computed. None: 8 MiB on gloo, where links are slow and a message costs
+            little beside its bytes; 256 MiB elsewhere.
     """
 
     blocks: Sequence[type[nn.Module]] | BlockRule | None = None
     min_bytes: int = 256 * 1024
-    max_bytes: int = 256 * 1024 * 1024
+    max_bytes: int | None = None
 
     @staticmethod
     def of(groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None) -> Grouping:
@@ -74,11 +76,12 @@ class _Draft:
 
 
 def plan_groups(
-    module: nn.Module, world_size: int, grouping: Grouping, leaves: Iterable[str] = ()
+    module: nn.Module, world_size: int, grouping: Grouping, leaves: Iterable[str] = (), backend: str = ""
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
 
-    A parameter that occurs under several names is taken once, under the first. ``leaves`` are names of leaf modules.
+    A parameter that occurs under several names is taken once, under the first. ``leaves`` are names of leaf modules,
+    ``backend`` is what collectives of the parameters run on.
     """
     drafts: list[_Draft] = []
     block_of, leaves = _block_rule(module, grouping), tuple(leaves)
@@ -98,7 +101,9 @@ def plan_groups(
         if draft is None:
             drafts.append(draft := _Draft(key, *kind))
         draft.members.append((name, parameter))
-    drafts = [part for draft in _merge(drafts, grouping.min_bytes) for part in _split(draft, grouping.max_bytes)]
+    most = grouping.max_bytes if grouping.max_bytes is not None else _MAX_BYTES.get(backend, 256 << 20)
+    merged = _merge(drafts, grouping.min_bytes)
+    drafts = [part for draft in merged for part in _split(draft, most, grouping.min_bytes)]
 
     planned: list[tuple[GroupLayout, list[nn.Parameter]]] = []
     taken: set[str] = set()
@@ -153,17 +158,26 @@ def _merge(drafts: list[_Draft], min_bytes: int) -> list[_Draft]:
     return merged
 
 
-def _split(draft: _Draft, max_bytes: int) -> list[_Draft]:
-    """Cut a draft between parameters into parts of at most ``max_bytes`` (a larger parameter is a part by itself).
+_MAX_BYTES = {"gloo": 8 << 20}
 
-    Not one of a leaf module, all of which is there at once anyway.
+
+def _split(draft: _Draft, max_bytes: int, min_bytes: int) -> list[_Draft]:
+    """Cut a draft between parameters into parts of at most ``max_bytes``, or the bytes of one larger parameter.
+
+    Up to ``min_bytes`` more stay with a part: no bias travels alone. A leaf module is not cut, for all of it is there
+    at once anyway.
     """
+    if draft.leaf is not None:
+        return [draft]
     parts: list[_Draft] = []
+    total = largest = 0
     for member in draft.members:
         nbytes = member[1].numel() * member[1].element_size()
-        if not parts or (parts[-1].nbytes + nbytes > max_bytes and draft.leaf is None):
+        if not parts or total + nbytes > max(max_bytes, largest, nbytes) + min_bytes:
             parts.append(_Draft(draft.block, *draft.kind))
+            total = largest = 0
         parts[-1].members.append(member)
+        total, largest = total + nbytes, max(largest, nbytes)
     return parts
 
 

@@ -241,7 +241,9 @@ def _plan_alike(
         check_backend(process_group, device)
         _check_reduce_group(options, process_group)
         leaves = leaf_names(module, options.leaf_modules)
-        planned = plan_groups(module, process_group.size(), Grouping.of(options.groups), leaves)
+        planned = plan_groups(
+            module, process_group.size(), Grouping.of(options.groups), leaves, backend_name(process_group, device)
+        )
         facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
         facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
         chosen: dict[str, Any] = {

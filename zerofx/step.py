@@ -10,7 +10,7 @@
     step            A B C                      step          C B A
 
 A backward graph compiled for this has an update behind each reduction (`zerofx.passes.step`), so that the step of one
-group runs while the gradients of others travel, and the link does not idle in the step. No more than two groups'
+group runs while the gradients of others travel, and the link does not idle in the step. No more than three groups'
 gradients are there at once. What such a graph cannot know is told here, when it asks for the update of a group: only
 what has its whole gradient by then is updated there, the rest as the block ends.
 

@@ -77,7 +77,18 @@ def check_discards(buffers: list[Buffer], nodes: list[Node], ctx: Context) -> No
 
 def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context) -> None:
     """The rule "budget"."""
-    budget = _one_ahead(buffers, order) if ctx.memory_budget is None else ctx.memory_budget - ctx.held_elsewhere
+    waits: dict[str, int] = {}
+    for buffer in buffers:
+        if buffer.start is not buffer.node:
+            waits[buffer.group] = min(order[buffer.node], waits.get(buffer.group, len(order)))
+    opens = sorted(waits.values())
+    one, two = (_ahead(buffers, waits, opens, groups) for groups in (1, 2))
+
+    def budget(place: int) -> float:
+        if ctx.memory_budget is not None:
+            return ctx.memory_budget - ctx.held_elsewhere
+        return one if ctx.phase == "backward" and bisect_right(opens, place) < 2 else two
+
     changes: list[tuple[int, int, int, Buffer]] = []
     for i, buffer in enumerate(buffers):
         start = -1 if buffer.start is buffer.node else order[buffer.start]
@@ -85,24 +96,19 @@ def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context
         if not buffer.escapes:
             changes.append((buffer.last, i, -buffer.nbytes, buffer))
     live = 0
-    for _, _, change, buffer in sorted(changes, key=lambda c: (c[0], -c[2], c[1])):
+    for place, _, change, buffer in sorted(changes, key=lambda c: (c[0], -c[2], c[1])):
         live += change
-        if change > 0 and live > budget:
+        if change > 0 and live > (most := budget(place)):
             found = f"{live:,} gathered bytes are live when it starts"
-            refuse("budget", buffer.start, found, f"{int(budget):,} at most", buffer.group)
+            refuse("budget", buffer.start, found, f"{int(most):,} at most", buffer.group)
 
 
-def _one_ahead(buffers: list[Buffer], order: dict[Node, int]) -> int:
-    """The bytes that starting each group one group ahead takes, if each buffer goes after its last reader."""
-    waits: dict[str, int] = {}
-    for buffer in buffers:
-        if buffer.start is not buffer.node:
-            waits[buffer.group] = min(order[buffer.node], waits.get(buffer.group, len(order)))
-    opens = sorted(waits.values())
+def _ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int], groups: int) -> int:
+    """The bytes that starting each group so many groups ahead takes, if each buffer goes after its last reader."""
     live = [0] * (len(opens) + 2)
     for buffer in buffers:
-        first = bisect_right(opens, waits[buffer.group]) - 1 if buffer.start is not buffer.node else 0
-        live[first] += buffer.nbytes
+        first = bisect_right(opens, waits[buffer.group]) - groups if buffer.start is not buffer.node else 0
+        live[max(0, first)] += buffer.nbytes
         live[bisect_right(opens, buffer.last) + 1] -= buffer.nbytes
     for i in range(1, len(live)):
         live[i] += live[i - 1]

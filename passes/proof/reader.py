@@ -154,6 +154,7 @@ class Reader:
             self._read_started(op, fact)
         elif op.target in (STEP, REFRESH):
             self.updates.append(op)
+            self.numbers[node] = hash(("update", node.name))
         elif op.target is _WAIT and not self._theirs(node):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
         elif isinstance(fact, Flat):

@@ -1,7 +1,8 @@
 """Runs a recipe on ranks, and against one process that never heard of zerofx.
 
 What one process computes: for every rank's rows the loss, the mean of these losses, one backward. What must be equal:
-every loss, which gradients exist, every gradient before each step, every parameter at the end. In float64 to 1e-9.
+every loss, which gradients exist, every gradient before each step (or, where backward does the step, every parameter
+after it), every parameter at the end. In float64 to 1e-9.
 """
 
 from __future__ import annotations
@@ -92,15 +93,19 @@ def train(
     no_sync: Callable[[], contextlib.AbstractContextManager],
     whole: Callable[[Any], torch.Tensor | None],
     collect: Callable[[], None] = lambda: None,
+    stepping: Callable[[], contextlib.AbstractContextManager] | None = None,
 ) -> Values:
-    """The training loop of a recipe, the same for both sides."""
+    """The training loop of a recipe, the same for both sides. ``stepping``: around a backward that does the step."""
     values: Values = {}
     frozen = [p for p in net.parameters() if not p.requires_grad]
+    inside = recipe.inside and not recipe.clip
     for step, calls in enumerate(recipe.steps):
         for p in frozen:
             p.requires_grad_(recipe.thaw and step % 2 == 1)
         last = [call for call in calls if call not in ("eval", "dropped")][-1:]
-        for i, call in enumerate((*calls, "plain") if last == ["keep"] else calls):
+        calls = (*calls, "plain") if last == ["keep"] else calls
+        final = max((i for i, call in enumerate(calls) if call not in ("eval", "dropped")), default=len(calls))
+        for i, call in enumerate(calls[: final + 1] if inside else calls):
             with no_sync() if call == "keep" else contextlib.nullcontext():
                 if call == "eval":
                     with torch.no_grad():
@@ -113,17 +118,21 @@ def train(
                 if call == "two_forwards":
                     parts = [parts[0] + parts[1]]
                 if call not in ("eval", "dropped"):
-                    for part in reversed(parts):
-                        part.backward()
+                    for k in reversed(range(len(parts))):
+                        with stepping() if stepping and inside and (i, k) == (final, 0) else contextlib.nullcontext():
+                            parts[k].backward()
             del parts
         collect()
-        for name, p in net.named_parameters():
+        for name, p in net.named_parameters() if not inside else ():
             values[f"gradient {step} of {name}"] = whole(p.grad)
         if recipe.clip:
             norm = nn.utils.clip_grad_norm_([p for p in net.parameters() if p.requires_grad], 0.1)
             values[f"norm {step}"] = norm.detach().clone()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=recipe.zero)
+        if not (stepping and inside and final < len(calls)):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=recipe.zero or inside)
+        for name, p in net.named_parameters() if inside else ():
+            values[f"parameter {name} after step {step}"] = whole(p)
     for name, p in net.named_parameters():
         values[f"parameter {name}"] = whole(p)
     return values
@@ -154,7 +163,16 @@ def sharded(recipe: Recipe) -> Values:
             return None
         return tensor.full_tensor() if isinstance(tensor, zerofx.ShardedTensor) else tensor.detach().clone()
 
-    values = train(recipe, net, early or optimizer_of(recipe, net), loss, lambda: zerofx.no_sync(net), whole)
+    optimizer = early or optimizer_of(recipe, net)
+    values = train(
+        recipe,
+        net,
+        optimizer,
+        loss,
+        lambda: zerofx.no_sync(net),
+        whole,
+        stepping=lambda: zerofx.step_in_backward(optimizer),
+    )
     for name, value in values.items():
         if name.startswith("loss"):
             dist.all_reduce(value)

@@ -90,6 +90,7 @@ class Recipe:
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
         buckets: of stage 0.
         optimizer: "sgd" (with momentum), "adamw", "before" (adamw, made before the model is sharded).
+        inside: the last backward of a step does the step (`zerofx.step_in_backward`); not where gradients are clipped.
         clip: clip gradients by norm.
         penalty: the loss has a term that reads weights outside of any graph.
         output: what the net returns: "loss", "tuple", "dict".
@@ -108,6 +109,7 @@ class Recipe:
     precision: str = "full"
     buckets: str = "group"
     optimizer: str = "sgd"
+    inside: bool = False
     clip: bool = False
     penalty: bool = False
     output: str = "loss"

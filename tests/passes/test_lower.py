@@ -110,7 +110,7 @@ def control_deps(gm: GraphModule) -> dict[str, set[str]]:
 
 
 def test_inductor_gets_the_discards_as_dependences() -> None:
-    gm, ctx = mlp_forward(2, executor="inductor")
+    gm, ctx = mlp_forward(2, executor="inductor", memory_budget=2 * 512)
     apply(gm, ctx, *up_to(discard))
     applied = apply(gm, ctx, lower)
     assert applied.edits == gm.code.count("control_deps(") + 3  # and the gathers

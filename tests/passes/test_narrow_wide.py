@@ -192,12 +192,12 @@ def use(layer: str) -> list[str]:
 COMPUTE = ["mul", "add", "_to_copy", "mm"]
 
 
-def test_both_gathers_start_one_group_ahead() -> None:
-    gm, ctx = blocks("abc")
+def test_both_gathers_start_two_groups_ahead() -> None:
+    gm, ctx = blocks("abcd")
     apply(gm, ctx, *up_to(prefetch))
-    a, b, c = "abc"
-    assert events(gm) == [*starts(a), *starts(b), *use(a), *starts(c), *use(b), *use(c)]
-    assert ctx.gathered_bytes == 2 * (8448 + 1024)
+    a, b, c, d = "abcd"
+    assert events(gm) == [*starts(a), *starts(b), *starts(c), *use(a), *starts(d), *use(b), *use(c), *use(d)]
+    assert ctx.gathered_bytes == 3 * (8448 + 1024)
 
 
 def test_a_budget_counts_both_gathers() -> None:

@@ -20,16 +20,24 @@ from zerofx.passes import discard, edit, group, prefetch
 STARTS_AND_WAITS = ("all_gather", "wait")
 
 
-def test_by_default_each_gather_starts_one_group_ahead() -> None:
-    gm, ctx = mlp_forward(2)
+def test_by_default_each_gather_starts_two_groups_ahead() -> None:
+    gm, ctx = mlp_forward(2, layers="abcd")
     apply(gm, ctx, *up_to(group))
     assert apply(gm, ctx, prefetch).inserted == []
-    assert events(gm) == [
-        *("all_gather a", "all_gather b", "wait a", "weight a", "weight a", "addmm", "relu"),
-        *("all_gather c", "wait b", "weight b", "weight b", "addmm", "relu"),
-        *("wait c", "weight c", "weight c", "addmm", "relu"),
+    use = {layer: [f"wait {layer}", *[f"weight {layer}"] * 2, "addmm", "relu"] for layer in "abcd"}
+    first = [f"all_gather {layer}" for layer in "abc"]
+    assert events(gm) == [*first, *use["a"], "all_gather d", *use["b"], *use["c"], *use["d"]]
+    assert ctx.gathered_bytes == 3 * 512  # groups of 72 elements, padded to 128
+
+
+def test_where_backward_starts_each_gather_starts_one_group_ahead() -> None:
+    gm, ctx = mlp_backward(2, layers="abcdefgh")
+    apply(gm, ctx, *up_to(prefetch))
+    ahead = {"h": "hg", "g": "f", "f": "ed", "e": "c", "d": "b", "c": "a", "b": "", "a": ""}
+    assert events(gm, *STARTS_AND_WAITS) == [
+        event for layer in "hgfedcba" for event in (*(f"all_gather {other}" for other in ahead[layer]), f"wait {layer}")
     ]
-    assert ctx.gathered_bytes == 2 * 512  # two groups of 72 elements, padded to 128
+    assert ctx.gathered_bytes == 3 * 512
 
 
 def test_gathers_that_stood_behind_other_work_start_at_the_top() -> None:
@@ -93,39 +101,66 @@ def test_a_weight_used_first_and_last_counts_all_the_way() -> None:
     s = Sketch()
     x = s.input("x", 8, 8)
     (tied,) = s.parameters("tied", w=(8, 8))
-    weights = [s.parameters(name, **{name: (8, 8)})[0] for name in "abc"]
+    weights = [s.parameters(name, **{name: (8, 8)})[0] for name in "abcd"]
     for w in (tied, *weights, tied):
         x = s.call(aten.mm.default, x, w)
     gm, ctx = s.done(x)
     apply(gm, ctx, *up_to(prefetch))
-    assert ctx.gathered_bytes == 3 * 256  # one in use, the next, and the tied one
-    assert events(gm, "all_gather")[-1] == "all_gather c"
+    assert ctx.gathered_bytes == 4 * 256  # one in use, the next two, and the tied one
+    assert events(gm, "all_gather")[-1] == "all_gather d"
 
 
 def test_in_backward_the_next_gather_goes_ahead_of_the_current_reduction() -> None:
     gm, ctx = mlp_backward(2)
     apply(gm, ctx, *up_to(prefetch))
     pack = {layer: ["mm", "t", "mm", "sum", *[f"pack {layer}"] * 4, f"reduce_scatter {layer}"] for layer in "abc"}
-    pack["b"][4:4], pack["a"][4:4] = ["wait_grad c", "gradient c"], ["wait_grad b", "gradient b"]
+    pack["a"][4:4] = ["wait_grad c", "gradient c"]
     assert events(gm) == [
         *("all_gather c", "all_gather b", "wait c", "weight c", "t", *pack["c"]),
         *("all_gather a", "wait b", "weight b", "t", *pack["b"]),
-        *("wait a", "weight a", "t", *pack["a"], "wait_grad a", "gradient a"),
+        *("wait a", "weight a", "t", *pack["a"], "wait_grad b", "gradient b", "wait_grad a", "gradient a"),
     ]
 
 
-def test_at_most_one_packed_gradient_is_in_flight() -> None:
-    gm, ctx = mlp_backward(2, layers="abcd", memory_budget=1 << 30)
-    apply(gm, ctx, *up_to(prefetch))
+def in_flight(gm: GraphModule) -> dict[str, set[str]]:
+    """For each group, which others' reductions are under way while it is packed."""
     flying: set[str] = set()
+    found = {}
     for kind, layer in (event.split() for event in events(gm, "pack", "reduce_scatter", "wait_grad")):
         if kind == "pack":
-            assert not flying
+            found.setdefault(layer, set(flying))
         elif kind == "reduce_scatter":
             flying.add(layer)
         else:
             flying.remove(layer)
     assert not flying
+    return found
+
+
+def test_two_packed_gradients_are_in_flight_and_one_in_the_first_quarter() -> None:
+    gm, ctx = mlp_backward(2, layers="abcdefgh", memory_budget=1 << 30)
+    apply(gm, ctx, *up_to(prefetch))
+    assert in_flight(gm) == {layer: set(other) for layer, other in zip("hgfedcba", ["", "", "", *"fedcb"], strict=True)}
+
+
+def test_of_small_gradients_as_many_are_in_flight_as_the_largest_two_neighbours_have_bytes() -> None:
+    s = Sketch("backward")
+    dy = s.input("tangents_1", 8, 8)
+    rows = {"large": 32, "a": 8, "b": 8, "c": 8, "d": 8, "e": 8, "f": 8}
+    for name, n in rows.items():
+        s.group(name, **{name: (n, 8)})
+    grads = [s.call(aten.mm.default, s.call(aten.new_ones.default, dy, [n, 8]), dy) for n in rows.values()]
+    gm, ctx = s.done(*grads, gradients=dict(enumerate(rows)))
+    apply(gm, ctx, *up_to(prefetch))
+    assert in_flight(gm) == {
+        "large": set(),
+        "a": set(),  # the first quarter
+        "b": {"a"},
+        "c": {"a", "b"},
+        "d": {"a", "b", "c"},
+        "e": {"a", "b", "c", "d"},  # 5 x 256 bytes: what "large" and "a" have
+        "f": {"b", "c", "d", "e"},
+    }
 
 
 def test_reductions_without_gathers_are_waited_for_late_too() -> None:
@@ -137,8 +172,8 @@ def test_reductions_without_gathers_are_waited_for_late_too() -> None:
     gm, ctx = s.done(*grads, s.call(aten.relu.default, dy), gradients={0: "a", 1: "b"})
     apply(gm, ctx, *up_to(prefetch))
     assert events(gm) == [
-        *("neg", "pack a", "pack a", "reduce_scatter a", "abs", "wait_grad a", "gradient a"),
-        *("pack b", "pack b", "reduce_scatter b", "relu", "wait_grad b", "gradient b"),
+        *("neg", "pack a", "pack a", "reduce_scatter a", "abs", "pack b", "pack b", "reduce_scatter b", "relu"),
+        *("wait_grad a", "gradient a", "wait_grad b", "gradient b"),
     ]
 
 
@@ -244,12 +279,12 @@ def test_live_bytes_never_exceed_the_budget_and_every_start_is_as_early_as_it_al
 
 @settings(max_examples=20, deadline=None)
 @given(plan=plans(), world_size=st.sampled_from([2, 7]))
-def test_the_default_budget_is_what_one_group_ahead_takes(plan: Plan, world_size: int) -> None:
+def test_the_default_budget_is_what_two_groups_ahead_take(plan: Plan, world_size: int) -> None:
     schedule = plan.build(world_size)
     line, after = schedule(discard), schedule(prefetch, discard)
     waits = [e for e in line if e[0] == "wait"]
-    for ahead, behind in pairwise(waits):
-        start = ("start", *behind[1:])
+    for i, wait in enumerate(waits):
+        start, ahead = ("start", *wait[1:]), waits[max(0, i - 2)]
         assert after.index(start) < after.index(ahead)
         line.remove(start)
         line.insert(line.index(ahead), start)
@@ -285,16 +320,17 @@ def test_with_replicas_reductions_are_waited_for_late_all_the_same(stage: int) -
     pack = {name: [*[f"pack {name}"] * 4, f"reduce_scatter {name}"] for name in "ab"}
     assert events(gm) == [
         *(*layer["b"], *pack["b"]),
-        *(*layer["a"], "wait_grad b", "gradient b", *pack["a"], "wait_grad a", "gradient a"),
+        *(*layer["a"], *pack["a"], "wait_grad b", "gradient b", "wait_grad a", "gradient a"),
     ]
 
 
 def test_what_readies_gradients_for_packing_does_not_hold_up_the_reduction_before() -> None:
-    gm, ctx = mlp_backward(2, layers="ab", sync="merge", reduce_dtype=torch.bfloat16)
+    gm, ctx = mlp_backward(2, sync="merge", reduce_dtype=torch.bfloat16)
     apply(gm, ctx, *up_to(prefetch))
     schedule = events(gm, "prepare", "pack", "reduce_scatter", "wait_grad", "gradient")
-    grads = {name: [f"prepare {name}"] * 4 for name in "ab"}  # two casts, two kept gradients
-    pack = {name: [*[f"pack {name}"] * 4, f"reduce_scatter {name}"] for name in "ab"}
-    wait = {name: [f"wait_grad {name}", *[f"gradient {name}"] * 2] for name in "ab"}
-    assert schedule == [*grads["b"], *pack["b"], *grads["a"], *wait["b"], *pack["a"], *wait["a"]]
-    assert [node.name for node in edit.tagged(gm.graph, "kept")] == ["kept_bw", "kept_bb", "kept_aw", "kept_ab"]
+    grads = {name: [f"prepare {name}"] * 4 for name in "abc"}  # two casts, two kept gradients
+    pack = {name: [*[f"pack {name}"] * 4, f"reduce_scatter {name}"] for name in "abc"}
+    wait = {name: [f"wait_grad {name}", *[f"gradient {name}"] * 2] for name in "abc"}
+    last = [*grads["a"], *wait["c"], *pack["a"], *wait["b"], *wait["a"]]
+    assert schedule == [*grads["c"], *pack["c"], *grads["b"], *pack["b"], *last]
+    assert [node.name for node in edit.tagged(gm.graph, "kept")] == [f"kept_{x}{y}" for x in "cba" for y in "wb"]

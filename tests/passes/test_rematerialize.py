@@ -83,6 +83,35 @@ def test_whatever_derives_from_one_parameter_is_rebuilt_with_the_same_values(nam
     )  # from the flat buffer now
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_view_with_a_size_of_this_call_is_rebuilt_where_forward_saves_that_size(saved: bool) -> None:
+    def sized(s: Sketch) -> Node:
+        return s._add(s.graph.placeholder("rows"), 3)
+
+    s = Sketch()
+    (w,) = s.parameters("a", w=(8, 8))
+    rows = sized(s)
+    value = s.call(aten.expand.default, s.call(aten.t.default, w), [rows, 8, 8])
+    gm, ctx = s.done(s.call(aten.sum.default, value), value, *[rows] * saved, saved=[1, 2][: 1 + saved])
+    assert apply(gm, ctx, rematerialize).edits == saved
+    assert gm.graph.output_node().args[0][1] is (w if saved else value)
+
+    s = Sketch("backward", recipes=ctx.recipes)
+    s.mode = w.meta["val"].fake_mode
+    expand = s.input("expand", 3, 8, 8)
+    sizes = [sized(s)] * saved
+    gm, ctx = s.done(s.call(aten.mul.Tensor, expand, 2.0), *sizes)
+    if not saved:
+        assert_left_alone(gm, ctx, rematerialize)
+        return
+    assert apply(gm, ctx, rematerialize).edits == 1
+    assert ctx.parameters["expand"].slot.name == "w"
+    weight = torch.randn(8, 8)
+    doubled, n = gm(weight, 5)  # the size of another call
+    torch.testing.assert_close(doubled, 2 * weight.t().expand(5, 8, 8), rtol=0, atol=0)
+    assert n == 5
+
+
 def test_forward_drops_what_was_made_for_saving_alone_and_keeps_what_it_uses() -> None:
     s = Sketch()
     x = s.input("x", 4, 8)

@@ -38,8 +38,8 @@ def stepped(*, layers: str = "abc", **context: object) -> tuple[GraphModule, Con
 def test_an_update_stands_behind_the_start_of_the_next_reduction() -> None:
     gm, _ = stepped()
     assert events(gm, *KINDS) == [
-        *("reduce_scatter c", "gradient c", "reduce_scatter b", "step c"),
-        *("gradient b", "reduce_scatter a", "step b"),
+        *("reduce_scatter c", "reduce_scatter b", "gradient c", "reduce_scatter a", "step c"),
+        *("gradient b", "step b"),
         *("gradient a", "step a"),
     ]
 
@@ -49,11 +49,13 @@ def test_it_stands_behind_the_last_reader_of_the_weights(stage: int) -> None:
     s = Sketch("backward", stage=stage, steps=True)
     x, dy = s.input("x", 4, 8), s.input("tangents_1", 4, 8)
     s.group("a", aw=(8, 8))
+    s.group("c", cw=(8, 8))
     (w,) = s.parameters("b", bw=(8, 8))
     of_b = s.call(aten.mm.default, s.call(aten.t.default, x), dy)
     of_a = s.call(aten.mm.default, s.call(aten.t.default, dy), x)
+    of_c = s.call(aten.mm.default, s.call(aten.t.default, dy), dy)
     dx = s.call(aten.mm.default, dy, s.call(aten.t.default, w))
-    gm, ctx = s.done(of_b, of_a, dx, gradients={0: "bw", 1: "aw"})
+    gm, ctx = s.done(of_b, of_a, of_c, dx, gradients={0: "bw", 1: "aw", 2: "cw"})
     apply(gm, ctx, *up_to(step))
     schedule = events(gm)
     assert schedule.index("step b") > len(schedule) - 1 - schedule[::-1].index("mm") > schedule.index("gradient b")

@@ -115,7 +115,8 @@ def a_gather_that_is_never_waited_for(gm: GraphModule, ctx: Context, shard: Node
 
 @breaks("wait", lambda gm, ctx: [n for n in _reductions(gm, ctx) if n.target is not c10d.all_reduce_.default])
 def a_reduction_that_is_never_waited_for(gm: GraphModule, ctx: Context, start: Node) -> None:
-    like(start.args[0], start.target, *start.args, tag=start.meta["zerofx"])
+    call = Op.of(start)
+    like(call.args[0], call.target, *call.args, tag=start.meta["zerofx"])
 
 
 @breaks("wait", lambda gm, ctx: [(w, i) for w in _waits(gm, ctx) for i, x in enumerate(outputs_of(gm)) if x is w])
