@@ -46,7 +46,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, ahead, find_gathers, live_bytes
+from zerofx.passes.schedule import Gather, budgets_of, find_gathers, live_bytes
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
@@ -59,16 +59,9 @@ def prefetch(gm: GraphModule, ctx: Context) -> int:
     return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
 
 
-_CROWDED = 3  # segments
-
-
 def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[list[int], int]:
     """For each gather the segment it starts in, and the most bytes live in any segment."""
-    budgets: list[float] = [max(live_bytes(gathers, ahead(gathers, 2), held))] * (len(gathers) + 1)
-    if ctx.phase == "backward":
-        budgets[:_CROWDED] = [max(live_bytes(gathers, ahead(gathers), held))] * len(budgets[:_CROWDED])
-    if ctx.memory_budget is not None:
-        budgets = [ctx.memory_budget - ctx.held_elsewhere] * len(budgets)
+    budgets = budgets_of(gathers, held, ctx)
     starts = [i + 1 for i in range(len(gathers))]
     live = live_bytes(gathers, starts, held)
     if gathers and max(live) > max(budgets):

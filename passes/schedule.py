@@ -19,11 +19,13 @@ All of it follows from the graph's order and from bytes, which are the same on e
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from zerofx.passes import edit
+from zerofx.passes.context import Context
 
 
 @dataclass
@@ -74,6 +76,22 @@ def groups_ahead(graph: Graph) -> dict[Node, int]:
 def ahead(gathers: list[Gather], groups: int = 1) -> list[int]:
     """The segment in which each gather starts, if each starts that many groups ahead of its use."""
     return [max(0, i + 1 - groups) for i in range(len(gathers))]
+
+
+CROWDED = 3
+"""How many segments of a backward meet all that forward saved: there a step's bytes are at their peak."""
+
+
+def budgets_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> Sequence[float]:
+    """The most gathered bytes that each segment may have.
+
+    Without a number what starting each gather two groups ahead takes; one group ahead, where backward starts.
+    """
+    if ctx.memory_budget is not None:
+        return [ctx.memory_budget - ctx.held_elsewhere] * (len(gathers) + 1)
+    one, two = (max(live_bytes(gathers, ahead(gathers, groups), held)) for groups in (1, 2))
+    crowded = min(CROWDED, len(gathers) + 1) if ctx.phase == "backward" else 0
+    return [one] * crowded + [two] * (len(gathers) + 1 - crowded)
 
 
 def live_bytes(gathers: list[Gather], starts: list[int], held: list[Gather]) -> list[int]:

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from zerofx.listing import difference, node_line
 from zerofx.passes import before_lower, edit, pipeline
 from zerofx.passes.context import Tag
-from zerofx.passes.schedule import find_gathers, groups_ahead, live_bytes
+from zerofx.passes.schedule import CROWDED, budgets_of, find_gathers, groups_ahead, live_bytes
 from zerofx.printing import format_bytes, place_of, whole_bytes
 
 if TYPE_CHECKING:
@@ -188,10 +188,13 @@ class Reasons:
             return "is no place: nothing of the model's comes before it"
         if starts[i] == starts[i - 1]:
             return f"would be ahead of the gather of {self.gathers[i - 1].group}: they start in the order of their use"
-        live = live_bytes(self.gathers, starts, self.held)[starts[i] - 1] + self.gathers[i].nbytes
-        budget, given = self.context.memory_budget, "memory_budget"
-        if budget is None:
-            budget, given = self.context.gathered_bytes, "without memory_budget what one group ahead takes"
+        earlier = starts[i] - 1
+        live = live_bytes(self.gathers, starts, self.held)[earlier] + self.gathers[i].nbytes
+        budget, given = budgets_of(self.gathers, self.held, self.context)[earlier], "memory_budget"
+        if self.context.memory_budget is None:
+            crowded = self.context.phase == "backward" and earlier < CROWDED
+            takes = "one group ahead takes, as it is where backward starts" if crowded else "two groups ahead take"
+            given = f"without memory_budget what {takes}"
         return (
             f"would be too much: {format_bytes(live)} gathered at once; the budget is {format_bytes(budget)}, {given}"
         )
