@@ -65,14 +65,16 @@ def allowed(
 
     A normalisation stands for the kinds ``without``, for a counter in a checkpoint, which would count its calls twice,
     and for attention in a frozen one, which torch.compile refuses. In a reentrant one ``no_grad`` cuts gradients off:
-    PyTorch has zeros where torch.compile has none. ``inside``: kinds of containers around; "frozen" if one is.
+    PyTorch has zeros where torch.compile has none. A layer that is called again under ``no_grad`` gets a gradient from
+    torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one is.
     """
     kept = []
     for layer in layers:
         around = inside | {layer.kind} | ({"frozen"} if layer.frozen else set())
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and "frozen" in around
-        if layer.kind in without or (checkpointed and (layer.kind == "count" or attention)):
+        again = layer.kind == "again" and "no_grad" in around
+        if layer.kind in without or again or (checkpointed and (layer.kind == "count" or attention)):
             layer = replace(layer, kind="norm")
         if layer.kind == "no_grad" and "reentrant" in around:
             layer = replace(layer, kind="sequence")
