@@ -178,6 +178,8 @@ class Reasons:
             next_ = self.gathers[i - ahead].group
             words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, in front of the wait for {next_}"
             place = f"{words}: it travels while {next_} computes"
+        elif self._segment(i) == 0 and i == 0:
+            place = "where the graph begins: it travels while what needs no gather computes, if there is anything"
         else:
             place = "right in front of its own wait: nothing computes meanwhile"
         return [("stands", place), ("earlier", self._not_earlier(node, i))]

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -52,8 +51,8 @@ class StageCost:
     Attributes:
         memory: at rest, between backward and the optimizer's step; expressions that are numbers.
         traffic: of one optimizer step.
-        gathered: stage 3, what ``memory_budget`` is by default: the two largest neighbouring groups.
-        packed: stages 1 to 3, gradients on their way: one group being reduced while the next is filled.
+        gathered: stage 3, what ``memory_budget`` is by default: the three largest neighbouring groups.
+        packed: stages 1 to 3, gradients on their way: two groups being reduced while the next is filled.
         time: of one optimizer step, if there is a `Speed`.
     """
 
@@ -237,8 +236,8 @@ def _costs(
         memory, traffic = memory.at(**numbers), cost.traffic(stage, sizes, **options).at(**numbers)
         parts = ranks if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
-        gathered = _neighbours(layouts, int(sizes.weight)) if stage == 3 else 0
-        packed = _neighbours(trained, int(sizes.gradient)) if stage else 0
+        gathered = _three(layouts, int(sizes.weight)) if stage == 3 else 0
+        packed = _three(trained, int(sizes.gradient)) if stage else 0
         time = None
         if speed is not None and not trained:
             raise ValueError("no parameter requires a gradient: there is no training step to time.")
@@ -265,10 +264,10 @@ def _least(fits: Callable[[int], bool]) -> int | None:
     return high
 
 
-def _neighbours(layouts: list[GroupLayout], itemsize: int) -> int:
-    """Bytes of the two neighbouring groups that are largest together."""
+def _three(layouts: list[GroupLayout], itemsize: int) -> int:
+    """Bytes of the three neighbouring groups that are largest together."""
     sizes = [layout.numel * itemsize for layout in layouts]
-    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+    return max(map(sum, zip(sizes, sizes[1:], sizes[2:])), default=sum(sizes))  # noqa: B905
 
 
 def _numel(layouts: list[GroupLayout]) -> int:
