@@ -267,7 +267,7 @@ def _least(fits: Callable[[int], bool]) -> int | None:
 def _three(layouts: list[GroupLayout], itemsize: int) -> int:
     """Bytes of the three neighbouring groups that are largest together."""
     sizes = [layout.numel * itemsize for layout in layouts]
-    return max(map(sum, zip(sizes, sizes[1:], sizes[2:])), default=sum(sizes))  # noqa: B905
+    return max(map(sum, zip(sizes, sizes[1:], sizes[2:])), default=sum(sizes))
 
 
 def _numel(layouts: list[GroupLayout]) -> int:

@@ -66,7 +66,8 @@ def allowed(
     A normalisation stands for the kinds ``without``, for a counter in a checkpoint, which would count its calls twice,
     and for attention in a frozen one, which torch.compile refuses. In a reentrant one ``no_grad`` cuts gradients off:
     PyTorch has zeros where torch.compile has none. A layer that is called again under ``no_grad`` gets a gradient from
-    torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one is.
+    torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one
+    is.
     """
     kept = []
     for layer in layers:

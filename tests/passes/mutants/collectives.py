@@ -322,12 +322,10 @@ def _stored(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
     starts = [p[3] for node in tagged(gm, "all_gather") if (p := _torch.pinned(node)) is not None]
     held = {x for after in starts for x in after}
     found = []
+    collectives = ("all_gather", "wait", "reduce_scatter", "step", "ahead")
     for node in gm.graph.nodes:
-        pinned = (
-            _torch.pinned(node)
-            if node.op == "call_function" and node.meta.get("zerofx", Tag("", "")).kind not in ("all_gather", "wait")
-            else None
-        )
+        theirs = node.op != "call_function" or node.meta.get("zerofx", Tag("", "")).kind in collectives
+        pinned = None if theirs else _torch.pinned(node)
         found += [(node, x) for x in (pinned[3] if pinned else ()) if x in held]
     return found
 
