@@ -217,15 +217,16 @@ def test_a_reduction_travels_while_the_next_group_computes() -> None:
 def test_live_bytes_of_a_graph_by_hand() -> None:
     forward, backward = on_the_clock(rehearse([mlp()])).phases
     x, w = 128, 512  # an activation; a gathered group (64 + 8 floats, padded)
-    # start a, b; wait, addmm, relu (a is gone); start c, wait, addmm, relu; wait, addmm, relu; the end. The second and
-    # third relu count from the moment that the product's input is freed, and its weights not yet.
-    weights = [w, 2 * w, 2 * w, 2 * w, w, 2 * w, 2 * w, 2 * w, 2 * w, w, w, w, 0]
+    # start a, b, c; wait, addmm, relu (a is gone); the same for b and c; the end. The second and third relu count from
+    # the moment that the product's input is freed, and its weights not yet.
+    weights = [w, 2 * w, 3 * w, 3 * w, 3 * w, 2 * w, 2 * w, 2 * w, 2 * w, w, w, w, 0]
     assert [live["weights"] for live in forward.live] == weights
-    assert forward.peak == {"weights": 2 * w, "activations": 0, "gradients": 0, "temporary": 2 * x}
+    assert forward.peak == {"weights": 3 * w, "activations": 0, "gradients": 0, "temporary": x}
     # What is sent stays until the exchange is waited for, and what is received has as many bytes; a shard has half.
     at = {o.name: live["gradients"] for o, live in zip(backward.operations, backward.live)}
     assert at["mm_2"] == at["wait_tensor_default_1"] == 2 * w
-    assert at["sum_dim_int_list"] == w
+    assert at["wait_tensor_default_3"] == 4 * w  # two are under way
+    assert at["sum_dim_int_list"] == 3 * w
     assert backward.live[-1] == {"weights": 0, "activations": 0, "gradients": 3 * w // 2, "temporary": x}
 
 

@@ -67,8 +67,8 @@ def test_text_shows_groups_in_order_with_bytes_and_the_users_lines(fake_world) -
     assert re.search(r"^ 2 all-gathers bring .* at once; [\d.]+ kB came gathered; ", backward)
     assert re.search(r"4 reduce-scatters take [\d.]+ kB$", backward.splitlines()[0])
     events = re.findall(r"^  (start|wait|discard|reduce) +([\w.]+)", forward, re.M)
-    assert events[:3] == [("start", "tokens"), ("start", "blocks.0"), ("wait", "tokens")]
-    assert events.index(("start", "blocks.1")) < events.index(("wait", "blocks.0"))
+    assert events[:4] == [*(("start", group) for group in ("tokens", "blocks.0", "blocks.1")), ("wait", "tokens")]
+    assert events.index(("start", "norm")) < events.index(("wait", "blocks.0"))
     assert events.index(("discard", "blocks.0")) < events.index(("wait", "blocks.1"))
     assert [group for verb, group in re.findall(r"^  (reduce) +([\w.]+)", backward, re.M)] == [
         "norm",
@@ -106,7 +106,7 @@ def test_bytes_are_printed_in_the_largest_unit() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_layers_that_look_alike_are_printed_once_and_no_line_is_wide(stage: int) -> None:
-    model, x = GPT(layers=7, dim=16, heads=2, vocab=64, length=16), torch.zeros(2, 16, dtype=torch.long)
+    model, x = GPT(layers=12, dim=16, heads=2, vocab=64, length=16), torch.zeros(2, 16, dtype=torch.long)
     record = zerofx.dry_run(
         model, x, x, world_size=4, executor="eager", stage=stage, groups=zerofx.Grouping(min_bytes=0)
     )

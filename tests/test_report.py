@@ -317,7 +317,7 @@ def test_a_person_finds_their_way_through_the_page_in_a_browser(written: Path, c
     assert not detail.is_visible()
     bar = phase.locator("button[data-find='all_gather blocks.1']")
     bar.click()
-    assert "gather blocks.1: " in detail.inner_text() and "1 group ahead of its use" in detail.inner_text()
+    assert "gather blocks.1: " in detail.inner_text() and "2 groups ahead of its use" in detail.inner_text()
     phase.locator("button.kernel").last.click()
     assert "read and written" in detail.inner_text() and "models.py:" in detail.inner_text()
     phase.locator("button.kernel").last.click()
