@@ -51,7 +51,7 @@ LEARNING_RATE = 0.1
 
 
 def zerofx(stage: int, max_bytes: int | None = None, apart: bool = False, **options: Any) -> Wrap:
-    """``max_bytes``: of a group, which is a block otherwise. ``apart``: reductions in a process group of their own."""
+    """``max_bytes``: of a group, which may be as large as a block then. ``apart``: reductions in a process group of their own."""
 
     def wrap(model: GPT) -> Any:
         zerofx = importlib.import_module("zerofx")
@@ -127,8 +127,8 @@ def ddp(compiled: bool) -> Wrap:
 CONTENDERS: dict[str, Wrap] = {
     "zerofx": zerofx(3),
     "zerofx-eager": zerofx(3, executor="eager"),
-    "zerofx-3-8MiB": zerofx(3, max_bytes=8 << 20),
-    "zerofx-2-8MiB": zerofx(2, max_bytes=8 << 20),
+    "zerofx-3-blocks": zerofx(3, max_bytes=256 << 20),
+    "zerofx-2-blocks": zerofx(2, max_bytes=256 << 20),
     "zerofx-3-apart": zerofx(3, apart=True),
     "zerofx-3-64MB": zerofx(3, memory_budget=64e6),
     "zerofx-3-all": zerofx(3, memory_budget=float("inf")),
