@@ -51,7 +51,7 @@ LEARNING_RATE = 0.1
 
 
 def zerofx(stage: int, max_bytes: int | None = None, apart: bool = False, **options: Any) -> Wrap:
-    """``max_bytes``: of a group, which may be as large as a block then. ``apart``: reductions in a process group of their own."""
+    """``max_bytes``: of a group, by default small. ``apart``: reductions in a process group of their own."""
 
     def wrap(model: GPT) -> Any:
         zerofx = importlib.import_module("zerofx")

@@ -189,6 +189,21 @@ def test_a_parameter_larger_than_max_bytes_is_a_group_by_itself() -> None:
     ]
 
 
+def test_what_is_smaller_than_min_bytes_stays_with_its_neighbour() -> None:
+    model = nn.ModuleList([nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 100), nn.Linear(100, 8))])
+    assert list(names(model, max_bytes=1024, min_bytes=512).values()) == [
+        ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"],  # 3,664 bytes, 3,200 of them a weight
+        ["0.2.weight", "0.2.bias"],
+    ]
+
+
+@pytest.mark.parametrize(("backend", "groups"), [("gloo", 2), ("nccl", 1), ("", 1)])
+def test_without_a_number_groups_are_small_on_gloo(backend: str, groups: int) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))])  # four of 4 MiB
+    assert len(plan_groups(model, 2, Grouping(), backend=backend)) == groups
+
+
 @pytest.mark.parametrize("groups", [Block, [Block], (Block, nn.Bilinear)])
 def test_groups_may_be_module_classes(groups) -> None:
     found = names(small_gpt(), blocks=Grouping.of(groups).blocks)
