@@ -84,14 +84,12 @@ def _leave(graph: Graph, ctx: Context) -> int:
 def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context) -> bool:
     """Whether both graphs stay within the budget if these gathers are kept; ``needed`` are the groups backward uses."""
     rest = [g.nbytes for i, g in enumerate(gathers) if g.group in needed and i not in kept]
-    if ctx.memory_budget is None:
-        budget: float = max(live_bytes(gathers, ahead(gathers), [])) - ctx.held_elsewhere
-        beside = rest[-1] if rest else 0
-    else:
-        budget = ctx.memory_budget - ctx.held_elsewhere
-        beside = max(ctx.largest_elsewhere, *rest, 0)
+    budget = ctx.memory_budget
+    if budget is None:
+        budget, rest = max(live_bytes(gathers, ahead(gathers), [])), rest[-1:]
+    budget -= ctx.held_elsewhere
     held = [replace(g, last=len(gathers)) if i in kept else g for i, g in enumerate(gathers)]
-    backward = sum(gathers[i].nbytes for i in kept) + beside
+    backward = sum(gathers[i].nbytes for i in kept) + max([ctx.largest_elsewhere, *rest])
     return max(live_bytes(held, ahead(held), [])) <= budget and backward <= budget
 
 

@@ -40,13 +40,11 @@ Requires ``group``. Provides ``ctx.gathered_bytes``.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, budgets_of, find_gathers, live_bytes
+from zerofx.passes.schedule import Gather, budgets_of, find_gathers, live_bytes, room_in_flight
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
@@ -111,10 +109,9 @@ def _sink_waits(graph: Graph) -> None:
         behind.setdefault(node.meta["zerofx"].group, []).append(node)
     groups = [wait.meta["zerofx"].group for wait in edit.tagged(graph, "wait_grad")]
     sizes = [behind[group][0].args[0].args[0].meta["val"].nbytes for group in groups]  # type: ignore[union-attr]
-    room, crowded = max(map(sum, pairwise(sizes)), default=0), max(sizes, default=0)
     oldest = flying = 0
-    for i, (group, nbytes) in enumerate(zip(groups, sizes, strict=True)):
-        while flying and flying + nbytes > (room if i > len(groups) // 4 else crowded):
+    for group, nbytes, room in zip(groups, sizes, room_in_flight(sizes), strict=True):
+        while flying and flying + nbytes > room:
             for node in behind[groups[oldest]]:
                 packs[group].prepend(node)
             flying -= sizes[oldest]

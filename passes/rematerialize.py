@@ -68,8 +68,8 @@ def _save_parameters(gm: GraphModule, ctx: Context) -> int:
 
 def _rebuild(gm: GraphModule, ctx: Context) -> int:
     graph, edits = gm.graph, 0
-    sizes = {Size(node.name): node for node in graph.find_nodes(op="placeholder")}
-    for placeholder in sizes.values():
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    for placeholder in inputs.values():
         recipe = ctx.recipes.get(placeholder.name)
         if recipe is None:
             continue
@@ -81,11 +81,16 @@ def _rebuild(gm: GraphModule, ctx: Context) -> int:
             value = placeholder
             with graph.inserting_before(min(users)):
                 for target, args, kwargs in recipe.steps:
-                    put: dict[Any, Node] = {CHAIN: value, **sizes}
-                    args, kwargs = pytree.tree_map_only((type(CHAIN), Size), put.__getitem__, (args, kwargs))
+                    args, kwargs = _filled_in((args, kwargs), value, inputs)
                     tag = Tag("rebuild", recipe.parameter.layout.name)
                     value = edit.insert(graph, target, args, tag=tag, near=placeholder, **kwargs)
             for user in users:
                 user.replace_input_with(placeholder, value)
         edits += 1
     return edits
+
+
+def _filled_in(arguments: Any, value: Node, inputs: dict[str, Node]) -> Any:
+    """A step's arguments with ``value`` for `CHAIN`, and this graph's inputs for sizes."""
+    arguments = pytree.tree_map_only(type(CHAIN), lambda _: value, arguments)
+    return pytree.tree_map_only(Size, lambda size: inputs[size.name], arguments)

@@ -1,4 +1,4 @@
-"""Gathered buffers over time: what `keep` and `prefetch` plan with.
+"""Gathered buffers over time, and how many bytes there may be: what `keep` and `prefetch` plan with.
 
 The waits of gathers cut a graph into *segments*; segment 0 lies before the first wait. A gather that starts in a
 segment stands where that begins. Its buffer is live from there to the end of the segment of its last use, and a
@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
@@ -79,7 +80,7 @@ def ahead(gathers: list[Gather], groups: int = 1) -> list[int]:
 
 
 CROWDED = 3
-"""How many segments of a backward meet all that forward saved: there a step's bytes are at their peak."""
+"""How many segments of a backward meet nearly all that forward saved: there a step's bytes are at their peak."""
 
 
 def budgets_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> Sequence[float]:
@@ -92,6 +93,16 @@ def budgets_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> Seque
     one, two = (max(live_bytes(gathers, ahead(gathers, groups), held)) for groups in (1, 2))
     crowded = min(CROWDED, len(gathers) + 1) if ctx.phase == "backward" else 0
     return [one] * crowded + [two] * (len(gathers) + 1 - crowded)
+
+
+def room_in_flight(sizes: list[int]) -> list[int]:
+    """The most packed bytes in flight together with each of a backward's reductions, which have ``sizes``.
+
+    What the largest two neighbours have; over the first quarter, which is crowded, what the largest has.
+    """
+    crowded = len(sizes) // 4 + 1
+    largest, two = max(sizes, default=0), max(map(sum, pairwise(sizes)), default=0)
+    return [largest if i < crowded else two for i in range(len(sizes))]
 
 
 def live_bytes(gathers: list[Gather], starts: list[int], held: list[Gather]) -> list[int]:

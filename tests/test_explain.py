@@ -84,12 +84,11 @@ def test_where_backward_starts_the_budget_is_one_group_ahead() -> None:
     backward = record_of(layers=6).backward
     assert backward is not None
     answers = said(backward, "all_gather blocks.3")
-    one, two = (
-        re.search(r"([\d.]+) kB gathered at once; the budget is ([\d.]+) kB", answers["earlier"]) or []
-    ).groups()
-    assert float(one) > float(two) and answers["earlier"].endswith(
-        "one group ahead takes, as it is where backward starts"
-    )
+    found = re.search(r"([\d.]+) kB gathered at once; the budget is ([\d.]+) kB", answers["earlier"])
+    assert found is not None and float(found[1]) > float(found[2])
+    assert answers["earlier"].endswith("one group ahead takes, as it is where backward starts")
+    first = edit.tagged(backward.before_lower().graph, "all_gather")[0].meta["zerofx"].group
+    assert said(backward, f"all_gather {first}")["stands"].startswith("where the graph begins: it travels while")
     assert said(backward, "all_gather blocks.0")["earlier"].endswith("two groups ahead take")
 
 
@@ -110,9 +109,12 @@ def test_a_reduction_stands_behind_its_gradients_and_is_waited_for_in_front_of_t
     groups = [node.meta["zerofx"].group for node in waits]
     reasons = Reasons(backward)
     places = [dict(reasons.why(node))["stands"] for node in edit.tagged(reasons.graph, "wait_grad")]
-    assert len(groups) == 5  # the first quarter of the reductions: one is in flight
-    for place, following in zip(places[:-2], [groups[1], *groups[3:]], strict=True):
-        assert place.startswith(f"in front of the packing of {following}:")
+    assert len(groups) == 5  # norm; blocks.2 is in the first quarter of the reductions: one is in flight
+    sizes = [node.args[0].args[0].meta["val"].nbytes for node in waits]
+    rooms = [max(sizes), sizes[1] + sizes[2], sizes[1] + sizes[2]]
+    for place, following, room in zip(places[:-2], [groups[1], *groups[3:]], rooms, strict=True):
+        much = f"with it, more than {format_bytes(room)} would be in flight"
+        assert place == f"in front of the packing of {following}: {much}"
     assert all(place.startswith("at the end") for place in places[-2:])
 
 

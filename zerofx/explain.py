@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from zerofx.listing import difference, node_line
 from zerofx.passes import before_lower, edit, pipeline
 from zerofx.passes.context import Tag
-from zerofx.passes.schedule import CROWDED, budgets_of, find_gathers, groups_ahead, live_bytes
+from zerofx.passes.schedule import budgets_of, find_gathers, groups_ahead, live_bytes, room_in_flight
 from zerofx.printing import format_bytes, place_of, whole_bytes
 
 if TYPE_CHECKING:
@@ -178,8 +178,8 @@ class Reasons:
             next_ = self.gathers[i - ahead].group
             words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, in front of the wait for {next_}"
             place = f"{words}: it travels while {next_} computes"
-        elif self._segment(i) == 0 and i == 0:
-            place = "where the graph begins: it travels while what needs no gather computes, if there is anything"
+        elif self._segment(i) == 0:
+            place = "where the graph begins: it travels while what comes before its wait computes"
         else:
             place = "right in front of its own wait: nothing computes meanwhile"
         return [("stands", place), ("earlier", self._not_earlier(node, i))]
@@ -192,9 +192,10 @@ class Reasons:
             return f"would be ahead of the gather of {self.gathers[i - 1].group}: they start in the order of their use"
         earlier = starts[i] - 1
         live = live_bytes(self.gathers, starts, self.held)[earlier] + self.gathers[i].nbytes
-        budget, given = budgets_of(self.gathers, self.held, self.context)[earlier], "memory_budget"
+        budgets, given = budgets_of(self.gathers, self.held, self.context), "memory_budget"
+        budget = budgets[earlier]
         if self.context.memory_budget is None:
-            crowded = self.context.phase == "backward" and earlier < CROWDED
+            crowded = budget < budgets[-1]
             takes = "one group ahead takes, as it is where backward starts" if crowded else "two groups ahead take"
             given = f"without memory_budget what {takes}"
         return (
@@ -229,8 +230,11 @@ class Reasons:
         following = next((n.meta["zerofx"].group for n in later), None)
         if following is None:
             return [("stands", "at the end: there is nothing left to compute meanwhile")]
-        room = "with it, more would be in flight than the largest two neighbours have"
-        return [("stands", f"in front of the packing of {following}: {room}")]
+        waits = edit.tagged(self.graph, "wait_grad")
+        sizes = [whole_bytes(wait.args[0]) for wait in waits]  # type: ignore[arg-type]
+        room = room_in_flight(sizes)[[wait.meta["zerofx"].group for wait in waits].index(following)]
+        much = f"with it, more than {format_bytes(room)} would be in flight"
+        return [("stands", f"in front of the packing of {following}: {much}")]
 
     def _step(self, node: Node, group: str) -> Why:
         behind = "the start of the next reduction, and behind the last reader of the weights that it changes"

@@ -178,7 +178,8 @@ def plan(
             parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32 masters and moments; with
             others, any Adam.
         memory: bytes that each rank has; a stage is recommended then.
-        mixed_precision, groups: as they would be given to `zerofx.compile`.
+        mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
+            (`zerofx.Grouping`); on gloo there are more, which are smaller.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
         bandwidth, node_bandwidth, ranks_per_node, latency: of the links, as in `zerofx.speed`; without ``bandwidth``

@@ -87,6 +87,7 @@ def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context
     def budget(place: int) -> float:
         if ctx.memory_budget is not None:
             return ctx.memory_budget - ctx.held_elsewhere
+        # Where backward starts, in front of its second wait, all is there that forward saved.
         return one if ctx.phase == "backward" and bisect_right(opens, place) < 2 else two
 
     changes: list[tuple[int, int, int, Buffer]] = []

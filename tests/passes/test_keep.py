@@ -72,6 +72,12 @@ def test_room_is_left_for_the_largest_group_of_other_graphs_and_for_what_they_ke
     assert kept(gm, ctx) == ["d"]
 
 
+def test_by_default_what_is_kept_has_room_beside_the_group_that_backward_gathers_next() -> None:
+    sizes = {"a": 16, "b": 8, "c": 16, "d": 8, "e": 16}  # the least budget for one group ahead: 24 columns
+    assert kept(*forward("abcde", sizes)) == ["e"]
+    assert kept(*forward("abcde", sizes, largest_elsewhere=8 * 16 * 4)) == []
+
+
 def test_a_group_that_backward_does_not_need_is_not_kept() -> None:
     s = Sketch(memory_budget=math.inf)
     x = s.input("x", 4, 8)

@@ -33,6 +33,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     values,
 )
 from zerofx.passes import VerificationError, edit, pipeline, verify
+from zerofx.passes.schedule import groups_ahead
 from zerofx.records import copy_graph
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
@@ -139,6 +140,18 @@ def test_what_breaks_a_rule_is_found_by_it(rule: str, graphs: dict[str, Graph]) 
 def test_what_breaks_a_rule_is_found_by_it_in_every_graph(rule: str, graphs: dict[str, Graph]) -> None:
     wrong = [line for mutant in MUTANTS[rule] for line in found_by_another(mutant, graphs, most=len(graphs))]
     assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
+
+
+def test_where_backward_starts_a_gather_two_groups_ahead_is_refused(fake_world) -> None:
+    fake_world(2)
+    gm, ctx = rewritten(record(stage=3, blocks=8), backend="gloo", executor="eager")["backward"]
+    ahead = groups_ahead(gm.graph)
+    (first, second, third, *_), distances = ahead, list(ahead.values())
+    assert first.next is second and distances[2] == 1 and max(distances[4:]) == 2
+    second.append(third)
+    with pytest.raises(VerificationError) as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "budget"
 
 
 def test_a_write_that_moves_past_a_reader_is_found() -> None:

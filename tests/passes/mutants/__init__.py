@@ -96,11 +96,11 @@ class Model(nn.Module):
         return F.cross_entropy(F.linear(h * self.scale, self.embedding.weight).flatten(0, 1), x.flatten())
 
 
-def record(autocast: bool = False, **options: Any) -> GraphRecord:
+def record(autocast: bool = False, blocks: int = 3, **options: Any) -> GraphRecord:
     """What zerofx compiles of the model, by the eager executor."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, x = Model(), torch.randint(48, (2, 4))
+    model, x = Model(blocks=blocks), torch.randint(48, (2, 4))
     zerofx.compile(model, executor="eager", groups=zerofx.Grouping([Block], min_bytes=0), **options)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(x)
