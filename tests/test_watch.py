@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -74,6 +75,29 @@ def test_a_skipped_layer_is_an_error_that_names_both_collectives(stage: int, wor
         assert seconds < 40, seconds
         assert re.search(r"out of step.*first coll.*rank \d has (for|back)ward.*; rank \d has (for|back)ward", message)
         assert "leaf_modules=" in message  # what to do where data decide
+    workers2._processes.stop()
+
+
+def run_eagerly_on_one_rank() -> tuple[str, str, float]:
+    """As if Dynamo had given up on what it captured on the other."""
+    model = build()
+    stance = "force_eager" if dist.get_rank() else "default"
+
+    def steps() -> None:
+        with torch.compiler.set_stance(stance), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, 3000)
+
+    return outcome(steps)
+
+
+def test_code_that_was_captured_on_one_rank_alone_is_an_error_that_says_so(workers2: Workers) -> None:
+    for kind, message, seconds in workers2.run(run_eagerly_on_one_rank, timeout=60):
+        assert kind == "OutOfStepError", (kind, message)
+        assert seconds < 40, seconds
+        mine, theirs = "rank 0 has forward: all-gather", "rank 1 has on demand: gather"
+        assert mine in message and theirs in message
+        assert "graph break" in message and "leaf_modules" not in message
     workers2._processes.stop()
 
 

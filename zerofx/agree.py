@@ -33,6 +33,8 @@ from zerofx.passes.proof.meaning import Op
 
 _KINDS = {**dict.fromkeys(GATHERS, "all-gather"), **dict.fromkeys(SCATTERS, "reduce-scatter")}
 _KINDS |= dict.fromkeys(ALL_REDUCES, "all-reduce")
+ON_DEMAND = "on demand"
+"""The phase of what eager code gathers."""
 
 
 class OutOfStepError(RuntimeError):

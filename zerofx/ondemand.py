@@ -31,6 +31,7 @@ from zerofx._torch import (
     pytree,
     saved_tensors_are_hooked,
 )
+from zerofx.agree import ON_DEMAND
 from zerofx.group import Family, ShardGroup, averaged
 from zerofx.layout import Slot
 from zerofx.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -50,7 +51,7 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
         whole = torch.ops._c10d_functional.wait_tensor(group.replica)
         return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
-    with alone(group.group_name, "on demand", "gather", slot.name, flat.nbytes, flat.dtype):
+    with alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype):
         for rank in range(group.layout.world_size):
             piece = group.layout.piece(slot, rank)
             part = flat.narrow(0, piece.in_parameter, piece.length)
@@ -112,7 +113,7 @@ def reduce_kept(family: Family) -> None:
 
 def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     """The average of ``flat`` over the ranks as `ShardGroup.accumulate` takes it; ``flat`` is used up."""
-    with alone(group.group_name, "on demand", "reduction", slot.name, flat.nbytes, flat.dtype):
+    with alone(group.group_name, ON_DEMAND, "reduction", slot.name, flat.nbytes, flat.dtype):
         return _reduced(group, slot, flat)
 
 

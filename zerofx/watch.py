@@ -40,7 +40,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerofx import _torch
-from zerofx.agree import Collective, OutOfStepError, Schedule, difference, publish
+from zerofx.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
 from zerofx.passes import ops
 from zerofx.tracing import while_profiled
 
@@ -53,6 +53,10 @@ REMEMBERED = 256
 _AFTER_STEP = "+"
 """Stands behind the digest of a graph that is the first since an optimizer's step."""
 
+_NOT_CAPTURED = (
+    "One of them runs this outside of any graph: next to a graph break Dynamo may capture code for inputs of one "
+    "shape and not for those of another. Mend the graph break, or give all ranks inputs of the same shapes."
+)
 _BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
 
 
@@ -218,7 +222,8 @@ class Watch:
         a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
         return (
             f"{ranks}: {difference(a, b, self.rank, other)}. "
-            f"Every rank must run the same layers in the same order (docs/debugging.md). {_BY_DATA}"
+            "Every rank must run the same layers in the same order (docs/debugging.md). "
+            f"{_NOT_CAPTURED if (a.phase == ON_DEMAND) != (b.phase == ON_DEMAND) else _BY_DATA}"
         )
 
     def _check_waiting(self) -> None:

@@ -75,7 +75,12 @@ class Leaf(nn.Module):
         elif kind == "count":
             self.register_buffer("calls", torch.zeros(1))  # of no dimensions, torch.compile forgets the write
         elif kind in ("tied", "transposed", "peek", "again"):
-            others = [leaf for leaf in earlier if kind == "again" or leaf.kind in ("linear", "strided")]
+            # A counter is called once: in a checkpoint it would count twice, and `again` may stand in one.
+            others = [
+                leaf
+                for leaf in earlier
+                if leaf.kind in ("linear", "strided") or (kind == "again" and leaf.kind != "count")
+            ]
             other = others[layer.of % len(others)] if others else None
             # Not a submodule where it is called again: the parameters keep their one name.
             self.other = [other] if other is not None and kind == "again" else []
