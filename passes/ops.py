@@ -143,9 +143,10 @@ def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: st
 
 def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
     out, parts = torch.empty_like(pack), pack.chunk(world_size)
+    works = _exchange(out, parts.__getitem__, process_group, ALL_TO_ALL_TAG)
     rank = resolve_process_group(process_group).rank()
-    out.chunk(world_size)[rank].copy_(parts[rank])
-    return under_way(out, _exchange(out, parts.__getitem__, process_group, ALL_TO_ALL_TAG))
+    out.chunk(world_size)[rank].copy_(parts[rank])  # while the others travel
+    return under_way(out, works)
 
 
 class Stepper(Protocol):

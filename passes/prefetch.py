@@ -24,12 +24,23 @@ bytes within ``ctx.memory_budget``, never ahead of the start before it. Without 
 that lets every gather start two groups ahead, for a link that waits for the next start idles.
 
 **Gradients in flight.** Each reduction is waited for as late as leaves the packed gradients that are in flight within
-the bytes of the largest two neighbours: room for one that travels and for the next to start behind it. Of small groups
-that is several. The wait stands in front of the packing that would go beyond that.
+twice the bytes of the largest: room for one that travels and for the next to start behind it. Of small groups that is
+several. The wait stands in front of the packing that would go beyond that.
 
 **Where backward starts** all is there that forward saved, and the bytes of a step are at their peak. In the first
 three segments of backward the budget is therefore one group ahead, and over the first quarter of its reductions no
 more than the largest one's bytes are in flight. How much forward saved is not asked: it differs between ranks.
+
+**Small beside large.** An embedding or a head is often as large as many blocks. What is small beside it is not to wait
+for it: a quarter of its bytes come on top of the budgets above, and where it dies in a segment, gathers that are no
+more than that start behind its last reader, ahead of the reduction of its gradient, behind which they would queue::
+
+    use H                                   use H
+    reduce H          the link is busy      start A
+    start A           until H is through    reduce H
+    wait B            ─────▶                wait B
+    use B                                   use B
+    wait A            idle                  wait A
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
 `narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
@@ -40,26 +51,31 @@ Requires ``group``. Provides ``ctx.gathered_bytes``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, budgets_of, find_gathers, live_bytes, room_in_flight
+from zerofx.passes.schedule import Gather, budgets_of, find_gathers, live_bytes, room_in_flight, small_change
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
     """Move the starts of gathers up and the waits of reductions down; returns how many places changed."""
     (gathers, held), before = find_gathers(gm.graph), list(gm.graph.nodes)
     if gathers or held:
-        starts, ctx.gathered_bytes = _schedule(gathers, held, ctx)
-        _hoist(gm.graph, gathers, starts)
+        budgets = budgets_of(gathers, held, ctx)
+        starts, live = _schedule(gathers, held, budgets, ctx)
+        ctx.gathered_bytes = max(live)
+        _hoist(gm.graph, gathers, starts, _early(gm.graph, gathers, held, starts, live, budgets))
     _sink_waits(gm.graph)
     return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
 
 
-def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[list[int], int]:
-    """For each gather the segment it starts in, and the most bytes live in any segment."""
-    budgets = budgets_of(gathers, held, ctx)
+def _schedule(
+    gathers: list[Gather], held: list[Gather], budgets: Sequence[float], ctx: Context
+) -> tuple[list[int], list[int]]:
+    """For each gather the segment it starts in; and the bytes live in each segment."""
     starts = [i + 1 for i in range(len(gathers))]
     live = live_bytes(gathers, starts, held)
     if gathers and max(live) > max(budgets):
@@ -75,17 +91,43 @@ def _schedule(gathers: list[Gather], held: list[Gather], ctx: Context) -> tuple[
         while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budgets[starts[i] - 1]:
             starts[i] -= 1
             live[starts[i]] += gather.nbytes
-    return starts, max(live)
+    return starts, live
 
 
-def _hoist(graph: Graph, gathers: list[Gather], starts: list[int]) -> None:
+def _early(
+    graph: Graph,
+    gathers: list[Gather],
+    held: list[Gather],
+    starts: list[int],
+    live: list[int],
+    budgets: Sequence[float],
+) -> dict[int, Node]:
+    """Segments whose gathers are small beside a buffer that dies in the segment before, and its last reader."""
+    order, change = edit.positions(graph), small_change(g.nbytes for g in [*gathers, *held])
+    dying: dict[int, list[Gather]] = {}
+    for gather in [*gathers, *held]:
+        dying.setdefault(gather.last + 1, []).append(gather)
+    sizes: dict[int, int] = {}
+    for gather, start in zip(gathers, starts, strict=True):
+        sizes[start] = sizes.get(start, 0) + gather.nbytes
+    early = {}
+    for segment in sizes.keys() & dying.keys():
+        small = sizes[segment] <= change < max(g.nbytes for g in dying[segment])
+        if small and live[segment] <= budgets[segment - 1]:
+            last = (edit.last_use(buffer, order) for g in dying[segment] for buffer in g.waits)
+            early[segment] = max((node for node in last if node is not None), key=order.__getitem__)
+    return early
+
+
+def _hoist(graph: Graph, gathers: list[Gather], starts: list[int], early: dict[int, Node]) -> None:
     top = edit.last_placeholder(graph)
     assert top is not None
+    behind = {0: top} | early
     for gather, start in zip(gathers, starts, strict=True):
         for node in _starts(gather):
-            if start == 0:
-                top.append(node)
-                top = node
+            if start in behind:
+                behind[start].append(node)
+                behind[start] = node
             else:
                 gathers[start - 1].waits[0].prepend(node)
 

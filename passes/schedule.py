@@ -19,9 +19,8 @@ All of it follows from the graph's order and from bytes, which are the same on e
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch.fx import Graph, Node
 
@@ -83,14 +82,25 @@ CROWDED = 3
 """How many segments of a backward meet nearly all that forward saved: there a step's bytes are at their peak."""
 
 
+def small_change(sizes: Iterable[int]) -> int:
+    """The bytes that small groups may have beside the largest of ``sizes``: a quarter of it.
+
+    A large group, an embedding say, keeps the link busy or the processor waiting for as long as many blocks take. It is
+    to hold up none of those that are small beside it; where all groups are of one size, nothing is.
+    """
+    return max(sizes, default=0) // 4
+
+
 def budgets_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> Sequence[float]:
     """The most gathered bytes that each segment may have.
 
-    Without a number what starting each gather two groups ahead takes; one group ahead, where backward starts.
+    Without a number what starting each gather two groups ahead takes, and `small_change`; one group ahead, where
+    backward starts.
     """
     if ctx.memory_budget is not None:
         return [ctx.memory_budget - ctx.held_elsewhere] * (len(gathers) + 1)
-    one, two = (max(live_bytes(gathers, ahead(gathers, groups), held)) for groups in (1, 2))
+    change = small_change(gather.nbytes for gather in [*gathers, *held])
+    one, two = (max(live_bytes(gathers, ahead(gathers, groups), held)) + change for groups in (1, 2))
     crowded = min(CROWDED, len(gathers) + 1) if ctx.phase == "backward" else 0
     return [one] * crowded + [two] * (len(gathers) + 1 - crowded)
 
@@ -98,11 +108,10 @@ def budgets_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> Seque
 def room_in_flight(sizes: list[int]) -> list[int]:
     """The most packed bytes in flight together with each of a backward's reductions, which have ``sizes``.
 
-    What the largest two neighbours have; over the first quarter, which is crowded, what the largest has.
+    Twice what the largest has; over the first quarter, which is crowded, what it has, and `small_change`.
     """
-    crowded = len(sizes) // 4 + 1
-    largest, two = max(sizes, default=0), max(map(sum, pairwise(sizes)), default=0)
-    return [largest if i < crowded else two for i in range(len(sizes))]
+    crowded, largest = len(sizes) // 4 + 1, max(sizes, default=0)
+    return [largest + small_change(sizes) if i < crowded else 2 * largest for i in range(len(sizes))]
 
 
 def live_bytes(gathers: list[Gather], starts: list[int], held: list[Gather]) -> list[int]:

@@ -175,9 +175,11 @@ class Reasons:
     def _gather(self, node: Node, group: str) -> Why:
         ahead, i = self.ahead[node], self._index(group)
         if ahead:
-            next_ = self.gathers[i - ahead].group
-            words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, in front of the wait for {next_}"
-            place = f"{words}: it travels while {next_} computes"
+            next_, where = self.gathers[i - ahead], "in front of the wait for"
+            if any(self._computes(n) for n in self._between(node, next_.waits[0])):
+                where = "right behind the last use of what is large beside it, and ahead of the wait for"
+            words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, {where} {next_.group}"
+            place = f"{words}: it travels while {next_.group} computes"
         elif self._segment(i) == 0:
             place = "where the graph begins: it travels while what comes before its wait computes"
         else:
@@ -196,7 +198,9 @@ class Reasons:
         budget = budgets[earlier]
         if self.context.memory_budget is None:
             crowded = budget < budgets[-1]
-            takes = "one group ahead takes, as it is where backward starts" if crowded else "two groups ahead take"
+            takes = "two groups ahead take and a quarter of the largest"
+            if crowded:
+                takes = "one group ahead takes and a quarter of the largest, as it is where backward starts"
             given = f"without memory_budget what {takes}"
         return (
             f"would be too much: {format_bytes(live)} gathered at once; the budget is {format_bytes(budget)}, {given}"
@@ -206,9 +210,15 @@ class Reasons:
         """In which of `schedule`'s segments gather i starts: 0 before anything computes."""
         start: Node = self.gathers[i].waits[0].args[0]  # type: ignore[assignment]
         segment = i + 1 - self.ahead[start]
-        computes = (n for n in self.graph.nodes if n.op == "call_function" and "zerofx" not in n.meta)
-        first = next((self.order[n] for n in computes), len(self.order))
+        first = next((self.order[n] for n in self.graph.nodes if self._computes(n)), len(self.order))
         return 0 if segment == 1 and self.order[start] < first else segment
+
+    @staticmethod
+    def _computes(node: Node) -> bool:
+        return node.op == "call_function" and "zerofx" not in node.meta
+
+    def _between(self, first: Node, last: Node) -> list[Node]:
+        return list(self.graph.nodes)[self.order[first] + 1 : self.order[last]]
 
     def _wait(self, node: Node, group: str) -> Why:
         if any(user.op == "output" for user in node.users):

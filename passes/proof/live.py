@@ -82,7 +82,12 @@ def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context
         if buffer.start is not buffer.node:
             waits[buffer.group] = min(order[buffer.node], waits.get(buffer.group, len(order)))
     opens = sorted(waits.values())
-    one, two = (_ahead(buffers, waits, opens, groups) for groups in (1, 2))
+    sizes: dict[Node | str, int] = {}  # two gathers of a group count as one; what the inputs brought, by itself
+    for buffer in buffers:
+        which = buffer.node if buffer.start is buffer.node else buffer.group
+        sizes[which] = sizes.get(which, 0) + buffer.nbytes
+    quarter = max(sizes.values(), default=0) // 4  # of the largest group: for those that are small beside it
+    one, two = (_ahead(buffers, waits, opens, groups) + quarter for groups in (1, 2))
 
     def budget(place: int) -> float:
         if ctx.memory_budget is not None:

@@ -177,15 +177,15 @@ def _bring(node: Node, place: Node) -> None:
 _as_it_reads = lambda ctx: ctx.executor == "eager"  # noqa: E731
 
 
-def _four_gathers(gm: GraphModule, ctx: Context) -> list[Node]:
-    """The inputs' end, where four gathers follow."""
-    starts = tagged(gm, "all_gather")
-    return [edit.last_placeholder(gm.graph)] if len({group_of(s) for s in starts}) > 3 else []  # type: ignore[list-item]
+def _many_gathers(gm: GraphModule, ctx: Context) -> list[Node]:
+    """The inputs' end, where more is gathered than there ever is at once."""
+    total = sum(map(bytes_of, tagged(gm, "wait", "gathered")))
+    return [edit.last_placeholder(gm.graph)] if total > ctx.gathered_bytes > 0 else []  # type: ignore[list-item]
 
 
-@breaks("budget", when(_as_it_reads, _four_gathers))
+@breaks("budget", when(_as_it_reads, _many_gathers))
 def all_gathers_at_once(gm: GraphModule, ctx: Context, top: Node) -> None:
-    ctx.memory_budget = None
+    _exactly(ctx)
     for start in reversed(tagged(gm, "all_gather")):
         _bring(start, top)
 
