@@ -31,7 +31,8 @@ class Options:
         executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
         memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. What is left of it
             when each gather starts one group ahead keeps the last groups gathered from forward to backward, and then
-            starts gathers earlier still. None: just what two groups ahead take; ``math.inf``: all stay gathered.
+            starts gathers earlier still. None: what two groups ahead take, and a quarter of the largest;
+            ``math.inf``: all stay gathered.
         groups: see `zerofx.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
             are gathered whole when they are entered; for modules whose code chooses layers by data. See `zerofx.leaf`.

@@ -51,7 +51,8 @@ class StageCost:
     Attributes:
         memory: at rest, between backward and the optimizer's step; expressions that are numbers.
         traffic: of one optimizer step.
-        gathered: stage 3, what ``memory_budget`` is by default: the three largest neighbouring groups.
+        gathered: stage 3, the three largest neighbouring groups: what ``memory_budget`` is by default, but for the
+            quarter of the largest that small ones may have on top.
         packed: stages 1 to 3, gradients on their way: two groups being reduced while the next is filled.
         time: of one optimizer step, if there is a `Speed`.
     """
