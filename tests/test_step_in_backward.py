@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -305,3 +306,24 @@ def forget() -> bool:
 
 def test_a_model_is_free_when_nothing_holds_it_after_such_a_step(workers2: Workers) -> None:
     assert workers2.run(forget) == [True, True]
+
+
+def under_way_behind_a_step(profiled: bool) -> tuple[int, float]:
+    """Groups whose refresh is still on its way when a step has ended; and the loss of the next forward."""
+    model = compiled(stage=2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) if profiled else contextlib.nullcontext():
+        loss = model(batch(0))
+        with zerofx.step_in_backward(optim):
+            loss.backward()
+        under_way = sum(bool(group._ahead) for group in groups_of(model))
+    return under_way, model(batch(1)).item()
+
+
+def test_no_refresh_outlives_a_profiler(workers2: Workers) -> None:
+    """What starts under PyTorch's profiler and is waited for when that has stopped corrupts memory."""
+    plain, profiled = (workers2.run(under_way_behind_a_step, profiled) for profiled in (False, True))
+    for (left, loss), (none, same) in zip(plain, profiled, strict=True):
+        assert left > 0 and none == 0
+        assert loss == same

@@ -226,6 +226,12 @@ class ShardGroup:
             under_way(self.replica, self._ahead)
             self._ahead = []
 
+    def land(self) -> None:
+        """Wait for the refresh that is on its way, if there is one."""
+        for work in self._ahead:
+            work.wait()
+        self._ahead = []
+
     def use(self, *, trained: bool) -> None:
         """The group's weights are about to be read; ``trained``: and a gradient is to come of it.
 

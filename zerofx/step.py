@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerofx._torch import DisableTorchFunction, post_accumulate_hooks
+from zerofx._torch import DisableTorchFunction, post_accumulate_hooks, profiler_is_on
 from zerofx.group import Family, ShardGroup
 from zerofx.optim import AdamW
 from zerofx.parameter import ShardedParameter
@@ -82,6 +82,11 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
         for group in stepper.groups:
             group.stepped = False
         stepper.finish()
+        if profiler_is_on():
+            # PyTorch notes the end of a collective where its profiler noted the start, in memory that is gone once the
+            # profiler has stopped: what is waited for after that corrupts the heap (torch 2.13, gloo).
+            for group in stepper.groups:
+                group.land()
     finally:
         for family in stepper.families:
             family.stepper = None
