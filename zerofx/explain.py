@@ -176,7 +176,7 @@ class Reasons:
         ahead, i = self.ahead[node], self._index(group)
         if ahead:
             next_, where = self.gathers[i - ahead], "in front of the wait for"
-            if any(self._computes(n) for n in self._between(node, next_.waits[0])):
+            if self._segment(i) and any(self._computes(n) for n in self._between(node, next_.waits[0])):
                 where = "right behind the last use of what is large beside it, and ahead of the wait for"
             words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, {where} {next_.group}"
             place = f"{words}: it travels while {next_.group} computes"

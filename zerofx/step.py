@@ -83,8 +83,8 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
             group.stepped = False
         stepper.finish()
         if profiler_is_on():
-            # PyTorch notes the end of a collective where its profiler noted the start, in memory that is gone once the
-            # profiler has stopped: what is waited for after that corrupts the heap (torch 2.13, gloo).
+            # A collective that starts under PyTorch's profiler and is waited for after it has stopped was seen to
+            # corrupt the heap (torch 2.13, gloo).
             for group in stepper.groups:
                 group.land()
     finally:
