@@ -152,3 +152,14 @@ def test_a_record_explains_in_each_graph_that_has_the_node_and_refuses_what_none
     assert record.explain("reduce_scatter blocks.0").startswith("backward: ")
     with pytest.raises(ValueError, match=r"no line of the \w+ graph has 'all_gather blocks.9' in it: .*'all_gather "):
         record.explain("all_gather blocks.9")
+
+
+def test_a_small_gather_behind_a_large_group_says_so_and_one_where_the_graph_begins_does_not() -> None:
+    model = GPT(layers=6, dim=16, heads=2, vocab=4000, length=8)  # a head of some twenty blocks
+    groups = zerofx.Grouping(min_bytes=0)
+    record = zerofx.dry_run(model, TOKENS, TOKENS, world_size=4, stage=3, executor="eager", groups=groups)
+    backward = record.backward
+    assert backward is not None
+    words = "right behind the last use of what is large beside it"
+    assert words in said(backward, "all_gather blocks.0")["stands"]
+    assert words not in said(backward, "all_gather blocks.1")["stands"]
