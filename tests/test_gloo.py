@@ -5,10 +5,15 @@ PyTorch's coalesced all-gather on gloo corrupts the heap under this load within 
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import zerofx
 from tests.passes.graphs import Sketch, apply, aten, up_to
 from zerofx.passes import lower
 
@@ -66,3 +71,31 @@ def hammer(steps: int) -> float:
 def test_many_steps_with_all_gathers_in_flight_leave_the_heap_whole(make_workers, world_size: int) -> None:
     results = make_workers(world_size).run(hammer, STEPS, timeout=240)
     assert len(set(results)) == 1
+
+
+def policies_on(cores: int) -> tuple[set[int], set[int]]:
+    """The scheduling policies of gloo's threads, and of the others, once something is sharded on so many cores."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").exists()]
+    gloos = {int(task.name) for task in tasks if (task / "comm").read_text().startswith("gloo_tcp_loop")}
+    others = {int(task.name) for task in tasks} - gloos
+    assert gloos
+    had = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(had)[:cores])
+    try:
+        zerofx.shard(nn.Linear(4, 4))
+        return {os.sched_getscheduler(thread) for thread in gloos}, {os.sched_getscheduler(t) for t in others}
+    finally:
+        os.sched_setaffinity(0, had)
+        for thread in gloos:
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduling policy of Linux")
+def test_on_one_core_gloos_threads_and_no_others_wait_for_their_turn(workers2) -> None:
+    assert workers2.run(policies_on, 1) == [({os.SCHED_BATCH}, {os.SCHED_OTHER})] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduling policy of Linux")
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: "1")(0)) < 2, reason="needs two cores")
+def test_on_more_cores_gloos_threads_are_left_alone(workers2) -> None:
+    assert workers2.run(policies_on, 2) == [({os.SCHED_OTHER}, {os.SCHED_OTHER})] * 2

@@ -51,6 +51,7 @@ from zerofx._torch.distributed import (
     default_store,
     has_backend,
     is_communication_error,
+    let_arithmetic_finish,
     register_work,
     resolve_process_group,
 )
