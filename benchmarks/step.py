@@ -130,7 +130,6 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-3-blocks": zerofx(3, max_bytes=256 << 20),
     "zerofx-2-blocks": zerofx(2, max_bytes=256 << 20),
     "zerofx-3-apart": zerofx(3, apart=True),
-    "zerofx-3-64MB": zerofx(3, memory_budget=64e6),
     "zerofx-3-all": zerofx(3, memory_budget=float("inf")),
     "zerofx-3-step": zerofx(3),
     "zerofx-2-step": zerofx(2),
@@ -150,6 +149,9 @@ CONTENDERS: dict[str, Wrap] = {
     "deepspeed-3": deepspeed(3),
 }
 
+BUDGETS: dict[str, Wrap] = {f"zerofx-3-{mb}MB": zerofx(3, memory_budget=1e6 * mb) for mb in range(4, 132, 4)}
+"""Stage 3 with a `memory_budget`: contenders to be named, not in every run."""
+
 
 class Contender:
     """A model and its optimizer, which remembers what every step cost and gave."""
@@ -158,7 +160,7 @@ class Contender:
         torch.manual_seed(0)
         model = GPT(args.layers, args.dim, args.heads, args.vocab, args.length).to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = CONTENDERS[name](model)
+        self.model = (CONTENDERS | BUDGETS)[name](model)
         self.engine = name.startswith("deepspeed")  # brings its own backward and optimizer
         self.steps_in_backward = name.startswith("zerofx") and name.endswith("-step")
         if not self.engine:
@@ -346,8 +348,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/step-<device>-<world>.json")
     args = parser.parse_args()
-    if not set(args.contenders) <= set(CONTENDERS):
-        parser.error(f"the contenders are {', '.join(CONTENDERS)}")
+    if not set(args.contenders) <= {*CONTENDERS, *BUDGETS}:
+        parser.error(f"the contenders are {', '.join([*CONTENDERS, *BUDGETS])}")
     out = args.out or ROOT / "benchmarks" / "results" / f"step-{args.device}-{args.world}.json"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

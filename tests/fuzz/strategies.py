@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe
+from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe, kinds
 
 leaves = st.builds(
     Layer,
@@ -84,12 +84,21 @@ def allowed(
 
 
 def without(recipe: Recipe) -> frozenset[str]:
-    """What does not go with weights that compute in another dtype than the module's.
+    """What does not go with the rest of a recipe.
 
-    Buffers stay in float64. Outside of any graph ``weight.dtype`` is the master's, by which a GRU refuses its input;
-    and in stage 0 arithmetic of a weight and a number, and a part of a weight, are in it.
+    With two forwards before a backward, a batch normalisation that runs in a graph and outside of one (called again
+    there, or checkpointed): the graph writes its statistics, which the other has saved for backward, and PyTorch
+    refuses, under plain ``torch.compile`` too.
+
+    With weights that compute in another dtype than the module's: buffers, which stay in float64; a GRU, which outside
+    of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of a weight and
+    a number, and a part of a weight, which are in the master's dtype.
     """
-    if recipe.precision != "low":
-        return frozenset()
-    of_stage_0 = {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
-    return frozenset({"batch_norm", "gru", "count"} | of_stage_0)
+    left_out = set()
+    two_forwards = any({"two_forwards", "crossed"} & set(calls) for calls in recipe.steps)
+    if two_forwards and {"again", "reentrant"} & kinds(recipe.layers):
+        left_out |= {"batch_norm"}
+    if recipe.precision == "low":
+        left_out |= {"batch_norm", "gru", "count"}
+        left_out |= {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
+    return frozenset(left_out)
