@@ -76,7 +76,7 @@ def fuzz(args: argparse.Namespace, processes: Processes) -> int:
                 return
             ran += 1
             stages[recipe.stage] += 1
-            problem = fails(lambda n: Workers(n, processes), recipe, 150 if args.executor == "eager" else 300)
+            problem = fails(lambda n: Workers(n, processes), recipe)
             assert not problem, problem
 
         try:

@@ -20,6 +20,7 @@ LINEAR = Layer("linear", width=4)
 CUSTOM = Layer("custom", width=6, frozen=True)
 
 
+@pytest.mark.timeout(1200)
 @settings(
     max_examples=200,
     derandomize=True,
