@@ -229,8 +229,6 @@ def alone(recipe: Recipe) -> Values:
 def fails(workers: Callable[[int], Workers], recipe: Recipe) -> str:
     """What is wrong with ``recipe`` on real ranks, and how to see it again; nothing where all is well."""
     timeout = 150 if recipe.executor == "eager" else 300  # a case takes a second or two, on a busy machine forty
-        150 if recipe.executor == "eager" else 300
-    )  # for compiling on a busy machine; a case takes a second or two
     try:
         found = "\n".join(filter(None, workers(recipe.world).run(check, recipe, timeout=timeout)))
     except AssertionError as e:  # raised, hung, died
