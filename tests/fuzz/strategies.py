@@ -65,7 +65,8 @@ def allowed(
 
     A normalisation stands for the kinds ``without``, for a counter in a checkpoint, which would count its calls twice,
     and for attention in a frozen one, which torch.compile refuses. In a reentrant one ``no_grad`` cuts gradients off:
-    PyTorch has zeros where torch.compile has none. A layer that is called again under ``no_grad`` gets a gradient from
+    PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts them off in
+    PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
     torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one
     is.
     """
@@ -77,7 +78,7 @@ def allowed(
         again = layer.kind == "again" and "no_grad" in around
         if layer.kind in without or again or (checkpointed and (layer.kind == "count" or attention)):
             layer = replace(layer, kind="norm")
-        if layer.kind == "no_grad" and "reentrant" in around:
+        if {"no_grad", "reentrant"} <= around and layer.kind in ("no_grad", "reentrant"):
             layer = replace(layer, kind="sequence")
         kept.append(replace(layer, children=allowed(layer.children, without, around)))
     return tuple(kept)
