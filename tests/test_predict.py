@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -165,6 +166,21 @@ def test_gathers_one_group_ahead_are_hidden_behind_compute(
     phase = forward_of(mlp(), replace(ONE_PER_PRODUCT, link_bytes_per_s=link_bytes_per_s))
     assert phase.time_s == pytest.approx(time)
     assert phase.exposed_s == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(
+    ("core_share", "time"),
+    [
+        (0.25, 4.5),  # two gathers travel while products run, for a second each
+        (0.5, 5),  # and for half of the time the first product stands
+        (0.9, 5.8),
+    ],
+)
+def test_compute_is_slower_while_something_travels_where_gloo_has_no_core_of_its_own(
+    core_share: float, time: float
+) -> None:
+    phase = forward_of(mlp(), replace(ONE_PER_PRODUCT, core_share=core_share))
+    assert phase.time_s == pytest.approx(time)
 
 
 def test_without_room_to_prefetch_every_gather_is_exposed() -> None:
@@ -398,7 +414,16 @@ def test_what_is_missing_is_said(fake_world) -> None:
         zerofx.predict(model)
 
 
-@pytest.mark.parametrize("wrong", [{"flops_per_s": 0}, {"link_bytes_per_s": -1.0}, {"link_latency_s": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"flops_per_s": 0},
+        {"link_bytes_per_s": -1.0},
+        {"link_latency_s": float("nan")},
+        {"core_share": -0.1},
+        {"core_share": 1.0},
+    ],
+)
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Rates(**{"flops_per_s": 1.0, "memory_bytes_per_s": 1.0, "link_bytes_per_s": 1.0} | wrong)
@@ -448,6 +473,26 @@ def test_the_clock_and_live_bytes_take_one_walk_over_the_operations() -> None:
 
 def calibrated() -> zerofx.Rates:
     return zerofx.calibrate()
+
+
+def calibrated_on(cores: int) -> zerofx.Rates:
+    had = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(had)[:cores])
+    try:
+        return zerofx.calibrate()
+    finally:
+        os.sched_setaffinity(0, had)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="sets the cores of a process as Linux does")
+def test_collectives_take_from_compute_where_a_rank_has_one_core(workers2: Workers) -> None:
+    for rates in workers2.run(calibrated_on, 1):
+        assert 0 < rates.core_share < 1
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: "1")(0)) < 2, reason="needs two cores")
+def test_collectives_take_nothing_from_compute_where_a_rank_has_a_core_to_spare(workers2: Workers) -> None:
+    assert [rates.core_share for rates in workers2.run(calibrated_on, 2)] == [0, 0]
 
 
 def test_all_ranks_calibrate_to_the_same_rates(workers2: Workers) -> None:

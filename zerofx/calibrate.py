@@ -1,11 +1,13 @@
 """Measures the rates that predictions rest on: a matrix product, a copy, a collective of several sizes.
 
-The time of a collective is fitted as ``latency + bytes / rate``. Each number is that of the slowest rank, and all
-ranks get the same ones: they come out of one all-reduce.
+The time of a collective is fitted as ``latency + bytes / rate``. What it takes from compute on the way is the
+processor's time in it, where this process has no core to spare: no more cores than threads that compute. Each number is
+that of the slowest rank, and all ranks get the same ones: they come out of one all-reduce.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -40,16 +42,17 @@ def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.devi
         raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
     group, device = process_group or dist.group.WORLD, torch.device(device)
     assert group is not None
-    seconds = [_product(device), _copy(device), *(_gather(group, device, nbytes) for nbytes in SIZES)]
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    found = [_product(device), _copy(device), *(_gather(group, device, nbytes) for nbytes in SIZES)]
+    found.append(_core_share(group, device))
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
     if group.size() > 1:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    product, copy, *gathers = slowest.tolist()
+    product, copy, *gathers, core_share = slowest.tolist()
     rate, latency = float("inf"), 0.0
     if group.size() > 1:
         rate = (SIZES[-1] - SIZES[0]) / max(gathers[-1] - gathers[0], 1e-9)
         latency = max(0.0, min(t - nbytes / rate for t, nbytes in zip(gathers, SIZES, strict=True)))
-    return Rates(1 / product, 1 / copy, rate, latency)
+    return Rates(1 / product, 1 / copy, rate, latency, core_share)
 
 
 def _product(device: torch.device, n: int = 768) -> float:
@@ -79,6 +82,17 @@ def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> fl
         return _c10d.wait_tensor(started)
 
     return _seconds(run, device)
+
+
+def _core_share(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Of this process's cores, what a collective takes that compute could have had."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device.type != "cpu" or cores > torch.get_num_threads():
+        return 0.0
+    began, worked = time.perf_counter(), time.process_time()
+    _gather(group, device, SIZES[-1])
+    took = (time.process_time() - worked) / cores
+    return min(took / (time.perf_counter() - began), 0.95)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 7) -> float:

@@ -9,7 +9,8 @@ measured, no step is run::
 
 Kernels run one after the other in the code's order; collectives queue in the order they are started; a wait blocks
 compute until its collective is through. Every exchange uses both directions of a link at once, so that what counts is
-what a rank receives. The roofline model of a kernel is Williams, Waterman and Patterson, 2009.
+what a rank receives. Where gloo has no core of its own, compute is slower by ``core_share`` while anything travels. The
+roofline model of a kernel is Williams, Waterman and Patterson, 2009.
 """
 
 from __future__ import annotations
@@ -35,18 +36,22 @@ class Rates:
         memory_bytes_per_s: read and written together, in a large copy.
         link_bytes_per_s: received by one rank while it sends as many.
         link_latency_s: seconds that a collective takes without any bytes.
+        core_share: of the rank's cores, what a collective takes from compute while it travels; less than 1.
     """
 
     flops_per_s: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
     link_latency_s: float = 0.0
+    core_share: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not (value > 0 or (value == 0 and each.name == "link_latency_s")):
+            if not (value > 0 or (value == 0 and each.name in ("link_latency_s", "core_share"))):
                 raise ValueError(f"Rates: {each.name}={value!r}, expected a positive number.")
+        if not self.core_share < 1:
+            raise ValueError(f"Rates: core_share={self.core_share!r}, expected less than 1.")
 
     def seconds(self, operation: Operation) -> float:
         """How long ``operation`` takes, by itself; nothing for a wait."""
@@ -263,8 +268,15 @@ class _Clock:
             self.compute = max(start, self._done.pop(operation.collective))
             self.exposed += self.compute - start
         else:
-            self.compute += seconds
+            self.compute = self._through(seconds, 1 - rates.core_share)
         return Span(operation, start, self.compute)
+
+    def _through(self, seconds: float, pace: float) -> float:
+        """When a kernel of so many seconds is through that starts now, at ``pace`` while something travels."""
+        travels = max(0.0, self.wire - self.compute)  # without a gap: what was started queues, and no more is meanwhile
+        if seconds <= travels * pace:
+            return self.compute + seconds / pace
+        return self.compute + travels + (seconds - travels * pace)
 
 
 def _live(phase: Phase, live: LiveBytes) -> Iterable[LiveBytes]:
