@@ -64,9 +64,9 @@ def allowed(
     """``layers`` without what does not mean the same on ranks, or compiled, as in one process; see docs/models.md.
 
     A normalisation stands for the kinds ``without``, for a counter in a checkpoint, which would count its calls twice,
-    and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts gradients off:
-    PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts them off in
-    PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
+    and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts
+    gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
+    them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
     torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one
     is.
     """
