@@ -1,6 +1,7 @@
 """Measures the rates that predictions rest on: a matrix product, a copy, a collective of several sizes.
 
-The time of a collective is fitted as ``latency + bytes / rate``. What it takes from compute on the way is the
+Of arithmetic the fastest of several runs counts: what the machine does beside makes the others slower. Of a collective
+it is the median, and its time is fitted as ``latency + bytes / rate``. What it takes from compute on the way is the
 processor's time in it, where this process has no core to spare: no more cores than threads that compute. Each number is
 that of the slowest rank, and all ranks get the same ones: they come out of one all-reduce.
 """
@@ -8,6 +9,7 @@ that of the slowest rank, and all ranks get the same ones: they come out of one 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 
@@ -42,29 +44,31 @@ def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.devi
         raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
     group, device = process_group or dist.group.WORLD, torch.device(device)
     assert group is not None
-    found = [_product(device), _copy(device), *(_gather(group, device, nbytes) for nbytes in SIZES)]
-    found.append(_core_share(group, device))
+    found = [_product(device), _copy(device)]
+    began, worked = time.perf_counter(), time.process_time()
+    found += [_gather(group, device, nbytes) for nbytes in SIZES]
+    found.append(_core_share(device, time.perf_counter() - began, time.process_time() - worked))
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
     if group.size() > 1:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     product, copy, *gathers, core_share = slowest.tolist()
-    rate, latency = float("inf"), 0.0
-    if group.size() > 1:
-        rate = (SIZES[-1] - SIZES[0]) / max(gathers[-1] - gathers[0], 1e-9)
-        latency = max(0.0, min(t - nbytes / rate for t, nbytes in zip(gathers, SIZES, strict=True)))
+    if group.size() == 1:
+        return Rates(1 / product, 1 / copy, float("inf"))
+    rate = (SIZES[-1] - SIZES[0]) / max(gathers[-1] - gathers[0], 1e-9)
+    latency = max(0.0, min(t - nbytes / rate for t, nbytes in zip(gathers, SIZES, strict=True)))
     return Rates(1 / product, 1 / copy, rate, latency, core_share)
 
 
 def _product(device: torch.device, n: int = 768) -> float:
     """Seconds per floating-point operation."""
     a, b, out = (torch.ones(n, n, device=device) for _ in range(3))
-    return _seconds(lambda: torch.mm(a, b, out=out), device) / (2 * n**3)
+    return min(_seconds(lambda: torch.mm(a, b, out=out), device)) / (2 * n**3)
 
 
 def _copy(device: torch.device, nbytes: int = 1 << 26) -> float:
     """Seconds per byte read or written."""
     source, target = (torch.ones(nbytes // 4, device=device) for _ in range(2))
-    return _seconds(lambda: target.copy_(source), device) / (2 * nbytes)
+    return min(_seconds(lambda: target.copy_(source), device)) / (2 * nbytes)
 
 
 def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> float:
@@ -81,22 +85,19 @@ def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> fl
         started = _c10d.all_gather_into_tensor_out(shard, world_size, group.group_name, out=out)
         return _c10d.wait_tensor(started)
 
-    return _seconds(run, device)
+    return statistics.median(_seconds(run, device))
 
 
-def _core_share(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Of this process's cores, what a collective takes that compute could have had."""
+def _core_share(device: torch.device, took: float, worked: float) -> float:
+    """What collectives that took so long, and so much of the processor, take of this process's cores from compute."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device.type != "cpu" or cores > torch.get_num_threads():
         return 0.0
-    began, worked = time.perf_counter(), time.process_time()
-    _gather(group, device, SIZES[-1])
-    took = (time.process_time() - worked) / cores
-    return min(took / (time.perf_counter() - began), 0.95)
+    return min(worked / cores / max(took, 1e-9), 0.95)
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """The median, once warm."""
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 9) -> list[float]:
+    """Of each run, once warm."""
     times = []
     for _ in range(repeats + 2):
         _synchronize(device)
@@ -104,7 +105,7 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 7) 
         run()
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    return sorted(times[2:])[repeats // 2]
+    return times[2:]
 
 
 def _synchronize(device: torch.device) -> None:
