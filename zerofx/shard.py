@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofx._torch import backend_name, let_arithmetic_finish, resolve_process_group
+from zerofx._torch import backend_name, batch_gloo_threads, resolve_process_group
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
 from zerofx.hugging_face import keep_in_step
@@ -97,7 +97,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
         keep_in_step(module)
     if precision is not None:
         family.casts = precision.install(module)
-    let_arithmetic_finish()
+    batch_gloo_threads()
     return groups
 
 

@@ -48,10 +48,11 @@ from zerofx._torch.distributed import (
     PretendedGroup,
     abort_collectives,
     backend_name,
+    batch_gloo_threads,
     default_store,
+    gloo_threads,
     has_backend,
     is_communication_error,
-    let_arithmetic_finish,
     register_work,
     resolve_process_group,
 )

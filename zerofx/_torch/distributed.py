@@ -74,7 +74,7 @@ def abort_collectives(name: str) -> None:
         group.recv([torch.empty(1)], other, _NOBODY_SENDS).wait(datetime.timedelta(milliseconds=10))
 
 
-def let_arithmetic_finish() -> None:
+def batch_gloo_threads() -> None:
     """Where this process has one core, gloo's threads wait for their turn on it (2.13; Linux, elsewhere nothing).
 
     Starting a send fills a socket's buffer under a lock. A thread of gloo's that wakes meanwhile, since something came
@@ -84,10 +84,19 @@ def let_arithmetic_finish() -> None:
     """
     if not hasattr(os, "SCHED_BATCH") or len(os.sched_getaffinity(0)) > 1:
         return
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in gloo_threads():
         with contextlib.suppress(OSError):  # it has ended, or may not be touched: slower, not wrong
-            if (thread / "comm").read_text().strip() == _GLOO_THREAD:
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def gloo_threads() -> list[int]:
+    """The ids of the threads in which gloo sends and receives, by their name (2.13; Linux)."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
+                found.append(int(thread.name))
+    return found
 
 
 def is_communication_error(error: RuntimeError) -> bool:
@@ -98,5 +107,3 @@ def is_communication_error(error: RuntimeError) -> bool:
 
 _NOBODY_SENDS = 0x7A68
 """A message tag."""
-
-_GLOO_THREAD = "gloo_tcp_loop"
