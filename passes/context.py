@@ -156,8 +156,8 @@ class Context:
     reduce_dtype: torch.dtype | None = None
     """What gradients are reduced in; None: the dtype backward returns them in."""
     memory_budget: float | None = None
-    """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead,
-    one where backward starts, and a quarter of the largest group (`zerofx.passes.schedule`)."""
+    """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
+    a quarter of the largest group (`zerofx.passes.schedule`)."""
     largest_elsewhere: int = 0
     """Bytes of the largest group, gathered, of those that only other graphs of the module use."""
     held_elsewhere: int = 0

@@ -27,9 +27,9 @@ that lets every gather start two groups ahead, for a link that waits for the nex
 twice the bytes of the largest: room for one that travels and for the next to start behind it. Of small groups that is
 several. The wait stands in front of the packing that would go beyond that.
 
-**Where backward starts** all is there that forward saved, and the bytes of a step are at their peak. In the first
-three segments of backward the budget is therefore one group ahead, and over the first quarter of its reductions no
-more than the largest one's bytes are in flight. How much forward saved is not asked: it differs between ranks.
+**Where backward starts** all is there that forward saved, and the bytes of a step are at their peak. Over the first
+quarter of its reductions no more than the largest one's bytes are therefore in flight. How much forward saved is not
+asked: it differs between ranks.
 
 **Small beside large.** An embedding or a head is often as large as many blocks. What is small beside it is not to wait
 for it: a quarter of its bytes come on top of the budgets above, and where it dies in a segment, gathers that are no
@@ -51,34 +51,30 @@ Requires ``group``. Provides ``ctx.gathered_bytes``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, budgets_of, find_gathers, live_bytes, room_in_flight, small_change
+from zerofx.passes.schedule import Gather, budget_of, find_gathers, live_bytes, room_in_flight, small_change
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
     """Move the starts of gathers up and the waits of reductions down; returns how many places changed."""
     (gathers, held), before = find_gathers(gm.graph), list(gm.graph.nodes)
     if gathers or held:
-        budgets = budgets_of(gathers, held, ctx)
-        starts, live = _schedule(gathers, held, budgets, ctx)
+        budget = budget_of(gathers, held, ctx)
+        starts, live = _schedule(gathers, held, budget, ctx)
         ctx.gathered_bytes = max(live)
-        _hoist(gm.graph, gathers, starts, _early(gm.graph, gathers, held, starts, live, budgets))
+        _hoist(gm.graph, gathers, starts, _early(gm.graph, gathers, held, starts, live, budget))
     _sink_waits(gm.graph)
     return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
 
 
-def _schedule(
-    gathers: list[Gather], held: list[Gather], budgets: Sequence[float], ctx: Context
-) -> tuple[list[int], list[int]]:
+def _schedule(gathers: list[Gather], held: list[Gather], budget: float, ctx: Context) -> tuple[list[int], list[int]]:
     """For each gather the segment it starts in; and the bytes live in each segment."""
     starts = [i + 1 for i in range(len(gathers))]
     live = live_bytes(gathers, starts, held)
-    if gathers and max(live) > max(budgets):
+    if gathers and max(live) > budget:
         group = gathers[max(0, live.index(max(live)) - 1)].group
         elsewhere = f" beside the {ctx.held_elsewhere:,} that other graphs keep" if ctx.held_elsewhere else ""
         raise ValueError(
@@ -88,7 +84,7 @@ def _schedule(
         )
     for i, gather in enumerate(gathers):
         floor = starts[i - 1] if i else 0
-        while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budgets[starts[i] - 1]:
+        while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budget:
             starts[i] -= 1
             live[starts[i]] += gather.nbytes
     return starts, live
@@ -100,7 +96,7 @@ def _early(
     held: list[Gather],
     starts: list[int],
     live: list[int],
-    budgets: Sequence[float],
+    budget: float,
 ) -> dict[int, Node]:
     """Segments whose gathers are small beside a buffer that dies in the segment before, and its last reader."""
     order, change = edit.positions(graph), small_change(g.nbytes for g in [*gathers, *held])
@@ -113,7 +109,7 @@ def _early(
     early = {}
     for segment in sizes.keys() & dying.keys():
         small = sizes[segment] <= change < max(g.nbytes for g in dying[segment])
-        if small and live[segment] <= budgets[segment - 1]:
+        if small and live[segment] <= budget:
             last = (edit.last_use(buffer, order) for g in dying[segment] for buffer in g.waits)
             early[segment] = max((node for node in last if node is not None), key=order.__getitem__)
     return early

@@ -19,7 +19,7 @@ All of it follows from the graph's order and from bytes, which are the same on e
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -78,10 +78,6 @@ def ahead(gathers: list[Gather], groups: int = 1) -> list[int]:
     return [max(0, i + 1 - groups) for i in range(len(gathers))]
 
 
-CROWDED = 3
-"""How many segments of a backward meet nearly all that forward saved: there a step's bytes are at their peak."""
-
-
 def small_change(sizes: Iterable[int]) -> int:
     """The bytes that small groups may have beside the largest of ``sizes``: a quarter of it.
 
@@ -91,24 +87,19 @@ def small_change(sizes: Iterable[int]) -> int:
     return max(sizes, default=0) // 4
 
 
-def budgets_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> Sequence[float]:
-    """The most gathered bytes that each segment may have.
-
-    Without a number what starting each gather two groups ahead takes, and `small_change`; one group ahead, where
-    backward starts.
-    """
+def budget_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> float:
+    """The most gathered bytes there may be. Without a number what two groups ahead take, and `small_change`."""
     if ctx.memory_budget is not None:
-        return [ctx.memory_budget - ctx.held_elsewhere] * (len(gathers) + 1)
+        return ctx.memory_budget - ctx.held_elsewhere
     change = small_change(gather.nbytes for gather in [*gathers, *held])
-    one, two = (max(live_bytes(gathers, ahead(gathers, groups), held)) + change for groups in (1, 2))
-    crowded = min(CROWDED, len(gathers) + 1) if ctx.phase == "backward" else 0
-    return [one] * crowded + [two] * (len(gathers) + 1 - crowded)
+    return max(live_bytes(gathers, ahead(gathers, 2), held)) + change
 
 
 def room_in_flight(sizes: list[int]) -> list[int]:
     """The most packed bytes in flight together with each of a backward's reductions, which have ``sizes``.
 
-    Twice what the largest has; over the first quarter, which is crowded, what it has, and `small_change`.
+    Twice what the largest has; over the first quarter, where nearly all is there that forward saved and a step's bytes
+    are at their peak, what it has, and `small_change`.
     """
     crowded, largest = len(sizes) // 4 + 1, max(sizes, default=0)
     return [largest + small_change(sizes) if i < crowded else 2 * largest for i in range(len(sizes))]

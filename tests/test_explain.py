@@ -80,13 +80,9 @@ def test_why_a_gather_does_not_start_earlier_follows_from_the_budget() -> None:
     )
 
 
-def test_where_backward_starts_the_budget_is_one_group_ahead() -> None:
+def test_in_backward_the_budget_is_two_groups_ahead_from_the_start() -> None:
     backward = record_of(layers=6).backward
     assert backward is not None
-    answers = said(backward, "all_gather blocks.3")
-    found = re.search(r"([\d.]+) kB gathered at once; the budget is ([\d.]+) kB", answers["earlier"])
-    assert found is not None and float(found[1]) > float(found[2])
-    assert answers["earlier"].endswith("as it is where backward starts")
     first = edit.tagged(backward.before_lower().graph, "all_gather")[0].meta["zerofx"].group
     assert said(backward, f"all_gather {first}")["stands"].startswith("where the graph begins: it travels while")
     assert said(backward, "all_gather blocks.0")["earlier"].endswith(
@@ -155,11 +151,11 @@ def test_a_record_explains_in_each_graph_that_has_the_node_and_refuses_what_none
 
 
 def test_a_small_gather_behind_a_large_group_says_so_and_one_where_the_graph_begins_does_not() -> None:
-    model = GPT(layers=6, dim=16, heads=2, vocab=4000, length=8)  # a head of some twenty blocks
+    model = GPT(layers=8, dim=16, heads=2, vocab=4000, length=8)  # a head of some twenty blocks
     groups = zerofx.Grouping(min_bytes=0)
     record = zerofx.dry_run(model, TOKENS, TOKENS, world_size=4, stage=3, executor="eager", groups=groups)
     backward = record.backward
     assert backward is not None
     words = "right behind the last use of what is large beside it"
     assert words in said(backward, "all_gather blocks.0")["stands"]
-    assert words not in said(backward, "all_gather blocks.1")["stands"]
+    assert words not in said(backward, "all_gather blocks.2")["stands"]

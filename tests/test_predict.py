@@ -224,7 +224,7 @@ def test_a_reduction_travels_while_the_next_group_computes() -> None:
     assert backward.time_s == pytest.approx(6.2)
     assert backward.exposed_s == pytest.approx(0.2)
     groups = [o.group for o in backward.operations if o.kind == "start"]
-    assert groups == ["c", "b", "c", "a", "b", "a"]
+    assert groups == ["c", "b", "a", "c", "b", "a"]
 
 
 # ------------------------------------------------------------------ live bytes

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from zerofx.listing import difference, node_line
 from zerofx.passes import before_lower, edit, pipeline
 from zerofx.passes.context import Tag
-from zerofx.passes.schedule import budgets_of, find_gathers, groups_ahead, live_bytes, room_in_flight
+from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight
 from zerofx.printing import format_bytes, place_of, whole_bytes
 
 if TYPE_CHECKING:
@@ -194,14 +194,9 @@ class Reasons:
             return f"would be ahead of the gather of {self.gathers[i - 1].group}: they start in the order of their use"
         earlier = starts[i] - 1
         live = live_bytes(self.gathers, starts, self.held)[earlier] + self.gathers[i].nbytes
-        budgets, given = budgets_of(self.gathers, self.held, self.context), "memory_budget"
-        budget = budgets[earlier]
+        budget, given = budget_of(self.gathers, self.held, self.context), "memory_budget"
         if self.context.memory_budget is None:
-            crowded = budget < budgets[-1]
-            takes = "two groups ahead take and a quarter of the largest"
-            if crowded:
-                takes = "one group ahead takes and a quarter of the largest, as it is where backward starts"
-            given = f"without memory_budget what {takes}"
+            given = "without memory_budget what two groups ahead take and a quarter of the largest"
         return (
             f"would be too much: {format_bytes(live)} gathered at once; the budget is {format_bytes(budget)}, {given}"
         )

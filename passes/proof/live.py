@@ -87,13 +87,10 @@ def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context
         which = buffer.node if buffer.start is buffer.node else buffer.group
         sizes[which] = sizes.get(which, 0) + buffer.nbytes
     quarter = max(sizes.values(), default=0) // 4  # of the largest group: for those that are small beside it
-    one, two = (_ahead(buffers, waits, opens, groups) + quarter for groups in (1, 2))
-
-    def budget(place: int) -> float:
-        if ctx.memory_budget is not None:
-            return ctx.memory_budget - ctx.held_elsewhere
-        # Where backward starts, in front of its second wait, all is there that forward saved.
-        return one if ctx.phase == "backward" and bisect_right(opens, place) < 2 else two
+    if ctx.memory_budget is not None:
+        budget = ctx.memory_budget - ctx.held_elsewhere
+    else:
+        budget = _two_ahead(buffers, waits, opens) + quarter
 
     changes: list[tuple[int, int, int, Buffer]] = []
     for i, buffer in enumerate(buffers):
@@ -102,18 +99,18 @@ def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context
         if not buffer.escapes:
             changes.append((buffer.last, i, -buffer.nbytes, buffer))
     live = 0
-    for place, _, change, buffer in sorted(changes, key=lambda c: (c[0], -c[2], c[1])):
+    for _, _, change, buffer in sorted(changes, key=lambda c: (c[0], -c[2], c[1])):
         live += change
-        if change > 0 and live > (most := budget(place)):
+        if change > 0 and live > budget:
             found = f"{live:,} gathered bytes are live when it starts"
-            refuse("budget", buffer.start, found, f"{int(most):,} at most", buffer.group)
+            refuse("budget", buffer.start, found, f"{int(budget):,} at most", buffer.group)
 
 
-def _ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int], groups: int) -> int:
-    """The bytes that starting each group so many groups ahead takes, if each buffer goes after its last reader."""
+def _two_ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int]) -> int:
+    """The bytes that starting each group two groups ahead takes, if each buffer goes after its last reader."""
     live = [0] * (len(opens) + 2)
     for buffer in buffers:
-        first = bisect_right(opens, waits[buffer.group]) - groups if buffer.start is not buffer.node else 0
+        first = bisect_right(opens, waits[buffer.group]) - 2 if buffer.start is not buffer.node else 0
         live[max(0, first)] += buffer.nbytes
         live[bisect_right(opens, buffer.last) + 1] -= buffer.nbytes
     for i in range(1, len(live)):

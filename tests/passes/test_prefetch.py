@@ -31,10 +31,10 @@ def test_by_default_each_gather_starts_two_groups_ahead() -> None:
     assert ctx.gathered_bytes == 3 * 512  # groups of 72 elements, padded to 128
 
 
-def test_where_backward_starts_each_gather_starts_one_group_ahead() -> None:
+def test_in_backward_each_gather_starts_two_groups_ahead_from_the_start() -> None:
     gm, ctx = mlp_backward(2, layers="abcdefgh")
     apply(gm, ctx, *up_to(prefetch))
-    ahead = {"h": "hg", "g": "f", "f": "ed", "e": "c", "d": "b", "c": "a", "b": "", "a": ""}
+    ahead = {"h": "hgf", "g": "e", "f": "d", "e": "c", "d": "b", "c": "a", "b": "", "a": ""}
     assert events(gm, *STARTS_AND_WAITS) == [
         event for layer in "hgfedcba" for event in (*(f"all_gather {other}" for other in ahead[layer]), f"wait {layer}")
     ]
@@ -112,13 +112,16 @@ def test_a_weight_used_first_and_last_counts_all_the_way() -> None:
 
 
 def test_in_backward_the_next_gather_goes_ahead_of_the_current_reduction() -> None:
-    gm, ctx = mlp_backward(2)
+    gm, ctx = mlp_backward(2, layers="abcd")
     apply(gm, ctx, *up_to(prefetch))
-    pack = {layer: ["mm", "t", "mm", "sum", *[f"pack {layer}"] * 4, f"reduce_scatter {layer}"] for layer in "abc"}
+    pack = {layer: ["mm", "t", "mm", "sum", *[f"pack {layer}"] * 4, f"reduce_scatter {layer}"] for layer in "abcd"}
+    pack["c"][4:4] = ["wait_grad d", "gradient d"]
     pack["a"][4:4] = ["wait_grad c", "gradient c"]
     assert events(gm) == [
-        *("all_gather c", "all_gather b", "wait c", "weight c", "t", *pack["c"]),
-        *("all_gather a", "wait b", "weight b", "t", *pack["b"]),
+        *(f"all_gather {layer}" for layer in "dcb"),
+        *("wait d", "weight d", "t", *pack["d"]),
+        *("all_gather a", "wait c", "weight c", "t", *pack["c"]),
+        *("wait b", "weight b", "t", *pack["b"]),
         *("wait a", "weight a", "t", *pack["a"], "wait_grad b", "gradient b", "wait_grad a", "gradient a"),
     ]
 
