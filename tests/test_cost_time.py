@@ -93,14 +93,18 @@ def test_frozen_groups_travel_in_stage_3_alone_and_are_not_reduced() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_with_groups_of_one_size_the_formulas_are_the_clock(stage: int) -> None:
-    phases, n = rehearse([mlp("abcd", stage=stage)]), 4
+    one_ahead, n = {"memory_budget": 2 * 512}, 4  # bytes of two groups, gathered
+    phases, default = rehearse([mlp("abcd", stage=stage, **one_ahead)]), rehearse([mlp("abcd", stage=stage)])
     elements = 72 if stage == 0 else 128  # of a group; only an all-reduce is not padded
     for link, latency in ((64, 0.0), (128, 1.5), (200, 0.0), (256, 0.3), (384, 0.0), (2560, 1.5)):
-        predicted = on_the_clock(phases, zerofx.Rates(512, INSTANT, link, latency))  # a second for each product
+        rates = zerofx.Rates(512, INSTANT, link, latency)  # a second for each product
+        predicted = on_the_clock(phases, rates)
         letters = dict(N=n * elements, M=2, n=n, k=1, m=4, F=512 * n, B=1024 * n, c=512)
         time = cost.time(stage).at(**letters, a=latency, b=link)
         assert float(time.step) == pytest.approx(predicted.time_s)
         assert float(time.exposed) == pytest.approx(predicted.exposed_s)
+        two_ahead = on_the_clock(default, rates).time_s
+        assert two_ahead is not None and two_ahead <= float(time.step) * (1 + 1e-9)
 
 
 MARGIN = 0.06

@@ -66,8 +66,9 @@ before the first layer is through. With groups of one size, each starting one ah
                    compute     ▐ f  ▐ f  ▐ f  ▐                  compute        ▐f▐   ▐f▐   ▐f▐
                             f + G/n                                       G + f/n
 
-So forward takes max(f + G/n, G + f/n), and that is what ``step`` has (`_pipeline`). Not in it: the optimizer, kernels
-bound by memory or by launching, recomputed activations, groups of unequal size.
+So forward takes max(f + G/n, G + f/n), and that is what ``step`` has (`_pipeline`). Two ahead, the default, is never
+slower. Not in it: the optimizer, kernels bound by memory or by launching, recomputed activations, groups of unequal
+size.
 """
 
 from __future__ import annotations
