@@ -116,6 +116,40 @@ def alone(compiled: bool) -> Wrap:
     return wrap
 
 
+class Beside(nn.Module):
+    """A model that computes alone while the bytes of a ZeRO step travel beside it, and nothing waits for them.
+
+    What the rank's cores and the link do at once, with no dependence between them: a schedule's limit where arithmetic
+    and messages share a core. Messages are as large as those of zerofx's groups, and all are given to the process group
+    when forward begins; `arrive` waits for them.
+    """
+
+    def __init__(self, model: GPT, exchanges: int, message: int = 4 << 20) -> None:
+        super().__init__()
+        mine = sum(p.numel() * p.itemsize for p in model.parameters()) // dist.get_world_size()
+        self.model, self.exchanges = torch.compile(model), exchanges
+        self.out, self.into = (torch.zeros(mine, dtype=torch.uint8).split(message) for _ in range(2))
+        self.travelling: list[Any] = []
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        for _ in range(self.exchanges):
+            for out, into in zip(self.out, self.into, strict=True):
+                self.travelling += [dist.irecv(into, other) for other in others]
+                self.travelling += [dist.isend(out, other) for other in others]
+        return self.model(*args)
+
+    def arrive(self) -> None:
+        for work in self.travelling:
+            work.wait()
+        self.travelling = []
+
+
+def alone_beside(stage: int) -> Wrap:
+    """Weights are gathered once and gradients reduced; in stage 3 weights are gathered once more."""
+    return lambda model: Beside(model, exchanges=3 if stage == 3 else 2)
+
+
 def ddp(compiled: bool) -> Wrap:
     def wrap(model: GPT) -> Any:
         parallel = nn.parallel.DistributedDataParallel(model)
@@ -144,6 +178,8 @@ CONTENDERS: dict[str, Wrap] = {
     "ddp+compile": ddp(compiled=True),
     "alone": alone(compiled=True),
     "alone-eager": alone(compiled=False),
+    "alone+bytes-2": alone_beside(2),
+    "alone+bytes-3": alone_beside(3),
     "deepspeed-1": deepspeed(1),
     "deepspeed-2": deepspeed(2),
     "deepspeed-3": deepspeed(3),
@@ -208,6 +244,8 @@ class Contender:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if isinstance(self.model, Beside):
+                self.model.arrive()
         self.losses.append(loss.detach())
 
 

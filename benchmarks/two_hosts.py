@@ -9,7 +9,8 @@ the contenders take turns, as in benchmarks/step.py. Beside them the same run me
 * the arithmetic: the same model, compiled, on all ranks, without any communication (contender ``alone``);
 * the wire: what the link carries in both directions at once, through plain sockets, times the bytes of a step.
 
-The larger of the two is the *bound*; a contender's time over its bound says how much of the other is exposed.
+The larger of the two is the *bound*; a contender's time over its bound says how much of the other is exposed. Where
+both want one core, no schedule reaches it: contenders ``alone+bytes-2`` and ``-3`` say what one could (`step.Beside`).
 
 A run replaces what the file has of the same model and rate, and leaves the rest; beside it a plot is drawn of all.
 """

@@ -11,6 +11,11 @@ Weights become views of one gathered buffer; gradients are packed into one flat 
     rb = zerofx.reduce_grad(db, 128, S, …)        ─────▶  sums = reduce_scatter_tensor(pack, "sum", M, pg)
                                                           shard = wait_tensor(sums) * (1 / M)
 
+A gradient that is all of its group needs no packing: it is reduced from where it is, if nobody else reads it. Otherwise
+Inductor might let another kernel write over it while it travels::
+
+    rw = zerofx.reduce_grad(dw, 0, S, …)          ─────▶  sums = reduce_scatter_tensor(dw.view(-1), "sum", M, pg)
+
 In stages 1 and 2 there is nothing to gather: the flat buffer is an input, the rank's replica. The caller started to
 refresh it before the graph; it is waited for (``wait_tensor(replica)``) where the gather would stand.
 
@@ -131,7 +136,7 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         end = slot.end
     if layout.numel > end:
         parts.append(zeros(layout.numel - end))
-    flat = add("pack", _aten.cat.default, parts)
+    flat = parts[0] if _is_all(layout, grads) else add("pack", _aten.cat.default, parts)
     dtype = flat.meta["val"].dtype
     if layout.world_size == 1:
         return flat if dtype == layout.dtype else add("gradient", edit.CAST, flat, layout.dtype)
@@ -149,6 +154,22 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         sums = add("gradient", edit.CAST, sums, layout.dtype)
     average = add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
     return average if average.meta["val"].dtype == layout.dtype else add("gradient", edit.CAST, average, layout.dtype)
+
+
+def _is_all(layout: GroupLayout, grads: dict[Slot, list[Any]]) -> bool:
+    """Whether one gradient is all of the group, in memory that nobody else reads."""
+    (grad, *others) = (each for several in grads.values() for each in several)
+    if others or grad.meta["val"].numel() != layout.numel:
+        return False
+    readers = {n for n in grad.users if "zerofx" not in n.meta or n.meta["zerofx"].kind not in ("reduce_grad", "pack")}
+    while grad.op == "call_function" and not readers:
+        if not edit.may_alias(grad):
+            return True
+        if len(sources := edit.sources(grad)) != 1:
+            return False
+        readers = sources[0].users.keys() - {grad}
+        (grad,) = sources
+    return False
 
 
 def _by_group(nodes: list[Node]) -> dict[str, list[Node]]:

@@ -21,11 +21,15 @@ forward, as activations do, and is given back after its last reader in backward.
 Every group costs as many bytes to gather as it holds, so the only question is for how long it holds them: the last ones
 of forward are the first that backward is through with. As many of them are kept, last one first, as leave room
 
-* in forward, for each gather to start one group ahead, and
-* in backward, whatever its order, for the largest of the other groups to be gathered beside them.
+* in forward, for each gather to start two groups ahead, and
+* in backward, whatever its order, for the two largest of the other groups to be gathered beside them: while backward is
+  busy with what was kept there is nothing to reduce yet, and the link is theirs.
 
-Without a number the budget is what prefetching one group ahead takes anyway, and backward is taken to run in the
-opposite order: the one gathered beside is forward's last of the others. What is kept then costs no memory.
+Where the budget has no room for two, it is one group in both. What that keeps within the bytes of prefetching one group
+ahead is kept with every larger budget, too: a step never sends more because it may hold more.
+
+Without a number the budget is what prefetching two groups ahead takes anyway, and backward is taken to run in the
+opposite order: those gathered beside are forward's last of the others. What is kept then costs no memory.
 
 Sound because the buffer holds what a new gather would bring: parameters do not change between forward and backward
 (that is checked when backward starts, as for any saved tensor). Deterministic: bytes and order alone.
@@ -84,13 +88,17 @@ def _leave(graph: Graph, ctx: Context) -> int:
 def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context) -> bool:
     """Whether both graphs stay within the budget if these gathers are kept; ``needed`` are the groups backward uses."""
     rest = [g.nbytes for i, g in enumerate(gathers) if g.group in needed and i not in kept]
-    budget = ctx.memory_budget
-    if budget is None:
-        budget, rest = max(live_bytes(gathers, ahead(gathers), [])), rest[-1:]
-    budget -= ctx.held_elsewhere
+    if ctx.memory_budget is not None:
+        rest.sort()
     held = [replace(g, last=len(gathers)) if i in kept else g for i, g in enumerate(gathers)]
-    backward = sum(gathers[i].nbytes for i in kept) + max([ctx.largest_elsewhere, *rest])
-    return max(live_bytes(held, ahead(held), [])) <= budget and backward <= budget
+
+    def need(groups: int) -> int:
+        beside = max(ctx.largest_elsewhere, sum(rest[-groups:]))
+        return max(*live_bytes(held, ahead(held, groups), []), beside + sum(gathers[i].nbytes for i in kept))
+
+    one_ahead, two_ahead = (max(live_bytes(gathers, ahead(gathers, groups), [])) for groups in (1, 2))
+    budget = two_ahead if ctx.memory_budget is None else ctx.memory_budget - ctx.held_elsewhere
+    return need(2) <= budget or need(1) <= min(budget, one_ahead)
 
 
 def _take(graph: Graph, ctx: Context) -> Iterator[Node]:

@@ -31,9 +31,13 @@ def test_the_optimizers_step_is_timed(tmp_path: Path) -> None:
 
 
 def test_a_training_step_is_timed_and_losses_agree(tmp_path: Path) -> None:
-    found = run(tmp_path, "step", "--contenders=zerofx-eager,ddp,fsdp2", "--length=8", "--batch=1", "--warmup=1")
-    assert set(found["contenders"]) == {"zerofx-eager", "ddp", "fsdp2"}
+    names = "zerofx-eager,ddp,fsdp2,alone+bytes-3"
+    found = run(tmp_path, "step", f"--contenders={names}", "--length=8", "--batch=1", "--warmup=1")
+    rows = found["contenders"]
+    assert set(rows) == set(names.split(","))
     assert found["largest_relative_difference_of_losses"] < 1e-4
+    sent = {name: rows[name]["wire_bytes_per_step"] for name in rows}
+    assert 1.0 <= sent["alone+bytes-3"] / sent["fsdp2"] < 1.2  # what ZeRO-3 sends; FSDP2 keeps the last group
 
 
 def test_saving_and_loading_are_timed(tmp_path: Path) -> None:

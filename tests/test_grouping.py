@@ -180,19 +180,34 @@ def test_a_huge_group_is_split_between_parameters() -> None:
     assert [len(group) for group in names(model, max_bytes=5 * 256).values()] == [5]
 
 
-def test_a_parameter_larger_than_max_bytes_is_a_group_by_itself() -> None:
+def test_a_parameter_of_max_bytes_is_a_group_by_itself() -> None:
     model = nn.ModuleList([nn.Sequential(nn.Linear(8, 2), nn.Linear(800, 8, bias=False), nn.Linear(8, 2))])
-    assert list(names(model, max_bytes=1024).values()) == [
-        ["0.0.weight", "0.0.bias"],
-        ["0.1.weight"],
-        ["0.2.weight", "0.2.bias"],
+    for most in (1024, 800 * 8 * 4):
+        assert list(names(model, max_bytes=most).values()) == [
+            ["0.0.weight", "0.0.bias"],
+            ["0.1.weight"],
+            ["0.2.weight", "0.2.bias"],
+        ]
+    assert len(names(model, max_bytes=800 * 8 * 4 + 1)) > 1
+    assert len(names(model, max_bytes=2 * 800 * 8 * 4)) == 1
+
+
+def test_what_is_smaller_than_min_bytes_stays_with_a_neighbour_that_is_not_large() -> None:
+    layers = nn.LayerNorm(8), nn.Linear(8, 100), nn.Linear(100, 8)  # 64 bytes, 3,200 and 400, 3,200 and 32
+    model = nn.ModuleList([nn.Sequential(*layers)])
+    large = [["0.1.weight"], ["0.2.weight"]]
+    small = ["0.0.weight", "0.0.bias", "0.1.bias", "0.2.bias"]
+    assert list(names(model, max_bytes=1024, min_bytes=512).values()) == [small, *large]
+    assert list(names(model, max_bytes=1024, min_bytes=400).values()) == [small, *large]  # 464 there, the last is tiny
+    assert list(names(model, max_bytes=1024, min_bytes=32).values()) == [
+        small[:2],
+        large[0],
+        small[2:3],
+        large[1],
+        small[3:],
     ]
-
-
-def test_what_is_smaller_than_min_bytes_stays_with_its_neighbour() -> None:
-    model = nn.ModuleList([nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 100), nn.Linear(100, 8))])
-    assert list(names(model, max_bytes=1024, min_bytes=512).values()) == [
-        ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"],  # 3,664 bytes, 3,200 of them a weight
+    assert list(names(model, max_bytes=3500, min_bytes=512).values()) == [
+        small[:2] + ["0.1.weight", "0.1.bias"],
         ["0.2.weight", "0.2.bias"],
     ]
 

@@ -31,12 +31,12 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Groups as GPT's, layers as `Layer`."""
+    """Groups as GPT's and a few more, layers as `Layer`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, 32)
-        self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS + 3))
         self.norm = nn.Linear(32, VOCAB)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_over_ten_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(wor
     results = workers2.run(train_at_many_budgets, 10, timeout=250)[0]
     gathers = [result["gathers"] for _, result in results]
     assert gathers == sorted(gathers, reverse=True)
-    assert gathers[-1] == len(GROUPS) < gathers[0]
+    assert gathers[-1] == len(GROUPS) + 3 < gathers[0]
     assert len(set(gathers)) > 3
     for budget, result in results:
         assert result["live"] <= budget

@@ -7,7 +7,8 @@ Automatic grouping reads module names alone, so it serves a model nobody prepare
 * between blocks, what is left forms a group of its own, in registration order: embeddings before, head behind;
 * within those, one group per dtype and ``requires_grad``;
 * neighbours of the same kind that are smaller than ``min_bytes`` together are merged, and what is larger than
-  ``max_bytes`` is split between parameters;
+  ``max_bytes`` is split between parameters. A parameter as large as that is alone in its group: its gradient is
+  reduced from where it is, for there is nothing to pack it with;
 * what is in a leaf module (`zerofx.leaf`) is neither: it has one group for itself per dtype and ``requires_grad``.
 
 ``groups=`` overrides what a block is: module classes, or a function ``(name, module) -> bool``.
@@ -35,8 +36,8 @@ class Grouping:
         blocks: None for automatic; module classes; or ``(name, module) -> bool`` that is True for a block.
         min_bytes: neighbouring groups that together stay below this are merged: a collective has a cost of its own.
         max_bytes: a larger group is split between parameters: it would all have to be there at once, and nothing of it
-            travels before all of it is computed. None: 8 MiB on gloo, where links are slow and a message costs
-            little beside its bytes; 256 MiB elsewhere.
+            travels before all of it is computed; a parameter of as much or more has a group of its own. None: 8 MiB on
+            gloo, where links are slow and a message costs little beside its bytes; 256 MiB elsewhere.
     """
 
     blocks: Sequence[type[nn.Module]] | BlockRule | None = None
@@ -162,23 +163,32 @@ _MAX_BYTES = {"gloo": 8 << 20}
 
 
 def _split(draft: _Draft, max_bytes: int, min_bytes: int) -> list[_Draft]:
-    """Cut a draft between parameters into parts of at most ``max_bytes``, or the bytes of one larger parameter.
+    """Cut a draft between parameters into parts of at most ``max_bytes``; a parameter of as much or more is alone.
 
-    Up to ``min_bytes`` more stay with a part: no bias travels alone. A leaf module is not cut, for all of it is there
-    at once anyway.
+    Up to ``min_bytes`` more stay with a part, and less than that is no part: no bias travels alone, so those on both
+    sides of a large parameter may travel together. A leaf module is not cut, for all of it is there at once anyway.
     """
     if draft.leaf is not None:
         return [draft]
-    parts: list[_Draft] = []
-    total = largest = 0
-    for member in draft.members:
-        nbytes = member[1].numel() * member[1].element_size()
-        if not parts or total + nbytes > max(max_bytes, largest, nbytes) + min_bytes:
-            parts.append(_Draft(draft.block, *draft.kind))
-            total = largest = 0
-        parts[-1].members.append(member)
-        total, largest = total + nbytes, max(largest, nbytes)
-    return parts
+    large: list[list[int]] = []  # of indices of members
+    small: list[list[int]] = []
+    total, cut = 0, True  # of what is being filled; whether a large one stands between it and the next
+    sizes = [p.numel() * p.element_size() for _, p in draft.members]
+    for i, nbytes in enumerate(sizes):
+        if nbytes >= max_bytes:
+            large.append([i])
+            cut = True
+            continue
+        if not small or total + nbytes > max_bytes + min_bytes or (cut and total >= min_bytes):
+            small.append([])
+            total = 0
+        small[-1].append(i)
+        total, cut = total + nbytes, False
+    if len(small) > 1 and total < min_bytes:
+        tail = small.pop()
+        small[-1] += tail
+    parts = sorted(large + small)
+    return [_Draft(draft.block, *draft.kind, [draft.members[i] for i in part]) for part in parts]
 
 
 def _group_name(draft: _Draft) -> str:

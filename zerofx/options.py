@@ -30,7 +30,7 @@ class Options:
             too. 1 and 2 differ in nothing but what a rank keeps while it accumulates, see docs/stages.md.
         executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
         memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. What is left of it
-            when each gather starts one group ahead keeps the last groups gathered from forward to backward, and then
+            when each gather starts two groups ahead keeps the last groups gathered from forward to backward, and then
             starts gathers earlier still. None: what two groups ahead take, and a quarter of the largest;
             ``math.inf``: all stay gathered.
         groups: see `zerofx.grouping`.

@@ -275,9 +275,20 @@ class Reader:
         self._check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
         if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
+        if name in SCATTERS and self._is_reshape(op.args[0]):
+            self._check_sole_reader(op.args[0], node)
         states = {_c10d.reduce_scatter_tensor.default: "shard", _zerofx.all_to_all_pairwise.default: "parts"}
         self.facts[node] = Started(node, replace(pack, state=states.get(name, "whole")))
         self.waits[node] = []
+
+    def _check_sole_reader(self, pack: Node, start: Node) -> None:
+        """A gradient that is sent from where it is: a kernel that reads it later may be given its memory to write to."""
+        node = pack
+        while edit.may_alias(node) and len(edit.sources(node)) == 1:
+            (source,) = edit.sources(node)
+            for other in source.users.keys() - {node}:
+                self.fail("write", start, f"it sends {source.name!r}, which {other.name!r} reads", "memory of its own")
+            node = source
 
     def _check_collective(
         self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"

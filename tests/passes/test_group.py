@@ -98,6 +98,50 @@ def test_a_group_is_complete_with_its_last_gradient_even_if_its_first_came_early
     ).run(gm.code)
 
 
+def test_a_gradient_that_is_all_of_its_group_is_reduced_from_where_it_is() -> None:
+    s = Sketch("backward")
+    s.group("a", w=(8, 32))
+    dw = s.call(aten.permute.default, s.call(aten.neg.default, s.input("tangents_1", 32, 8)), [1, 0])
+    gm, ctx = s.done(dw, gradients={0: "w"})
+    apply(gm, ctx, reduce, group)
+    FileCheck().check("reshape.default(permute, [-1])").check_next(
+        "reduce_scatter_tensor.default(reshape_default, 'sum', 2, 'pg')"
+    ).check_not("aten.cat").run(gm.code)
+    assert events(gm, "pack", "reduce_scatter", "wait_grad") == ["pack a", "reduce_scatter a", "wait_grad a"]
+
+
+@pytest.mark.parametrize("why", ["read again", "another view is read", "an input", "padding", "two of them"])
+def test_a_gradient_that_others_read_or_that_is_not_all_of_its_group_is_packed(why: str) -> None:
+    s = Sketch("backward", world_size=3 if why == "padding" else 2)
+    s.group("a", w=(8, 32), **({"v": (64,)} if why == "two of them" else {}))
+    dy = s.input("tangents_1", 32, 8)
+    base = dy if why == "an input" else s.call(aten.neg.default, dy)
+    dw = s.call(aten.view.default, base, [8, 32])
+    outputs, names = [dw], {0: "w"}
+    if why == "read again":
+        outputs.append(s.call(aten.relu.default, dw))
+    if why == "another view is read":
+        outputs.append(s.call(aten.relu.default, s.call(aten.permute.default, base, [1, 0])))
+    if why == "two of them":
+        outputs.append(s.call(aten.relu.default, s.input("tangents_2", 64)))
+        names[1] = "v"
+    gm, ctx = s.done(*outputs, gradients=names)
+    apply(gm, ctx, reduce, group)
+    FileCheck().check("cat_default = ").check_next("reduce_scatter_tensor.default(cat_default, 'sum'").run(gm.code)
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (7, 9)])
+def test_packed_or_not_a_lone_gradient_is_the_same(shape: tuple[int, int]) -> None:
+    s = Sketch("backward", world_size=1)
+    s.group("a", w=shape)
+    dw = s.call(aten.permute.default, s.call(aten.neg.default, s.input("tangents_1", *shape[::-1])), [1, 0])
+    gm, ctx = s.done(dw, gradients={0: "w"})
+    numbers = Numbers.random(gm, ctx)
+    expected = gradients(ctx, run(gm, ctx, numbers))
+    apply(gm, ctx, reduce, group)
+    torch.testing.assert_close(gradients(ctx, run(gm, ctx, numbers)), expected, rtol=0, atol=0)
+
+
 SHAPES = {"w": (4, 8), "b": (5,), "scalar": (), "v": (3, 3)}
 
 

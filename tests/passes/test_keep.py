@@ -46,36 +46,44 @@ def kept(gm: GraphModule, ctx: Context) -> list[str]:
 
 
 def test_the_buffer_is_returned_in_the_place_of_a_saved_parameter() -> None:
-    gm, ctx = forward("abcd", memory_budget=3 * 256)
-    assert kept(gm, ctx) == ["d", "c"]
-    FileCheck().check("return (mm_3, None, None, wait_tensor_default_2, wait_tensor_default_3)").run(gm.code)
-    assert [ctx.kept_gathered[g].saved for g in "cd"] == ["cw", "dw"]
-    assert {ref.slot.name for ref in ctx.saved_parameters.values()} == {"aw", "bw"}
+    gm, ctx = forward("abcde", memory_budget=4 * 256)
+    assert kept(gm, ctx) == ["e", "d"]
+    FileCheck().check("return (mm_4, None, None, None, wait_tensor_default_3, wait_tensor_default_4)").run(gm.code)
+    assert [ctx.kept_gathered[g].saved for g in "de"] == ["dw", "ew"]
+    assert {ref.slot.name for ref in ctx.saved_parameters.values()} == {"aw", "bw", "cw"}
     apply(gm, ctx, prefetch, discard)
-    assert [e for e in events(gm) if e.startswith("discard")] == ["discard a", "discard b"]
-    assert ctx.gathered_bytes == 3 * 256
+    assert [e for e in events(gm) if e.startswith("discard")] == ["discard a", "discard b", "discard c"]
+    assert ctx.gathered_bytes == 4 * 256
 
 
 @pytest.mark.parametrize(
     ("budget", "groups"),
-    [(256, ""), (2 * 256, "d"), (3 * 256, "dc"), (4 * 256, "dcba"), (math.inf, "dcba"), (None, "d")],
+    [(256, ""), (2 * 256, "e"), (3 * 256, "e"), (4 * 256, "ed"), (5 * 256, "edcba"), (math.inf, "edcba"), (None, "e")],
 )
-def test_as_many_are_kept_as_leave_room_for_the_largest_elsewhere(budget: float | None, groups: str) -> None:
-    gm, ctx = forward("abcd", memory_budget=budget)
+def test_as_many_are_kept_as_leave_room_for_two_more_or_one_where_there_is_none(
+    budget: float | None, groups: str
+) -> None:
+    gm, ctx = forward("abcde", memory_budget=budget)
     assert kept(gm, ctx) == list(groups)
 
 
+def test_with_a_budget_room_is_left_for_the_two_largest_of_the_others_wherever_they_are() -> None:
+    sizes = {"a": 16, "b": 16, "c": 8, "d": 8, "e": 8, "f": 8}  # in columns; f, e and d: 24, a and b beside them: 32
+    assert kept(*forward("abcdef", sizes, memory_budget=8 * 4 * 55)) == ["f", "e"]
+    assert kept(*forward("abcdef", sizes, memory_budget=8 * 4 * 56)) == ["f", "e", "d"]
+
+
 def test_room_is_left_for_the_largest_group_of_other_graphs_and_for_what_they_keep() -> None:
-    gm, ctx = forward("abcd", memory_budget=4 * 256, largest_elsewhere=3 * 256)
-    assert kept(gm, ctx) == ["d"]
-    gm, ctx = forward("abcd", memory_budget=4 * 256, held_elsewhere=2 * 256)
-    assert kept(gm, ctx) == ["d"]
+    gm, ctx = forward("abcde", memory_budget=4 * 256, largest_elsewhere=3 * 256)
+    assert kept(gm, ctx) == ["e"]
+    gm, ctx = forward("abcde", memory_budget=5 * 256, held_elsewhere=2 * 256)
+    assert kept(gm, ctx) == ["e"]
 
 
-def test_by_default_what_is_kept_has_room_beside_the_group_that_backward_gathers_next() -> None:
-    sizes = {"a": 16, "b": 8, "c": 16, "d": 8, "e": 16}  # the least budget for one group ahead: 24 columns
+def test_by_default_what_is_kept_has_room_beside_the_groups_that_backward_gathers_next() -> None:
+    sizes = {"a": 16, "b": 8, "c": 16, "d": 8, "e": 16}  # the least budget for two groups ahead: 40 columns
     assert kept(*forward("abcde", sizes)) == ["e"]
-    assert kept(*forward("abcde", sizes, largest_elsewhere=8 * 16 * 4)) == []
+    assert kept(*forward("abcde", sizes, largest_elsewhere=8 * 32 * 4)) == []
 
 
 def test_a_group_that_backward_does_not_need_is_not_kept() -> None:
