@@ -40,6 +40,7 @@ class Reader:
         buffers: the gathered ones, by the node that yields them.
         derived: the nodes that are a weight, or views and casts of one.
         waits: for each collective's start.
+        travelling: gradients that are sent from where they are, and what shares their memory.
         ops: of all calls.
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
@@ -57,6 +58,7 @@ class Reader:
         self.buffers: dict[Node, Buffer] = {}
         self.derived: set[Node] = set()
         self.waits: dict[Node, list[Node]] = {}
+        self.travelling: set[Node] = set()
         self.started: dict[Flat, Node] = {}
         self.ops: dict[Node, Op] = {}
         self.writes: list[Number] = []
@@ -144,6 +146,8 @@ class Reader:
             return
         inputs = op.inputs
         for x in inputs:
+            if x in self.travelling and op.target not in SCATTERS:
+                self.fail("write", node, f"it reads {x.name!r}, which is being sent", "memory of its own")
             for buffer in self.memory.get(x, ()):
                 buffer.read(node, self.order[node])
         fact = next((f for x in inputs if (f := self.facts.get(x)) is not None), None)
@@ -276,19 +280,17 @@ class Reader:
         if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
         if name in SCATTERS and self._is_reshape(op.args[0]):
-            self._check_sole_reader(op.args[0], node)
+            self._travels_from_where_it_is(op.args[0])
         states = {_c10d.reduce_scatter_tensor.default: "shard", _zerofx.all_to_all_pairwise.default: "parts"}
         self.facts[node] = Started(node, replace(pack, state=states.get(name, "whole")))
         self.waits[node] = []
 
-    def _check_sole_reader(self, pack: Node, start: Node) -> None:
-        """A gradient that is sent from where it is: a kernel that reads it later may be given its memory to write to."""
-        node = pack
-        while edit.may_alias(node) and len(edit.sources(node)) == 1:
-            (source,) = edit.sources(node)
-            for other in source.users.keys() - {node}:
-                self.fail("write", start, f"it sends {source.name!r}, which {other.name!r} reads", "memory of its own")
-            node = source
+    def _travels_from_where_it_is(self, node: Node) -> None:
+        """A kernel that reads it from now on might be given its memory to write to."""
+        self.travelling.add(node)
+        while edit.may_alias(node) and len(sources := edit.sources(node)) == 1:
+            (node,) = sources
+            self.travelling.add(node)
 
     def _check_collective(
         self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"

@@ -66,6 +66,16 @@ def a_write_to_a_shard(gm: GraphModule, ctx: Context, node: Node) -> None:
     like(node, aten.zero_.default, node)
 
 
+def _sent_in_place(gm: GraphModule, ctx: Context) -> list[Node]:
+    return [start for start in tagged(gm, "reduce_scatter") if start.args[0].target is aten.reshape.default]  # type: ignore[union-attr]
+
+
+@breaks("write", _sent_in_place)
+def a_gradient_that_is_read_while_it_travels(gm: GraphModule, ctx: Context, start: Node) -> None:
+    (gradient, _) = start.args[0].args  # type: ignore[union-attr]
+    like(start, aten.relu.default, gradient)
+
+
 def _inputs(gm: GraphModule, ctx: Context) -> list[Node]:
     found = [x for x in gm.graph.find_nodes(op="placeholder") if "zerofx" not in x.meta and x.users]
     return [x for x in found if isinstance(x.meta["val"], torch.Tensor) and x not in outputs_of(gm)]
