@@ -67,7 +67,8 @@ def a_write_to_a_shard(gm: GraphModule, ctx: Context, node: Node) -> None:
 
 
 def _sent_in_place(gm: GraphModule, ctx: Context) -> list[Node]:
-    return [start for start in tagged(gm, "reduce_scatter") if start.args[0].target is aten.reshape.default]  # type: ignore[union-attr]
+    starts = tags("reduce_scatter", pinned=False)(gm, ctx)
+    return [start for start in starts if start.args[0].target is aten.reshape.default]  # type: ignore[union-attr]
 
 
 @breaks("write", _sent_in_place)
