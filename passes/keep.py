@@ -28,8 +28,9 @@ of forward are the first that backward is through with. As many of them are kept
 Where the budget has no room for two, it is one group in both. What that keeps within the bytes of prefetching one group
 ahead is kept with every larger budget, too: a step never sends more because it may hold more.
 
-Without a number the budget is what prefetching two groups ahead takes anyway, and backward is taken to run in the
-opposite order: those gathered beside are forward's last of the others. What is kept then costs no memory.
+Without a number the budget is what prefetching one group ahead takes anyway, and backward is taken to run in the
+opposite order: the one gathered beside is forward's last of the others. What is kept then costs no memory, and leaves
+what a second group ahead takes (`prefetch`) to backward's own gathers.
 
 Sound because the buffer holds what a new gather would bring: parameters do not change between forward and backward
 (that is checked when backward starts, as for any saved tensor). Deterministic: bytes and order alone.
@@ -96,8 +97,8 @@ def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context)
         beside = max(ctx.largest_elsewhere, sum(rest[-groups:]))
         return max(*live_bytes(held, ahead(held, groups), []), beside + sum(gathers[i].nbytes for i in kept))
 
-    one_ahead, two_ahead = (max(live_bytes(gathers, ahead(gathers, groups), [])) for groups in (1, 2))
-    budget = two_ahead if ctx.memory_budget is None else ctx.memory_budget - ctx.held_elsewhere
+    one_ahead = max(live_bytes(gathers, ahead(gathers), []))
+    budget = one_ahead if ctx.memory_budget is None else ctx.memory_budget - ctx.held_elsewhere
     return need(2) <= budget or need(1) <= min(budget, one_ahead)
 
 

@@ -64,7 +64,7 @@ def test_frozen_parameters_have_weights_and_nothing_else() -> None:
 def test_it_prints_a_row_per_stage() -> None:
     text = str(zerofx.plan(gpt(torch.bfloat16), world_size=64, stages=(2, 3)))
     title, head, *rows = text.splitlines()
-    assert title == "7,663,476,736 parameters in 75 groups, 64 ranks, Adam with two moments"
+    assert title == "7,663,476,736 parameters in 76 groups, 64 ranks, Adam with two moments"
     assert head.split()[:5] == ["stage", "weights", "gradients", "master", "moments"]
     assert [row.split()[0] for row in rows] == ["2", "3"]
     assert "17.0 GB" in rows[0] and "1.9 GB" in rows[1]

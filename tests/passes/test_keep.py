@@ -80,10 +80,15 @@ def test_room_is_left_for_the_largest_group_of_other_graphs_and_for_what_they_ke
     assert kept(gm, ctx) == ["e"]
 
 
-def test_by_default_what_is_kept_has_room_beside_the_groups_that_backward_gathers_next() -> None:
-    sizes = {"a": 16, "b": 8, "c": 16, "d": 8, "e": 16}  # the least budget for two groups ahead: 40 columns
+def test_by_default_what_is_kept_has_room_beside_the_group_that_backward_gathers_next() -> None:
+    sizes = {"a": 16, "b": 8, "c": 16, "d": 8, "e": 16}  # the least budget for one group ahead: 24 columns
     assert kept(*forward("abcde", sizes)) == ["e"]
-    assert kept(*forward("abcde", sizes, largest_elsewhere=8 * 32 * 4)) == []
+    assert kept(*forward("abcde", sizes, largest_elsewhere=8 * 16 * 4)) == []
+
+
+def test_by_default_not_all_of_three_groups_are_kept_though_two_ahead_is_all_of_them() -> None:
+    assert kept(*forward("abc")) == ["c"]
+    assert kept(*forward("abc", memory_budget=3 * 256)) == ["c", "b", "a"]
 
 
 def test_a_group_that_backward_does_not_need_is_not_kept() -> None:
