@@ -133,15 +133,17 @@ class Beside(nn.Module):
         super().__init__()
         mine = sum(p.numel() * p.itemsize for p in model.parameters()) // dist.get_world_size()
         self.model, self.exchanges = torch.compile(model), exchanges
-        self.out, self.into = (torch.zeros(mine, dtype=torch.uint8).split(message) for _ in range(2))
+        device = next(model.parameters()).device
+        self.out, self.into = (torch.zeros(mine, dtype=torch.uint8, device=device).split(message) for _ in range(2))
         self.travelling: list[Any] = []
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
         for _ in range(self.exchanges):
             for out, into in zip(self.out, self.into, strict=True):
-                self.travelling += [dist.irecv(into, other) for other in others]
-                self.travelling += [dist.isend(out, other) for other in others]
+                messages = [dist.P2POp(dist.irecv, into, other) for other in others]
+                messages += [dist.P2POp(dist.isend, out, other) for other in others]
+                self.travelling += dist.batch_isend_irecv(messages)
         return self.model(*args)
 
     def arrive(self) -> None:

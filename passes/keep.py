@@ -98,7 +98,7 @@ def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context)
         return max(*live_bytes(held, ahead(held, groups), []), beside + sum(gathers[i].nbytes for i in kept))
 
     one_ahead = max(live_bytes(gathers, ahead(gathers), []))
-    budget = one_ahead if ctx.memory_budget is None else ctx.memory_budget - ctx.held_elsewhere
+    budget = (one_ahead if ctx.memory_budget is None else ctx.memory_budget) - ctx.held_elsewhere
     return need(2) <= budget or need(1) <= min(budget, one_ahead)
 
 

@@ -146,7 +146,7 @@ class Reader:
             return
         inputs = op.inputs
         for x in inputs:
-            if x in self.travelling and op.target not in SCATTERS:
+            if x in self.travelling and op.target not in SCATTERS:  # a second reduction breaks a rule of its own
                 self.fail("write", node, f"it reads {x.name!r}, which is being sent", "memory of its own")
             for buffer in self.memory.get(x, ()):
                 buffer.read(node, self.order[node])

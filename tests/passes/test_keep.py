@@ -78,6 +78,8 @@ def test_room_is_left_for_the_largest_group_of_other_graphs_and_for_what_they_ke
     assert kept(gm, ctx) == ["e"]
     gm, ctx = forward("abcde", memory_budget=5 * 256, held_elsewhere=2 * 256)
     assert kept(gm, ctx) == ["e"]
+    gm, ctx = forward("abcde", held_elsewhere=256)
+    assert kept(gm, ctx) == []
 
 
 def test_by_default_what_is_kept_has_room_beside_the_group_that_backward_gathers_next() -> None:
