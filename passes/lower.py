@@ -3,9 +3,10 @@
 **Reduce-scatter on gloo.** Gloo's reduce-scatter is an all-reduce underneath and sends twice the bytes it must. An
 all-to-all moves just the parts, and summing them here is deterministic and fuses with the scaling::
 
-    sums = reduce_scatter_tensor(pack, "sum", M, pg)     parts = zerofx.all_to_all_pairwise(pack, M, pg)
-    shard = wait_tensor(sums) * (1 / M)           ─────▶ parts = wait_tensor(parts).view(M, S)
-                                                         shard = parts.sum(0) * (1 / M)
+    sums = reduce_scatter_tensor(pack, "sum", M, pg)     others = zerofx.all_to_all_pairwise(pack, M, pg)
+    shard = wait_tensor(sums) * (1 / M)           ─────▶ others = wait_tensor(others).view(M - 1, S)
+                                                         sums = zerofx.own_part(pack, M, pg) + others.sum(0)
+                                                         shard = sums * (1 / M)
 
 **All-gather on gloo.** PyTorch routes ``all_gather_into_tensor`` to gloo's coalesced all-gather, which corrupts the
 heap while another collective is in flight (seen in torch 2.11, 2.13 and 2.15; docs/architecture.md has a program that
@@ -31,7 +32,7 @@ A value that is computed from A and read after ``start C`` is stored before it i
 goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
 stand. The eager executor runs the graph as it reads, marks included.
 
-Last of the passes. Sound because both sides compute the sum over ranks, in rank order.
+Last of the passes. Sound because both sides compute the sum over ranks: the others in rank order, then one's own.
 """
 
 from __future__ import annotations
@@ -162,23 +163,26 @@ _KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_do
 def _as_all_to_all(gm: GraphModule, node: Node) -> None:
     graph, group = gm.graph, node.meta["zerofx"].group
     pack, _, world_size, process_group = node.args
+    assert isinstance(world_size, int)
     (wait,) = node.users
     part = wait.meta["val"].numel()
+    args, tag = (pack, world_size, process_group), Tag("reduce_scatter", group)
     with graph.inserting_before(node):
-        args, tag = (pack, world_size, process_group), Tag("reduce_scatter", group)
         exchange = edit.insert(graph, torch.ops.zerofx.all_to_all_pairwise.default, args, tag=tag, near=node)
     node.replace_all_uses_with(exchange)
     graph.erase_node(node)
     wait.meta["val"] = exchange.meta["val"]
     (gradient,) = wait.users
     # Of a low-precision gradient the sum over ranks is taken in the parameter's dtype, if that is wider: `gradient`
-    # is the cast to it then.
+    # is the cast to it then, and what is added to a sum in that dtype is promoted to it.
     dtype = gradient.meta["val"].dtype
     kwargs = {"dtype": dtype} if dtype.itemsize > wait.meta["val"].dtype.itemsize else {}
+    tag = Tag("gradient", group)
     with graph.inserting_before(gradient):
-        tag = Tag("gradient", group)
-        parts = edit.insert(graph, _aten.view.default, (wait, [world_size, part]), tag=tag, near=node)
-        sums = edit.insert(graph, _aten.sum.dim_IntList, (parts, [0]), tag=tag, near=node, **kwargs)
+        others = edit.insert(graph, _aten.view.default, (wait, [world_size - 1, part]), tag=tag, near=node)
+        others = edit.insert(graph, _aten.sum.dim_IntList, (others, [0]), tag=tag, near=node, **kwargs)
+        own = edit.insert(graph, torch.ops.zerofx.own_part.default, args, tag=tag, near=node)
+        sums = edit.insert(graph, _aten.add.Tensor, (own, others), tag=tag, near=node)
     gradient.replace_input_with(wait, sums)
     if kwargs:
         gradient.replace_all_uses_with(sums)

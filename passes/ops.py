@@ -1,4 +1,4 @@
-"""zerofx's own operators: two symbolic ones, two collectives, and a statement.
+"""zerofx's own operators: two symbolic ones, two collectives, and statements.
 
 ``gather`` and ``reduce`` think per parameter, and say so with one node each; ``group`` then replaces these nodes by
 one collective per group. Both operators really run (slowly), so that a graph can be executed after any pass:
@@ -10,11 +10,14 @@ one collective per group. Both operators really run (slowly), so that a graph ca
                                                             ``grad`` over the M ranks from ``offset`` on, and zeros
 ==========================================================  ========================================================
 
-Two collectives that gloo does better by a *pairwise exchange*, every rank sending straight to every other:
+Two collectives that gloo does better by a *pairwise exchange*, every rank sending straight to every other, and what
+goes with the second:
 
 ==========================================================  ========================================================
 ``zerofx.all_gather_pairwise(shard, M, group)``             what ``all_gather_into_tensor`` is
-``zerofx.all_to_all_pairwise(pack, M, group)``              what ``all_to_all_single`` with equal parts is
+``zerofx.all_to_all_pairwise(pack, M, group)``              what ``all_to_all_single`` with equal parts is, less this
+                                                            rank's own part: the others' alone, in rank order
+``zerofx.own_part(pack, M, group)``                         that part, as a view of ``pack``: not copied
 ==========================================================  ========================================================
 
 Each rank asks for all it is to receive before it sends anything. That order is the point: gloo has one connection
@@ -40,7 +43,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +61,7 @@ _library.define("unshard(Tensor shard, int[] shape, int offset, int world_size, 
 _library.define("reduce_grad(Tensor grad, int offset, int shard_numel, int world_size, str process_group) -> Tensor")
 _library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
 _library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
+_library.define("own_part(Tensor(a) pack, int world_size, str process_group) -> Tensor(a)")
 _library.define("step(Tensor gradient, str group) -> Tensor")
 _library.define("refresh(Tensor stepped, str group) -> Tensor")
 
@@ -98,9 +102,10 @@ def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: 
 
     ``shard`` may be this rank's part of ``out``.
     """
-    mine = out.chunk(out.numel() // shard.numel())[resolve_process_group(process_group).rank()]
+    parts = out.chunk(out.numel() // shard.numel())
+    mine = parts[resolve_process_group(process_group).rank()]
     mine.copy_(shard)
-    return _exchange(out, lambda rank: mine, process_group, ALL_GATHER_TAG)
+    return _exchange(parts, [mine] * len(parts), process_group, ALL_GATHER_TAG)
 
 
 def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
@@ -111,18 +116,18 @@ def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
 
 
 def _exchange(
-    out: torch.Tensor, part_for: Callable[[int], torch.Tensor], process_group: str, kind: int
+    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], process_group: str, kind: int
 ) -> list[dist.Work]:
+    """Both by rank; what they have for this one is not looked at."""
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
-    parts = out.chunk(world_size)
     # Where ranks run different collectives gloo would end the process, from a thread of its own, as soon as more comes
     # than was asked for. Messages of two sizes do not meet: so both wait, and the watchdog says why (`zerofx.watch`).
-    tag = kind | parts[0].nbytes % 32749 << 16  # a prime: sizes are multiples of powers of two
+    tag = kind | sent[0].nbytes % 32749 << 16  # a prime: sizes are multiples of powers of two
     others = [(rank + i) % world_size for i in range(1, world_size)]
     with starting(process_group):
-        works = [group.recv([parts[other]], other, tag) for other in reversed(others)]
-        works += [group.send([part_for(other)], other, tag) for other in others]
+        works = [group.recv([received[other]], other, tag) for other in reversed(others)]
+        works += [group.send([sent[other]], other, tag) for other in others]
     return under_watch(works, process_group)
 
 
@@ -142,11 +147,15 @@ def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: st
 
 
 def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    out, parts = torch.empty_like(pack), pack.chunk(world_size)
-    works = _exchange(out, parts.__getitem__, process_group, ALL_TO_ALL_TAG)
-    rank = resolve_process_group(process_group).rank()
-    out.chunk(world_size)[rank].copy_(parts[rank])  # while the others travel
-    return under_way(out, works)
+    sent, rank = pack.chunk(world_size), resolve_process_group(process_group).rank()
+    out = _exchanged(pack, world_size, process_group)
+    received = list(out.chunk(world_size - 1))
+    received.insert(rank, sent[rank])
+    return under_way(out, _exchange(received, sent, process_group, ALL_TO_ALL_TAG))
+
+
+def _own_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    return pack.chunk(world_size)[resolve_process_group(process_group).rank()]
 
 
 class Stepper(Protocol):
@@ -201,7 +210,11 @@ def _gathered(shard: torch.Tensor, world_size: int, process_group: str = "") -> 
 
 
 def _exchanged(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    return torch.empty_like(pack)
+    return pack.new_empty(pack.numel() // world_size * (world_size - 1))
+
+
+def _any_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    return pack.narrow(0, 0, pack.numel() // world_size)
 
 
 for _name, _run, _shape in (
@@ -209,6 +222,7 @@ for _name, _run, _shape in (
     ("reduce_grad", _reduce_grad, _reduced),
     ("all_gather_pairwise", _all_gather_pairwise, _gathered),
     ("all_to_all_pairwise", _all_to_all_pairwise, _exchanged),
+    ("own_part", _own_part, _any_part),
     ("step", _step, _nothing),
     ("refresh", _refresh, _nothing),
 ):

@@ -40,9 +40,12 @@ def exchange(dtype: torch.dtype) -> None:
         dist.all_gather_into_tensor(wanted, shard)
         assert got.equal(wanted)
     for pack, got in zip(packs, exchanged, strict=True):
-        wanted = torch.empty_like(got)
+        wanted = torch.empty_like(pack)
         dist.all_to_all_single(wanted, pack)
-        assert got.equal(wanted)
+        parts = list(wanted.chunk(world))
+        own = torch.ops.zerofx.own_part(pack, world, group)
+        assert own.equal(parts.pop(rank)) and own.untyped_storage().data_ptr() == pack.untyped_storage().data_ptr()
+        assert got.equal(torch.cat(parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -405,9 +405,10 @@ class ShardGroup:
                 return flat
             if self.backend != "gloo":
                 return wait(_c10d.reduce_scatter_tensor(flat, "sum", ranks, self.group_name))
-            parts = wait(torch.ops.zerofx.all_to_all_pairwise(flat, ranks, self.group_name))  # why: passes/lower.py
+            others = wait(torch.ops.zerofx.all_to_all_pairwise(flat, ranks, self.group_name))  # why: passes/lower.py
             wider = max(self.layout.dtype, pack.dtype, key=lambda dtype: dtype.itemsize)
-            return parts.view(ranks, -1).sum(0, dtype=wider)
+            own = torch.ops.zerofx.own_part(flat, ranks, self.group_name)
+            return own + others.view(ranks - 1, -1).sum(0, dtype=wider)
 
     def keep(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Add a whole gradient of this rank's own to what `zerofx.no_sync` keeps back."""

@@ -71,7 +71,9 @@ class Part:
 class Pack:
     """Gradients and zeros end to end, on the way through a reduction.
 
-    ``state``: "packed", then "parts" (of every rank, unsummed), "shard" (summed, this rank's) or "whole" (summed).
+    ``state``: "packed", then "shard" (summed, this rank's) or "whole" (summed); or, by way of an exchange, "parts" (of
+    every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
+    and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
     """
 

@@ -24,7 +24,7 @@ from zerofx.passes.proof.refusal import refuse
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 _c10d = torch.ops._c10d_functional
-_WAIT = _c10d.wait_tensor.default
+_WAIT, _OWN_PART = _c10d.wait_tensor.default, _zerofx.own_part.default
 
 
 class Reader:
@@ -146,7 +146,8 @@ class Reader:
             return
         inputs = op.inputs
         for x in inputs:
-            if x in self.travelling and op.target not in SCATTERS:  # a second reduction breaks a rule of its own
+            # A second reduction breaks a rule of its own.
+            if x in self.travelling and op.target not in (*SCATTERS, _OWN_PART):
                 self.fail("write", node, f"it reads {x.name!r}, which is being sent", "memory of its own")
             for buffer in self.memory.get(x, ()):
                 buffer.read(node, self.order[node])
@@ -167,6 +168,8 @@ class Reader:
             self._read_pack(op, fact)
         elif op.target in SCATTERS + ALL_REDUCES + GATHERS and not self._theirs(node):
             self._start_reduction(op)
+        elif op.target is _OWN_PART:
+            self._read_own_part(op)
         else:
             self.numbers[node] = self.meanings.of(op, self.numbers, self._calls)
             write(op, self.numbers, self.writes)
@@ -285,6 +288,12 @@ class Reader:
         self.facts[node] = Started(node, replace(pack, state=states.get(name, "whole")))
         self.waits[node] = []
 
+    def _read_own_part(self, op: Op) -> None:
+        pack, world_size, process_group = op.args
+        fact = self.pack(pack)
+        self._check_collective(op, self._layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
+        self.facts[op.node] = replace(fact, state=f"own of {world_size}")
+
     def _travels_from_where_it_is(self, node: Node) -> None:
         """A kernel that reads it from now on might be given its memory to write to."""
         self.travelling.add(node)
@@ -333,13 +342,19 @@ class Reader:
         if isinstance(fact, Share):
             self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
         if fact.state == "parts":
-            ranks = op.value.shape[0] if op.value.dim() == 2 else 0
+            ranks = op.value.shape[0] + 1 if op.value.dim() == 2 else 0
             if op.target is _aten.view.default and ranks * op.value.shape[1] == fact.numel:
                 self.facts[node] = replace(fact, state=f"parts of {ranks}")
                 return
         elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
-            self.facts[node] = replace(fact, state=f"shard of {fact.state.split()[-1]}")
+            self.facts[node] = replace(fact, state=f"others of {fact.state.split()[-1]}")
             return
+        elif fact.state.startswith(("own of", "others of")):
+            ranks = fact.state.split()[-1]
+            both = [self.facts.get(x) for x in op.args] if op.target is _aten.add.Tensor and not op.kwargs else []
+            if both == [replace(fact, state=f"{kind} of {ranks}") for kind in ("own", "others")]:
+                self.facts[node] = replace(fact, state=f"shard of {ranks}")
+                return
         elif to is not None and not fact.narrowed:
             widens = op.inputs[0].meta["val"].dtype.itemsize < to.itemsize
             if not widens and fact.scale == 1.0:

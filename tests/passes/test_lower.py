@@ -39,9 +39,11 @@ def test_on_gloo_a_reduce_scatter_becomes_an_all_to_all_and_a_sum() -> None:
         "torch.ops.zerofx.all_to_all_pairwise.default(cat_default, 2, 'pg')"
     ).check("wait_tensor.default(all_to_all_pairwise_default)").check_next(
         "view.default(wait_tensor_default_"
-    ).check_same(", [2, 64])").check_next("sum.dim_IntList(view_default, [0])").check_next(
-        "mul.Tensor(sum_dim_int_list, 0.5)"
-    ).check_not("reduce_scatter").run(gm.code)
+    ).check_same(", [1, 64])").check_next("sum.dim_IntList(view_default, [0])").check_next(
+        "torch.ops.zerofx.own_part.default(cat_default, 2, 'pg')"
+    ).check_next("add.Tensor(own_part_default, sum_dim_int_list)").check_next("mul.Tensor(add_tensor, 0.5)").check_not(
+        "reduce_scatter"
+    ).run(gm.code)
     assert_documented(applied.inserted, {"reduce_scatter": {5}, "gradient": {5}})
 
 
@@ -238,11 +240,13 @@ def test_on_gloo_low_precision_gradients_are_summed_in_the_parameters_dtype(stag
         "wait_tensor.default(all_to_all_pairwise_default)"
     ).check_next("view.default(wait_tensor_default").check_next(
         "sum.dim_IntList(view_default, [0], dtype = torch.float32)"
-    ).check_next("mul.Tensor(sum_dim_int_list, 0.5)").run(gm.code)
+    ).check("own_part.default(").check_next("add.Tensor(own_part_default, sum_dim_int_list)").check_next(
+        "mul.Tensor(add_tensor, 0.5)"
+    ).run(gm.code)
     (start,) = edit.tagged(gm.graph, "reduce_scatter")
     assert start.meta["val"].dtype == torch.bfloat16  # what travels
-    *dtypes, last = [node.meta["val"].dtype for node in edit.tagged(gm.graph, "gradient")]
-    assert dtypes == [torch.bfloat16, torch.float32] and last == torch.float32
+    view, others, own, *rest = [node.meta["val"].dtype for node in edit.tagged(gm.graph, "gradient")]
+    assert view == own == torch.bfloat16 and {others, *rest} == {torch.float32}
 
 
 def average(

@@ -304,8 +304,43 @@ def a_maximum_of_the_parts(gm: GraphModule, ctx: Context, node: Node) -> None:
 
 
 @breaks("reduction", _sums)
-def this_ranks_part_alone(gm: GraphModule, ctx: Context, node: Node) -> None:
+def one_other_ranks_part(gm: GraphModule, ctx: Context, node: Node) -> None:
+    """Instead of the sum of all of these."""
     node.target, node.kwargs, node.args = aten.select.int, {}, (node.args[0], 0, 0)
+
+
+def _own_and_others(gm: GraphModule, ctx: Context) -> list[Node]:
+    own = torch.ops.zerofx.own_part.default
+    return [x for n in tagged(gm, "gradient") if n.target is own for x in n.users]
+
+
+@breaks("reduction", _own_and_others)
+def the_others_without_this_rank(gm: GraphModule, ctx: Context, node: Node) -> None:
+    node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+
+
+@breaks("reduction", _own_and_others)
+def this_rank_without_the_others(gm: GraphModule, ctx: Context, node: Node) -> None:
+    set_arg(node, 1, node.args[0])
+
+
+@breaks("reduction", _own_and_others)
+def this_rank_less_the_others(gm: GraphModule, ctx: Context, node: Node) -> None:
+    node.target = aten.sub.Tensor
+
+
+@breaks("reduction", lambda gm, ctx: [*pairwise(_own_and_others(gm, ctx))])
+def this_ranks_part_of_another_group(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
+    """Added to the others' of this one."""
+    own = pair[1].args[0]
+    set_arg(own, 0, pair[0].args[0].args[0])  # type: ignore[union-attr, arg-type]
+    own.meta["zerofx"] = pair[0].meta["zerofx"]  # type: ignore[union-attr]
+
+
+@breaks("group", _own_and_others)
+def a_part_of_one_more_rank(gm: GraphModule, ctx: Context, node: Node) -> None:
+    pack, world_size, group = node.args[0].args  # type: ignore[union-attr]
+    node.args[0].args = (pack, world_size + 1, group)  # type: ignore[union-attr, operator]
 
 
 @breaks("reduction", _sums)
