@@ -23,6 +23,11 @@ group's reduction.
 bytes within ``ctx.memory_budget``, never ahead of the start before it. Without a number the budget is the least one
 that lets every gather start two groups ahead, for a link that waits for the next start idles.
 
+**In backward no gather starts more than two groups ahead**, whatever the budget: two fill the link, and with more the
+reductions would stand behind them, whose gradients take memory meanwhile. (Where a budget had held gathers back until
+what was kept was gone, they came in a burst of six: more memory, and a slower step.) What is small beside the largest
+may, see below.
+
 **Gradients in flight.** Each reduction is waited for as late as leaves the packed gradients that are in flight within
 twice the bytes of the largest: room for one that travels and for the next to start behind it. Of small groups that is
 several. The wait stands in front of the packing that would go beyond that.
@@ -55,7 +60,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, budget_of, find_gathers, live_bytes, room_in_flight, small_change
+from zerofx.passes.schedule import Gather, ahead, budget_of, find_gathers, live_bytes, room_in_flight, small_change
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
@@ -82,8 +87,11 @@ def _schedule(gathers: list[Gather], held: list[Gather], budget: float, ctx: Con
             f"bytes at once{elsewhere}, before anything is prefetched. Raise it to at least "
             f"{max(live) + ctx.held_elsewhere:,}, or make smaller groups (groups=)."
         )
+    soonest, change = ahead(gathers, 2), small_change(g.nbytes for g in [*gathers, *held])
     for i, gather in enumerate(gathers):
         floor = starts[i - 1] if i else 0
+        if ctx.phase == "backward" and gather.nbytes > change:
+            floor = max(floor, soonest[i])
         while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budget:
             starts[i] -= 1
             live[starts[i]] += gather.nbytes

@@ -15,6 +15,8 @@ import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Workers
+from zerofx.predict import on_the_clock
+from zerofx.rehearsal import Phase, rehearse
 
 LAYERS, VOCAB, LENGTH = 4, 61, 12
 
@@ -109,6 +111,26 @@ def test_over_ten_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(wor
     for budget, result in results:
         assert result["live"] <= budget
         assert result["losses"] == results[0][1]["losses"]
+
+
+def test_predicted_time_never_grows_with_the_budget_whatever_the_link() -> None:
+    with torch.device("meta"):
+        net = GPT(layers=8, dim=64, heads=4, vocab=512, length=32)
+        x = torch.zeros(4, 32, dtype=torch.long)
+    groups = zerofx.Grouping(max_bytes=1 << 17)
+
+    def at(budget: int) -> list[Phase]:
+        return rehearse([zerofx.dry_run(net, x, x, world_size=2, memory_budget=budget, groups=groups)])
+
+    steps = [at(budget) for budget in (590_000, 910_000, 1_070_000, 1_390_000, 1_720_000)]
+    sent = [on_the_clock(step).wire_bytes for step in steps]
+    assert sent[0] > sent[-1]
+    flops = sum(o.flops for phase in steps[0] for o in phase.operations)
+    for seconds in (0.8, 1.0, 1.1, 1.2, 1.3, 1.5, 1.8):  # that the bytes take, where the arithmetic takes one
+        rates = zerofx.Rates(flops, 1e12, sent[0] / seconds)
+        times = [on_the_clock(step, rates).time_s for step in steps]
+        assert times == sorted(times, reverse=True), seconds
+        assert times[-1] < times[0] or seconds <= 1
 
 
 class TwoGraphs(nn.Module):

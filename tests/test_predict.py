@@ -238,11 +238,12 @@ def test_live_bytes_of_a_graph_by_hand() -> None:
     weights = [w, 2 * w, 3 * w, 3 * w, 3 * w, 2 * w, 2 * w, 2 * w, 2 * w, w, w, w, 0]
     assert [live["weights"] for live in forward.live] == weights
     assert forward.peak == {"weights": 3 * w, "activations": 0, "gradients": 0, "temporary": x}
-    # What is sent stays until the exchange is waited for, and what is received has as many bytes; a shard has half.
+    # What is sent stays until this rank's part of it was summed; what is received has half its bytes, as a shard has.
     at = {o.name: live["gradients"] for o, live in zip(backward.operations, backward.live)}
-    assert at["mm_2"] == at["wait_tensor_default_1"] == 2 * w
-    assert at["wait_tensor_default_3"] == 4 * w  # two are under way
-    assert at["sum_dim_int_list"] == 3 * w
+    assert at["mm_2"] == at["wait_tensor_default_1"] == 3 * w // 2
+    assert at["wait_tensor_default_3"] == at["sum_dim_int_list"] == 3 * w  # two are under way
+    assert at["add_tensor"] == 5 * w // 2  # what was received is gone
+    assert at["mul_tensor"] == 3 * w // 2  # and what was sent
     assert backward.live[-1] == {"weights": 0, "activations": 0, "gradients": 3 * w // 2, "temporary": x}
 
 

@@ -41,6 +41,23 @@ def test_in_backward_each_gather_starts_two_groups_ahead_from_the_start() -> Non
     assert ctx.gathered_bytes == 3 * 512
 
 
+def test_in_backward_the_largest_budget_starts_no_gather_more_than_two_groups_ahead() -> None:
+    starts = {}
+    for budget in (None, 1 << 30):
+        gm, ctx = mlp_backward(2, layers="abcdefgh", memory_budget=budget)
+        apply(gm, ctx, *up_to(prefetch))
+        starts[budget] = gathers_and_reductions(gm)
+        assert ctx.gathered_bytes == 3 * 512
+    assert starts[None] == starts[1 << 30]  # reductions queue behind as few gathers as without a number
+
+
+def test_in_backward_what_is_small_beside_the_largest_goes_further_ahead() -> None:
+    gm, ctx = backward_of_a_large_head(memory_budget=1 << 30, layers=6)
+    apply(gm, ctx, *up_to(prefetch))
+    line = gathers_and_reductions(gm)
+    assert line[: line.index("wait head")] == [f"all_gather {name}" for name in ("head", *"abcdef")]
+
+
 def test_gathers_that_stood_behind_other_work_start_at_the_top() -> None:
     s = Sketch()
     x = s.call(aten.relu.default, s.input("x", 4, 8))
@@ -302,17 +319,17 @@ def gathers_and_reductions(gm: GraphModule) -> list[str]:
     return events(gm, "all_gather", "wait", "reduce_scatter")
 
 
-def backward_of_a_large_head(**options: Any) -> tuple[GraphModule, Context]:
-    """A head of 64 rows, whose own gradient comes after that of what it read, and two layers of 8."""
+def backward_of_a_large_head(layers: int = 2, **options: Any) -> tuple[GraphModule, Context]:
+    """A head of 64 rows, whose own gradient comes after that of what it read, and layers of 8."""
     s = Sketch("backward", **options)
     y, x = s.input("tangents_1", 8, 64), s.input("x", 8, 8)
-    grads = []
-    for name, n in {"head": 64, "a": 8, "b": 8}.items():
+    grads, sizes = [], {"head": 64} | dict.fromkeys("abcdef"[:layers], 8)
+    for name, n in sizes.items():
         (w,) = s.parameters(name, **{name: (n, 8)})
         dy = s.call(aten.mm.default, y, w)
         grads.append(s.call(aten.mm.default, s.call(aten.t.default, y), x))
         y = dy
-    return s.done(y, *grads, gradients={1: "head", 2: "a", 3: "b"})
+    return s.done(y, *grads, gradients=dict(enumerate(sizes, start=1)))
 
 
 def test_small_gathers_go_ahead_of_the_reduction_of_a_large_group_that_dies() -> None:
