@@ -60,7 +60,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.schedule import Gather, ahead, budget_of, find_gathers, live_bytes, room_in_flight, small_change
+from zerofx.passes.schedule import (
+    Gather,
+    budget_of,
+    find_gathers,
+    live_bytes,
+    room_in_flight,
+    small_change,
+    soonest,
+)
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
@@ -87,11 +95,9 @@ def _schedule(gathers: list[Gather], held: list[Gather], budget: float, ctx: Con
             f"bytes at once{elsewhere}, before anything is prefetched. Raise it to at least "
             f"{max(live) + ctx.held_elsewhere:,}, or make smaller groups (groups=)."
         )
-    soonest, change = ahead(gathers, 2), small_change(g.nbytes for g in [*gathers, *held])
+    first = soonest(gathers, held, ctx)
     for i, gather in enumerate(gathers):
-        floor = starts[i - 1] if i else 0
-        if ctx.phase == "backward" and gather.nbytes > change:
-            floor = max(floor, soonest[i])
+        floor = max(first[i], starts[i - 1] if i else 0)
         while starts[i] > floor and live[starts[i] - 1] + gather.nbytes <= budget:
             starts[i] -= 1
             live[starts[i]] += gather.nbytes

@@ -78,6 +78,17 @@ def ahead(gathers: list[Gather], groups: int = 1) -> list[int]:
     return [max(0, i + 1 - groups) for i in range(len(gathers))]
 
 
+def soonest(gathers: list[Gather], held: list[Gather], ctx: Context) -> list[int]:
+    """The first segment in which each gather may start, whatever the budget.
+
+    In backward that is two groups ahead of its use: reductions queue behind gathers. What is small beside the largest
+    holds nothing up.
+    """
+    change = small_change(gather.nbytes for gather in [*gathers, *held])
+    bound = ctx.phase == "backward"
+    return [i if bound and g.nbytes > change else 0 for i, g in zip(ahead(gathers, 2), gathers, strict=True)]
+
+
 def small_change(sizes: Iterable[int]) -> int:
     """The bytes that small groups may have beside the largest of ``sizes``: a quarter of it.
 

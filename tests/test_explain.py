@@ -91,6 +91,17 @@ def test_in_backward_the_budget_is_two_groups_ahead_from_the_start() -> None:
     )
 
 
+def test_in_backward_two_groups_ahead_are_the_most_that_any_budget_allows() -> None:
+    block = next(
+        ref.layout.nbytes for ref in record_of().forward.context.parameters.values() if "blocks" in ref.slot.name
+    )  # type: ignore[union-attr]
+    record = record_of(layers=8, memory_budget=5 * block)
+    assert record.backward is not None and record.forward is not None and record.forward.context.kept_gathered
+    answers = said(record.backward, "all_gather blocks.0")
+    assert answers["stands"].startswith("2 groups ahead of its use")
+    assert answers["earlier"].endswith("in backward two groups ahead are the most")
+
+
 def test_what_the_budget_keeps_from_forward_to_backward_is_told_on_both_sides() -> None:
     record = record_of()
     assert record.forward is not None and record.backward is not None

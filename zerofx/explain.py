@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from zerofx.listing import difference, node_line
 from zerofx.passes import before_lower, edit, pipeline
 from zerofx.passes.context import Tag
-from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight
+from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight, soonest
 from zerofx.printing import format_bytes, place_of, whole_bytes
 
 if TYPE_CHECKING:
@@ -195,6 +195,8 @@ class Reasons:
         earlier = starts[i] - 1
         live = live_bytes(self.gathers, starts, self.held)[earlier] + self.gathers[i].nbytes
         budget, given = budget_of(self.gathers, self.held, self.context), "memory_budget"
+        if live <= budget and starts[i] == soonest(self.gathers, self.held, self.context)[i]:
+            return "would hold up the reductions that queue behind it: in backward two groups ahead are the most"
         if self.context.memory_budget is None:
             given = "without memory_budget what two groups ahead take and a quarter of the largest"
         return (
