@@ -112,6 +112,18 @@ def fsdp2(compiled: bool, ahead: int = 0) -> Wrap:
     return wrap
 
 
+def torchtitan(model: GPT) -> Any:
+    """SimpleFSDP, what torchtitan's graph trainer shards with: gathers as parametrizations, in torch.compile's graph.
+
+    As it is without the trainer, whose bucketing passes are parts of it: one collective per parameter.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    simple_fsdp = importlib.import_module("torchtitan.experiments.graph_trainer.simple_fsdp")
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    return torch.compile(simple_fsdp.data_parallel(model, mesh, "fully_shard"))
+
+
 def alone(compiled: bool) -> Wrap:
     """What a rank computes, and no communication: ranks drift apart."""
 
@@ -181,6 +193,7 @@ CONTENDERS: dict[str, Wrap] = {
     "fsdp2+prefetch": fsdp2(compiled=False, ahead=2),
     "fsdp2+compile": fsdp2(compiled=True),
     "fsdp2+compile+prefetch": fsdp2(compiled=True, ahead=2),
+    "torchtitan": torchtitan,
     "ddp": ddp(compiled=False),
     "ddp+compile": ddp(compiled=True),
     "alone": alone(compiled=True),
@@ -207,7 +220,8 @@ class Contender:
         self.engine = name.startswith("deepspeed")  # brings its own backward and optimizer
         self.steps_in_backward = name.startswith("zerofx") and name.endswith("-step")
         if not self.engine:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+            ranks = dist.get_world_size() if name == "torchtitan" else 1  # it sums gradients: its loss is per token
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE / ranks)
         self.name, self.args, self.device = name, args, device
         self.times: list[float] = []
         self.processor_times: list[float] = []
