@@ -85,7 +85,8 @@ def test_in_backward_the_budget_is_two_groups_ahead_from_the_start() -> None:
     assert backward is not None
     first = edit.tagged(backward.before_lower().graph, "all_gather")[0].meta["zerofx"].group
     assert said(backward, f"all_gather {first}")["stands"].startswith("where the graph begins: it travels while")
-    assert "nothing of the model's comes before it" in said(backward, "all_gather blocks.3")["earlier"]
+    assert "nothing of the model's comes before it" in said(backward, "all_gather blocks.4")["earlier"]
+    assert said(backward, "all_gather blocks.3")["earlier"].endswith("in backward two groups ahead are the most")
     assert said(backward, "all_gather blocks.0")["earlier"].endswith(
         "what two groups ahead take and a quarter of the largest"
     )
