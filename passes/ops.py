@@ -155,7 +155,8 @@ def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str
 
 
 def _own_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    return pack.chunk(world_size)[resolve_process_group(process_group).rank()]
+    part = pack.numel() // world_size
+    return pack.narrow(0, resolve_process_group(process_group).rank() * part, part)
 
 
 class Stepper(Protocol):

@@ -93,9 +93,9 @@ def test_in_backward_the_budget_is_two_groups_ahead_from_the_start() -> None:
 
 
 def test_in_backward_two_groups_ahead_are_the_most_that_any_budget_allows() -> None:
-    block = next(
-        ref.layout.nbytes for ref in record_of().forward.context.parameters.values() if "blocks" in ref.slot.name
-    )  # type: ignore[union-attr]
+    small = record_of().forward
+    assert small is not None
+    block = next(ref.layout.nbytes for ref in small.context.parameters.values() if "blocks" in ref.slot.name)
     record = record_of(layers=8, memory_budget=5 * block)
     assert record.backward is not None and record.forward is not None and record.forward.context.kept_gathered
     answers = said(record.backward, "all_gather blocks.0")
