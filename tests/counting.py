@@ -11,6 +11,9 @@ mode or autograd guard excludes), notes the call and passes it on.
 Why not a Python ``ProcessGroup`` that delegates: torch's trampoline class has no entry for
 ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall``, ``gather``, ``scatter`` and ``reduce``; and it
 would have to be *the* group of the run, while this counts on any group there is (gloo, NCCL, the fake one).
+
+What ranks of one host read out of each other's memory (`zerofx.same_host`) passes no process group. It is counted
+where it starts, as the receive and the send that gloo would have been asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofx import _torch, same_host
 from zerofx.passes.ops import ALL_GATHER_TAG, ALL_TO_ALL_TAG
 
 
@@ -38,7 +42,7 @@ class Collective:
     dtypes: tuple[torch.dtype, ...]
     group: str
     world_size: int
-    operator: str  # the dispatcher operator, e.g. _allgather_base_
+    operator: str  # the dispatcher operator, e.g. _allgather_base_, or SAME_HOST
     thread: int  # threading.get_ident() of the caller
 
 
@@ -125,6 +129,8 @@ _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
     "monitored_barrier_": ("barrier", 0, False, _nothing),
 }
 
+SAME_HOST = "zerofx.same_host"
+"""The `Collective.operator` of what passed no process group."""
 _PAIRWISE = {ALL_GATHER_TAG: "all_gather", ALL_TO_ALL_TAG: "all_to_all"}
 """What messages with these tags are parts of."""
 
@@ -135,8 +141,8 @@ _library: torch.library.Library | None = None
 
 def _note(operator: str, args: tuple[Any, ...]) -> None:
     name, counted, one_part, wire = _COLLECTIVES[operator]
-    if name in ("send", "recv") and args[-1] & 0xFFFF in _PAIRWISE:
-        name = f"{_PAIRWISE[args[-1] & 0xFFFF]}_{name}"
+    if name in ("send", "recv"):
+        name = _message(name, args[-1])
     tensors = _tensors(args[counted])
     if any(t.is_meta or isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
         return  # a tracer asks for shapes: nothing is sent
@@ -146,10 +152,28 @@ def _note(operator: str, args: tuple[Any, ...]) -> None:
     dtypes = tuple(dict.fromkeys(t.dtype for t in tensors))
     thread = threading.get_ident()
     received = 0 if operator == "broadcast_" and args[2] == group.rank() else wire(payload, world)
-    event = Collective(name, received, payload, dtypes, group.group_name, world, operator, thread)
+    _log(Collective(name, received, payload, dtypes, group.group_name, world, operator, thread))
+
+
+def _message(name: str, tag: int) -> str:
+    return f"{_PAIRWISE[tag & 0xFFFF]}_{name}" if tag & 0xFFFF in _PAIRWISE else name
+
+
+def _log(event: Collective) -> None:
     with _lock:
         for log in _logs:
             log.events.append(event)
+
+
+def _exchange(other: same_host.Neighbour, received: torch.Tensor, sent: torch.Tensor, tag: int) -> dist.Work:
+    world, thread = dist.get_world_size(_torch.resolve_process_group(other.group_name)), threading.get_ident()
+    for name, tensor, nbytes in (("recv", received, received.nbytes), ("send", sent, 0)):
+        facts = _message(name, tag), nbytes, tensor.nbytes, (tensor.dtype,), other.group_name, world
+        _log(Collective(*facts, SAME_HOST, thread))
+    return _read_each_other(other, received, sent, tag)
+
+
+_read_each_other = same_host.Neighbour.exchange
 
 
 def _is_group(script_object: torch.ScriptObject) -> bool:
@@ -183,6 +207,7 @@ def count_collectives() -> Iterator[CollectiveLog]:
     with _lock:
         if _library is None:
             _library = _install()
+            same_host.Neighbour.exchange = _exchange  # type: ignore[assignment, method-assign]
         _logs.append(log)
     try:
         yield log
@@ -192,3 +217,4 @@ def count_collectives() -> Iterator[CollectiveLog]:
             if not _logs and _library is not None:
                 _library._destroy()
                 _library = None
+                same_host.Neighbour.exchange = _read_each_other  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """What `lower` hands to gloo is right, and holds up: thousands of steps with several collectives in flight.
 
-PyTorch's coalesced all-gather on gloo corrupts the heap under this load within seconds (docs/architecture.md).
+With ranks that know they share a host, and with ranks that do not. PyTorch's coalesced all-gather on gloo corrupts the
+heap under this load within seconds (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ from torch import nn
 
 import zerofx
 from tests.passes.graphs import Sketch, apply, aten, up_to
+from zerofx import same_host as memory
 from zerofx._torch import gloo_threads
 from zerofx.passes import lower
 
 STEPS = 5_000
+same_host = pytest.mark.parametrize("same_host", [False, True])
 
 
-def exchange(dtype: torch.dtype) -> None:
+def process_group(same_host: bool) -> str:
+    """The name of a new one of all ranks, which read each other's memory or do not."""
+    name = dist.new_group().group_name
+    if same_host:
+        memory.meet(name)
+    assert len(memory.neighbours(name)) == (dist.get_world_size() - 1 if same_host else 0)
+    return name
+
+
+def exchange(dtype: torch.dtype, same_host: bool) -> None:
     """Pairwise collectives in flight together, beside what PyTorch has for the same, and messages of a user's own."""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    rank, world, group = dist.get_rank(), dist.get_world_size(), process_group(same_host)
     shards = [torch.full((5,), 10.0 * rank + i).to(dtype) for i in range(4)]
     packs = [torch.arange(3.0 * world).add(100 * rank + i).to(dtype) for i in range(4)]
     mine = torch.tensor([rank])
@@ -48,16 +60,18 @@ def exchange(dtype: torch.dtype) -> None:
         assert got.equal(torch.cat(parts))
 
 
+@same_host
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 3])
-def test_pairwise_collectives_give_what_pytorchs_own_give(make_workers, world: int, dtype: torch.dtype) -> None:
-    make_workers(world).run(exchange, dtype)
+def test_pairwise_collectives_give_what_pytorchs_own_give(
+    make_workers, world: int, dtype: torch.dtype, same_host: bool
+) -> None:
+    make_workers(world).run(exchange, dtype, same_host)
 
 
-def hammer(steps: int) -> float:
+def hammer(steps: int, same_host: bool) -> float:
     """Runs a lowered forward of six layers, all gathers in flight at once; every result is checked."""
-    group = dist.group.WORLD
-    s = Sketch(memory_budget=1 << 20, process_group=group.group_name, world_size=group.size())
+    s = Sketch(memory_budget=1 << 20, process_group=process_group(same_host), world_size=dist.get_world_size())
     x = s.input("x", 1, 8)
     for name in "abcdef":
         x = s.call(aten.mm.default, x, s.parameters(name, **{name: (8, 8)})[0])
@@ -70,9 +84,12 @@ def hammer(steps: int) -> float:
     return y.sum().item()
 
 
+@same_host
 @pytest.mark.parametrize("world_size", [2])
-def test_many_steps_with_all_gathers_in_flight_leave_the_heap_whole(make_workers, world_size: int) -> None:
-    results = make_workers(world_size).run(hammer, STEPS, timeout=240)
+def test_many_steps_with_all_gathers_in_flight_leave_the_heap_whole(
+    make_workers, world_size: int, same_host: bool
+) -> None:
+    results = make_workers(world_size).run(hammer, STEPS, same_host, timeout=240)
     assert len(set(results)) == 1
 
 

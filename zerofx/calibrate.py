@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from zerofx import same_host
 from zerofx._torch import backend_name
 from zerofx.passes.ops import all_gather_pairwise_, under_way
 from zerofx.predict import Rates
@@ -44,6 +45,7 @@ def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.devi
         raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
     group, device = process_group or dist.group.WORLD, torch.device(device)
     assert group is not None
+    same_host.meet(group.group_name)
     before = _product(device), _copy(device)
     began, worked = time.perf_counter(), time.process_time()
     gathers = [_gather(group, device, nbytes) for nbytes in SIZES]

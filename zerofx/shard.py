@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zerofx import same_host
 from zerofx._torch import backend_name, batch_gloo_threads, resolve_process_group
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
@@ -63,8 +64,11 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     if options.reduce_group is not None:
         assert isinstance(options.reduce_group, str)
         family.reduce_group = options.reduce_group
+        same_host.meet(options.reduce_group)
         if watch is not None:
             watch_too(watch, options.reduce_group)
+    if options.stage:
+        same_host.meet(process_group.group_name)
     templates, places = {}, places_of(module) if on_meta else {}
     for layout, parameters in planned:
         group = ShardGroup(layout, process_group, device, family)

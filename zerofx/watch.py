@@ -39,7 +39,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerofx import _torch
+from zerofx import _torch, same_host
 from zerofx.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
 from zerofx.passes import ops
 from zerofx.tracing import while_profiled
@@ -245,30 +245,26 @@ class Watch:
         if not self.store.check(["failed"]):
             self.store.set("failed", why)
         for name in self.names:
+            same_host.give_up(name)
             _torch.abort_collectives(name)
 
 
-class _Watched(dist.Work):
+class _Watched(_torch.PythonWork):
     """Works that are waited for as one, under the eyes of the watchdog."""
 
     def __init__(self, watch: Watch, schedule: Schedule, i: int, works: list[dist.Work]) -> None:
         super().__init__()
         self.watch, self.schedule, self.i, self.works = watch, schedule, i, works
-        _alive[id(self)] = self  # until it was waited for: PyTorch holds no more than the C++ half
 
     def wait(self, timeout: Any = None) -> bool:
-        try:
-            named = while_profiled(lambda: f"wait for {self.schedule.short(self.i)}")
-            with named, self.watch.waiting(self.schedule, self.i):
-                for work in self.works:
-                    work.wait()
-        finally:
-            self.works = []
-            _alive.pop(id(self), None)
+        named = while_profiled(lambda: f"wait for {self.schedule.short(self.i)}")
+        with self.ending(), named, self.watch.waiting(self.schedule, self.i):
+            works, self.works = self.works, []
+            for work in works:
+                work.wait()
         return True
 
 
-_alive: dict[int, _Watched] = {}
 _watches: dict[str, Watch] = {}
 
 

@@ -45,7 +45,9 @@ from zerofx._torch.checkpoint import (
     index_class,
 )
 from zerofx._torch.distributed import (
+    SAME_HOST_ERROR,
     PretendedGroup,
+    PythonWork,
     abort_collectives,
     backend_name,
     batch_gloo_threads,
@@ -55,6 +57,7 @@ from zerofx._torch.distributed import (
     is_communication_error,
     register_work,
     resolve_process_group,
+    timeout_of,
 )
 from zerofx._torch.dynamo import (
     chosen_by_data,

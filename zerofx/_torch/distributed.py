@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +31,25 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
     torch._C._distributed_c10d._register_work(tensor, work)
 
 
+class PythonWork(dist.Work):
+    """A work made in Python, alive until it was waited for: PyTorch holds the C++ half alone (2.11, 2.13, 2.15)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _alive[id(self)] = self
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """It is waited for inside."""
+        try:
+            yield
+        finally:
+            _alive.pop(id(self), None)
+
+
+_alive: dict[int, PythonWork] = {}
+
+
 class PretendedGroup:
     """What looks like rank 0 of a process group to those who only ask for names; it cannot send anything."""
 
@@ -53,6 +72,11 @@ class PretendedGroup:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The communication backend that ``group`` uses for tensors on ``device`` (2.11, 2.13, 2.15)."""
     return group._get_backend(device).name()
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective on the CPU is an error (2.11, 2.13, 2.15)."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def has_backend(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
@@ -102,7 +126,13 @@ def gloo_threads() -> list[int]:
 def is_communication_error(error: RuntimeError) -> bool:
     """Whether the backend raised it, to judge by its text: it has no class of its own (2.11, 2.13, 2.15)."""
     text = str(error)
-    return isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text
+    return isinstance(error, dist.DistError) or any(
+        part in text for part in ("gloo/transport", "pair closure", SAME_HOST_ERROR)
+    )
+
+
+SAME_HOST_ERROR = "zerofx.same_host: an exchange"
+"""How what `zerofx.same_host` raises begins."""
 
 
 _NOBODY_SENDS = 0x7A68
