@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -60,8 +63,65 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     """Inductor's code generator for one partitioned graph; returns a boxed callable (2.11, 2.13, 2.15)."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with inductor_config():
+    with inductor_config(), products_in_packs():
         return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def products_in_packs() -> Iterator[None]:
+    """Where a matrix product is a part of a flat ``cat``, Inductor writes it there, as it does pointwise results.
+
+    By itself it writes the product to memory of its own and copies it, since a product's layout is fixed early. But the
+    result of a product with ``out=`` may lie anywhere, as long as its strides are the same::
+
+        product = empty(256, 512)                    pack = empty(...)
+        mm(a, b, out=product)               ─────▶   product = reinterpret_tensor(pack, (256, 512), (512, 1), offset)
+        pack = empty(...)                            mm(a, b, out=product)
+        copy(product, pack[offset:...])
+
+    A gradient is packed so without being there twice. What reads the product besides reads it out of the pack (2.13).
+    """
+    import torch.compiler.config
+    from torch._inductor import ir
+
+    theirs = ir.ConcatKernel.realize_into
+
+    def realize_into(cls: type, src: Any, dst: Any) -> Any:
+        return _product_in_pack(src, dst) or theirs(src, dst)
+
+    tag = f"{torch.compiler.config.cache_key_tag} zerofx: products in packs"  # code is cached by graph and by this
+    with (
+        unittest.mock.patch.object(ir.ConcatKernel, "realize_into", classmethod(realize_into)),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+def _product_in_pack(src: Any, dst: Any) -> Any:
+    """The product of which ``src`` is a flat view, once it lies where ``dst`` is; None where that cannot be."""
+    from torch._inductor import ir
+
+    if not (ir.is_storage_and_layout(src) and ir.is_storage_and_layout(dst)):
+        return None
+    (storage, flat), (pack, place) = ir.as_storage_and_layout(src), ir.as_storage_and_layout(dst)
+    product = storage.data
+    if type(product) is not ir.ExternKernelOut or type(product.layout) is not ir.FixedLayout:
+        return None  # not a kernel with out=, or in a pack already
+    layout = product.layout
+    whole = math.prod(layout.size)
+    numbers = (whole, place.offset)
+    static = all(isinstance(n, (int, sympy.Integer)) for n in numbers)
+    if not (static and layout.is_contiguous() and list(flat.size) == [whole] == list(place.size)):
+        return None
+    if layout.offset or flat.offset or list(place.stride) != [1] or place.offset * layout.dtype.itemsize % _ALIGNED:
+        return None
+    there = ir.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, place.offset)
+    product.layout = ir.NonOwningLayout(ir.ReinterpretView(data=pack, layout=there))
+    return product
+
+
+_ALIGNED = 16
+"""Bytes that every product's address is a multiple of: kernels may count on it."""
 
 
 def source_code(compiled: Any) -> str | None:
