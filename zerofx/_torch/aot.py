@@ -18,11 +18,17 @@ def functorch_config(lazy_backward: bool = True) -> contextlib.AbstractContextMa
     Its cache is keyed by the graph before any rewriting: it would hand out what an earlier, plain ``torch.compile`` of
     the same model left there, and freed parameters would reach its kernels. ``lazy_backward``: the backward is
     compiled when it first runs, rather than with the forward.
+
+    ``ban_recompute_materialized_backward`` would save each cheap value that backward's products read from memory (the
+    output of a GELU or of a normalisation), although what it is computed from is saved, too. That spares writing it
+    once more, and a third of all activations is such values.
     """
     import torch._functorch.config
 
     return torch._functorch.config.patch(
-        enable_autograd_cache=False, force_non_lazy_backward_lowering=not lazy_backward
+        enable_autograd_cache=False,
+        force_non_lazy_backward_lowering=not lazy_backward,
+        ban_recompute_materialized_backward=False,
     )
 
 
