@@ -78,7 +78,7 @@ class Backend:
         _strip_own_frames(gm)
         _copy_returned_views(gm, example_inputs)
         unit = _CompiledGraph(self.options, example_inputs, self.pretend)
-        with _torch.functorch_config(lazy_backward=self.pretend is None):
+        with _torch.functorch_config(lazy_backward=self.pretend is None, fused=self.options.executor == "inductor"):
             if self.options.executor == "inductor":
                 compiled = _torch.compile_with_inductor(gm, example_inputs, unit.compile_inner, unit.before_cut)
             else:

@@ -12,23 +12,23 @@ from torch.fx import GraphModule, Node
 from zerofx._torch.tensors import pytree
 
 
-def functorch_config(lazy_backward: bool = True) -> contextlib.AbstractContextManager[Any]:
+def functorch_config(lazy_backward: bool = True, fused: bool = False) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd's settings while zerofx compiles (2.11, 2.13, 2.15).
 
     Its cache is keyed by the graph before any rewriting: it would hand out what an earlier, plain ``torch.compile`` of
     the same model left there, and freed parameters would reach its kernels. ``lazy_backward``: the backward is
     compiled when it first runs, rather than with the forward.
 
-    ``ban_recompute_materialized_backward`` would save each cheap value that backward's products read from memory (the
-    output of a GELU or of a normalisation), although what it is computed from is saved, too. That spares writing it
-    once more, and a third of all activations is such values.
+    ``fused``: the executor fuses pointwise operations. Then what can be recomputed from what is saved anyway is not
+    saved, even if backward's products read it from memory: outputs of a GELU, or of a normalisation. PyTorch's
+    partitioner saves them, since recomputing means writing them once more. A third of all activations are such values.
     """
     import torch._functorch.config
 
     return torch._functorch.config.patch(
         enable_autograd_cache=False,
         force_non_lazy_backward_lowering=not lazy_backward,
-        ban_recompute_materialized_backward=False,
+        ban_recompute_materialized_backward=not fused,
     )
 
 
