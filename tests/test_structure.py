@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import time
+import unittest.mock
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import zerofx
 from tests import counting
 from tests.models import GPT
-from zerofx.passes import edit
+from zerofx.passes import edit, ops
 from zerofx.passes.ops import ALL_GATHER_TAG
 from zerofx.shard import groups_of
 
@@ -175,8 +177,8 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     from torch.multiprocessing.reductions import StorageWeakRef
 
     model, x = build(executor, memory_budget=memory_budget)
-    outputs: dict[int, tuple[StorageWeakRef, int]] = {}  # by address: each message of a gather brings a part of one
-    most, note = 0, counting._note
+    outputs: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
+    most, exchange = 0, ops._exchange
 
     def live(address: int, ref: StorageWeakRef, nbytes: int) -> int:
         if ref.expired():
@@ -184,14 +186,11 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
         storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
         return nbytes if storage is not None and storage.data_ptr() == address else 0  # else freed by a discard
 
-    def watch(operator: str, args: tuple[Any, ...]) -> None:
+    def watch(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: str, kind: int) -> list[dist.Work]:
         nonlocal most
-        note(operator, args)
-        if operator == "recv_" and args[-1] & 0xFFFF == ALL_GATHER_TAG:
-            for tensor in counting._tensors(args[0]):
-                if not isinstance(tensor, torch._subclasses.FakeTensor):
-                    storage = tensor.untyped_storage()
-                    outputs[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        if kind == ALL_GATHER_TAG:
+            storage = received[0].untyped_storage()  # of all: each message brings a part of one
+            outputs[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
             # Gloo's thread may hold on to a finished operation for a moment: give it time to let go.
             deadline = time.monotonic() + 2
             while (
@@ -199,16 +198,13 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
             ) > said and time.monotonic() < deadline:
                 time.sleep(0.001)
             most = max(most, now)
+        return exchange(received, sent, group, kind)
 
     model(x, x).backward()  # compiles
     (record,) = zerofx.graphs(model)
     said = max(trace.context.gathered_bytes for trace in record.traces())
-    counting._note = watch
-    try:
-        with counting.count_collectives():
-            model(x, x).backward()
-    finally:
-        counting._note = note
+    with unittest.mock.patch.object(ops, "_exchange", watch):
+        model(x, x).backward()
     storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}
     full = [p.untyped_storage().nbytes() for p in model.parameters()]
     return most, said, full, sum(s.nbytes() for s in storages.values())

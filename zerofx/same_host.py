@@ -133,7 +133,7 @@ class Neighbour:
                 self.connection.send(_MESSAGE.pack(*message))
                 return
             except BlockingIOError:  # hundreds of messages that it has not looked at yet
-                select.select([], [self.connection], [], _LOOK)
+                _poll([self], select.POLLOUT, _LOOK)
             except OSError as e:
                 self.lost = str(e)
 
@@ -166,15 +166,19 @@ class Exchange(_torch.PythonWork):
 
 def advance(seconds: float = 0.0) -> None:
     """Take in what neighbours have said, of all process groups; if nothing, wait for it so long at most."""
-    others = [other for _, found in _met.values() for other in found.values() if not other.lost]
+    others = [other for _, found in list(_met.values()) for other in found.values() if not other.lost]
     if seconds:
-        poll = select.poll()
-        for other in others:
-            poll.register(other.connection, select.POLLIN)
-        poll.poll(1000 * seconds)
+        _poll(others, select.POLLIN, seconds)
     with _lock:
         for other in others:
             other.hear()
+
+
+def _poll(others: list[Neighbour], event: int, seconds: float) -> None:
+    poll = select.poll()
+    for other in others:
+        poll.register(other.connection, event)
+    poll.poll(1000 * seconds)
 
 
 def give_up(name: str) -> None:
