@@ -1,15 +1,13 @@
-"""Hosts joined by a slow link, on one machine: a network namespace each, two at one cable, more at a switch.
+"""Hosts joined by a slow link, on one machine: a network namespace each, behind a switch that is one too.
 
 ::
 
-    host 0 ── tbf ───────── tbf ── host 1          host 0 ── tbf ──┐              ┌── tbf ── host 1
-    10.77.0.1                   10.77.0.2          10.77.0.1       └──  switch  ──┘          10.77.0.2
-                                                                      (bridge) │
-                                                                               └── tbf ── host 2
+    host 0 ── tbf ──┐              ┌── tbf ── host 1
+    10.77.0.1       └──  switch  ──┘          10.77.0.2
+                         (bridge)
 
 Token buckets (``tc tbf``) on both ends of every cable limit what a host sends and what it receives, each by itself: a
-full-duplex link. What a switch works is done by the cores of the hosts here, which compute: so there is none where two
-do without. Needs root, and ``ip`` and ``tc`` (Debian's iproute2).
+full-duplex link. Needs root, and ``ip`` and ``tc`` (Debian's iproute2).
 """
 
 from __future__ import annotations
@@ -47,34 +45,24 @@ class Hosts:
         if os.geteuid() != 0:
             raise RuntimeError("network namespaces with a limited link need root.")
         try:
-            names = [f"{self.prefix}-{host}" for host in range(self.count)]
-            for name in names:
+            switch = f"{self.prefix}-switch"
+            _do(f"ip netns add {switch}")
+            _do(f"ip -n {switch} link add switch type bridge")
+            _do(f"ip -n {switch} link set switch up")
+            for host in range(self.count):
+                name, port = f"{self.prefix}-{host}", f"port{host}"
                 _do(f"ip netns add {name}")
-                _do(f"ip -n {name} link set lo up")
-            if self.count == 2:
-                self._cable((names[0], self.interface), (names[1], self.interface))
-            else:
-                switch = f"{self.prefix}-switch"
-                _do(f"ip netns add {switch}")
-                _do(f"ip -n {switch} link add switch type bridge")
-                _do(f"ip -n {switch} link set switch up")
-                for host, name in enumerate(names):
-                    self._cable((name, self.interface), (switch, f"port{host}"))
-                    _do(f"ip -n {switch} link set port{host} master switch")
-            for host, name in enumerate(names):
+                _do(f"ip link add {self.interface} netns {name} type veth peer name {port} netns {switch}")
                 _do(f"ip -n {name} address add {self.address(host)}/24 dev {self.interface}")
+                _do(f"ip -n {switch} link set {port} master switch")
+                for where, device in ((name, self.interface), (switch, port)):
+                    _do(f"tc -n {where} qdisc add dev {device} root tbf rate {self.rate} burst 256k latency 20ms")
+                    _do(f"ip -n {where} link set {device} up")
+                _do(f"ip -n {name} link set lo up")
         except BaseException:
             self._remove()
             raise
         return self
-
-    def _cable(self, *ends: tuple[str, str]) -> None:
-        """Both ends: a namespace, and what the cable's device is called there."""
-        (here, device), (there, other) = ends
-        _do(f"ip link add {device} netns {here} type veth peer name {other} netns {there}")
-        for where, name in ends:
-            _do(f"tc -n {where} qdisc add dev {name} root tbf rate {self.rate} burst 256k latency 20ms")
-            _do(f"ip -n {where} link set {name} up")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.rate is not None:
