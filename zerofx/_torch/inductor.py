@@ -86,8 +86,8 @@ def products_in_packs() -> Iterator[None]:
 
     theirs = ir.ConcatKernel.realize_into
 
-    def realize_into(cls: type, src: Any, dst: Any) -> Any:
-        return _product_in_pack(src, dst) or theirs(src, dst)
+    def realize_into(cls: type, src: Any, dst: Any, *more: Any, **named: Any) -> Any:
+        return _product_in_pack(src, dst) or theirs(src, dst, *more, **named)
 
     tag = f"{torch.compiler.config.cache_key_tag} zerofx: products in packs"  # code is cached by graph and by this
     with (
