@@ -129,12 +129,12 @@ def test_ranks_may_wait_in_different_orders(workers2: Workers) -> None:
     assert workers2.run(cross, timeout=60) == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
 
 
-def run_ahead(messages: int) -> float:
-    """Rank 0 starts more than a socket holds before rank 1 looks at any."""
+def run_ahead(messages: int, late: bool) -> float:
+    """Both start more than a socket holds, and none is waited for; ``late``: rank 1 when rank 0 has started all."""
     rank = dist.get_rank()
     neighbour, got = met()[1][1 - rank], torch.zeros(messages)
     sent = torch.arange(1.0 * messages)
-    if rank == 1:
+    if late and rank == 1:
         time.sleep(1)
     started = [neighbour.exchange(got[i : i + 1], sent[i : i + 1], MINE) for i in range(messages)]
     for exchange in started:
@@ -143,8 +143,9 @@ def run_ahead(messages: int) -> float:
     return got.sum().item()
 
 
-def test_more_messages_than_a_socket_holds_arrive(workers2: Workers) -> None:
-    assert len(set(workers2.run(run_ahead, 5000, timeout=60))) == 1
+@pytest.mark.parametrize("late", [False, True])
+def test_more_messages_than_a_socket_holds_arrive(workers2: Workers, late: bool) -> None:
+    assert len(set(workers2.run(run_ahead, 5000, late, timeout=60))) == 1
 
 
 def never_meet(sizes: tuple[int, int], tags: tuple[int, int], how: str) -> str:

@@ -76,6 +76,7 @@ class Neighbour:
         self._ready: dict[int, deque[tuple[int, int, int]]] = defaultdict(deque)  # by tag: what it has for this rank
         self._to_read: dict[int, deque[Exchange]] = defaultdict(deque)  # by tag
         self._to_give: dict[int, Exchange] = {}  # by number
+        self._unsaid: deque[bytes] = deque()
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Exchange:
         """Start to fill ``received`` with what the other gives under ``tag``, and to give ``sent``.
@@ -128,14 +129,24 @@ class Neighbour:
             self._tell(0, number, 0, 0)
 
     def _tell(self, *message: int) -> None:
-        while not self.lost:
+        self._unsaid.append(_MESSAGE.pack(*message))
+        self.say()
+
+    def say(self) -> None:
+        """Tell it what there was no room for in the socket, as far as there is now. Never waits: it may do the same."""
+        while self._unsaid and not self.lost:
             try:
-                self.connection.send(_MESSAGE.pack(*message))
+                self.connection.send(self._unsaid[0])
+                self._unsaid.popleft()
+            except BlockingIOError:
                 return
-            except BlockingIOError:  # hundreds of messages that it has not looked at yet
-                _poll([self], select.POLLOUT, _LOOK)
             except OSError as e:
                 self.lost = str(e)
+
+    @property
+    def awaited(self) -> int:
+        """What `select.poll` is to wait for."""
+        return select.POLLIN | (select.POLLOUT if self._unsaid else 0)
 
 
 class Exchange(_torch.PythonWork):
@@ -168,17 +179,14 @@ def advance(seconds: float = 0.0) -> None:
     """Take in what neighbours have said, of all process groups; if nothing, wait for it so long at most."""
     others = [other for _, found in list(_met.values()) for other in found.values() if not other.lost]
     if seconds:
-        _poll(others, select.POLLIN, seconds)
+        poll = select.poll()
+        for other in others:
+            poll.register(other.connection, other.awaited)
+        poll.poll(1000 * seconds)
     with _lock:
         for other in others:
             other.hear()
-
-
-def _poll(others: list[Neighbour], event: int, seconds: float) -> None:
-    poll = select.poll()
-    for other in others:
-        poll.register(other.connection, event)
-    poll.poll(1000 * seconds)
+            other.say()
 
 
 def give_up(name: str) -> None:
