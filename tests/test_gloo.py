@@ -21,6 +21,10 @@ from zerofx.passes import lower
 
 STEPS = 5_000
 same_host = pytest.mark.parametrize("same_host", [False, True])
+batch = pytest.mark.skipif(
+    not hasattr(os, "SCHED_BATCH") or torch.__version__ < (2, 13),
+    reason="a scheduling policy of Linux, for threads that gloo gave a name",
+)
 
 
 def process_group(same_host: bool) -> str:
@@ -108,12 +112,12 @@ def policies_on(cores: int) -> tuple[set[int], int]:
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduling policy of Linux")
+@batch
 def test_on_one_core_gloos_threads_wait_for_their_turn_and_the_one_that_computes_does_not(workers2) -> None:
     assert workers2.run(policies_on, 1) == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduling policy of Linux")
+@batch
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: "1")(0)) < 2, reason="needs two cores")
 def test_on_more_cores_gloos_threads_are_left_alone(workers2) -> None:
     assert workers2.run(policies_on, 2) == [({os.SCHED_OTHER}, os.SCHED_OTHER)] * 2

@@ -79,7 +79,8 @@ def products_in_packs() -> Iterator[None]:
         pack = empty(...)                            mm(a, b, out=product)
         copy(product, pack[offset:...])
 
-    A gradient is packed so without being there twice. What reads the product besides reads it out of the pack (2.13).
+    A gradient is packed so without being there twice. What reads the product besides reads it out of the pack (2.11,
+    2.13, 2.15).
     """
     import torch.compiler.config
     from torch._inductor import ir
