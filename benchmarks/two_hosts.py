@@ -9,6 +9,9 @@ the contenders take turns, as in benchmarks/step.py. Beside them the same run me
 * the arithmetic: the same model, compiled, on all ranks, without any communication (contender ``alone``);
 * the wire: what the link carries in both directions at once, through plain sockets, times the bytes of a step.
 
+glibc is told to keep what is freed (`KEEP`). By itself it gives buffers of more than 32 MiB back and asks Linux for new
+pages for the next; all contenders have such buffers, and what they take differs with who shares the process.
+
 The larger of the two is the *bound*; a contender's time over its bound says how much of the other is exposed. Where
 both want one core, no schedule reaches it: contenders ``alone+bytes-2`` and ``-3`` say what one could (`step.Beside`).
 
@@ -48,6 +51,7 @@ MODELS = {
 }
 RATES = {"loopback": 2e9, "10gbit": 1.25e9, "1gbit": 1.25e8, "250mbit": 3.125e7}
 """Names, as tc knows them, and bytes per second to expect."""
+KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 
 
 def main() -> int:
@@ -96,6 +100,7 @@ def race(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
             command = [__file__, f"--contenders={','.join(args.contenders)}", f"--models={model}", f"--rates={rate}"]
             command += [f"--{name}={getattr(args, name)}" for name in ("world", "rounds", "steps", "warmup")]
             env = os.environ | {"GLOO_SOCKET_IFNAME": hosts.interface, "ZEROFX_HOSTS": hosts.address(host)}
+            env.setdefault("GLIBC_TUNABLES", KEEP)
             command = [*hosts.inside(host), *torchrun, *command, f"--answer={answer}"]
             ranks.append(subprocess.Popen(command, env=env))
         try:
@@ -177,6 +182,7 @@ def facts(model: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "processor": step.processor("cpu"),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", KEEP),
         "settings": MODELS[model],
     }
 
