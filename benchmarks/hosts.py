@@ -7,9 +7,8 @@
                          (bridge)
 
 Token buckets (``tc tbf``) on both ends of every cable limit what a host sends and what it receives, each by itself: a
-full-duplex link. Connections between hosts use CUBIC, Linux's default, whatever this machine prefers: BBR goes on
-probing what the link can carry, and with it the step of benchmarks/two_hosts.py's GPT took 1.59 s at 1 Gbit/s instead
-of 1.51. Needs root, and ``ip`` and ``tc`` (Debian's iproute2).
+full-duplex link. Connections between hosts use CUBIC, Linux's default, whatever this machine prefers: what is measured
+is a step, not how BBR probes what the link can carry. Needs root, and ``ip`` and ``tc`` (Debian's iproute2).
 """
 
 from __future__ import annotations
