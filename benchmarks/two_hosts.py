@@ -52,6 +52,7 @@ MODELS = {
 RATES = {"loopback": 2e9, "10gbit": 1.25e9, "1gbit": 1.25e8, "250mbit": 3.125e7}
 """Names, as tc knows them, and bytes per second to expect."""
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+"""What ranks start with, unless the environment says otherwise."""
 
 
 def main() -> int:
@@ -99,8 +100,8 @@ def race(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
             torchrun += [f"--master-addr={hosts.address(0)}", "--master-port=29511"]
             command = [__file__, f"--contenders={','.join(args.contenders)}", f"--models={model}", f"--rates={rate}"]
             command += [f"--{name}={getattr(args, name)}" for name in ("world", "rounds", "steps", "warmup")]
-            env = os.environ | {"GLOO_SOCKET_IFNAME": hosts.interface, "ZEROFX_HOSTS": hosts.address(host)}
-            env.setdefault("GLIBC_TUNABLES", KEEP)
+            env = {"GLIBC_TUNABLES": KEEP} | os.environ
+            env |= {"GLOO_SOCKET_IFNAME": hosts.interface, "ZEROFX_HOSTS": hosts.address(host)}
             command = [*hosts.inside(host), *torchrun, *command, f"--answer={answer}"]
             ranks.append(subprocess.Popen(command, env=env))
         try:
@@ -124,6 +125,7 @@ def be_a_rank(args: argparse.Namespace) -> None:
     link.append(link_rate(rank, args.world, RATES[args.rates[0]]))
     if rank == 0:
         result["link_bytes_per_s"] = max(link)
+        result["glibc_tunables"] = os.environ["GLIBC_TUNABLES"]
         result["largest_relative_difference_of_losses"] = step.spread_of_losses(result["contenders"])
         Path(args.answer).write_text(json.dumps(result))
     dist.barrier()
@@ -182,7 +184,6 @@ def facts(model: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "processor": step.processor("cpu"),
-        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", KEEP),
         "settings": MODELS[model],
     }
 

@@ -268,7 +268,6 @@ def test_without_room_to_prefetch_one_group_is_live() -> None:
 CODE = """
 from torch._inductor.async_compile import AsyncCompile
 import torch
-from torch import nn
 async_compile = AsyncCompile()
 empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
 assert_size_stride = torch._C._dynamo.guards.assert_size_stride
@@ -515,6 +514,17 @@ def test_calibration_without_a_process_group_is_refused() -> None:
         zerofx.calibrate()
 
 
+@pytest.mark.parametrize(("executor", "hidden"), [("inductor", 1), ("eager", 3)])
+def test_where_kernels_are_fused_forward_saves_nothing_that_can_be_recomputed_from_the_rest(
+    executor: str, hidden: int
+) -> None:
+    """A product of backward reads what the normalisation gives; the first product is saved, of which all comes."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16))
+    record = zerofx.dry_run(model, torch.randn(128, 16), world_size=2, stage=3, executor=executor, backend="gloo")
+    saved = zerofx.predict(record).phases[0].live[-1]["activations"]
+    assert saved // (128 * 64 * 4) == hidden
+
+
 def main() -> None:
     """Print peaks and bytes received of rank 0 as a table, predicted beside measured."""
     pools: dict[int, Workers] = {}
@@ -535,14 +545,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-@pytest.mark.parametrize(("executor", "hidden"), [("inductor", 1), ("eager", 3)])
-def test_where_kernels_are_fused_forward_saves_nothing_that_can_be_recomputed_from_the_rest(
-    executor: str, hidden: int
-) -> None:
-    """A product of backward reads what the normalisation gives; the first product is saved, of which all comes."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16))
-    record = zerofx.dry_run(model, torch.randn(128, 16), world_size=2, stage=3, executor=executor, backend="gloo")
-    saved = zerofx.predict(record).phases[0].live[-1]["activations"]
-    assert saved // (128 * 64 * 4) == hidden
