@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx._torch import DisableTorchFunction, gradient_edge, pytree
+from zerofx._torch import call_plainly, gradient_edge, pytree
 from zerofx.norms import all_reduce, norm, norms
 from zerofx.ondemand import gather_tensor, is_in_place, readonly, unshard
 from zerofx.parameter import ShardedParameter, ShardedTensor, count_write, detach
@@ -31,6 +31,10 @@ _OPERATORS = """
     """.split()
 ELEMENTWISE = frozenset([*_NAMED, *(f"__{name}__" for name in _OPERATORS)])
 """Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
+
+_IN_PLACE = frozenset(function for name in _NAMED if (function := getattr(torch.Tensor, name + "_", None)))
+
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 CREATION = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
 """Operations that read nothing but shape and dtype: never differentiated."""
@@ -56,9 +60,13 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`.
 
-    An optimizer comes here a dozen times per parameter and step: what it asks most is answered first.
+    An optimizer comes here several times per parameter and step: what it does most is done first.
     """
-    if func in _GETTERS:
+    if func in _IN_PLACE and isinstance(args[0], ShardedTensor) and not torch.is_grad_enabled():
+        result = _on_slices(func, args, kwargs, args[0], args[0])
+        if result is not NotImplemented:
+            return result
+    if func == _SET_GRAD and args[1] is None:  # `zero_grad`
         return _as_is(func, args, kwargs)
     name = getattr(func, "__name__", str(func)).split(".")[0]
     if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
@@ -94,19 +102,13 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if name.startswith(LISTS):
             return _on_lists(func, name, args, kwargs, sharded)
         if (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE:
-            result = _on_slices(func, args, kwargs, sharded, written)
+            result = _on_slices(func, args, kwargs, sharded[0] if written is None else written, written)
             if result is not NotImplemented:
                 return result
         reduced = _reduction(name, args, kwargs)
         if reduced is not NotImplemented:
             return reduced
     return _on_full(func, name, args, kwargs, written, tracked)
-
-
-_GETTERS = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
-)
 
 
 def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
@@ -117,8 +119,7 @@ def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
 
 
 def _as_is(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    with DisableTorchFunction():
-        return func(*args, **kwargs)
+    return call_plainly(func, (), args, kwargs)
 
 
 def _backward(*args: Any, inputs: Any = (), **kwargs: Any) -> None:
@@ -164,11 +165,8 @@ def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor
     return gradient if isinstance(gradient, ShardedTensor) else tensor.like(_narrow(tensor, gradient).clone())
 
 
-def _on_slices(
-    func: Callable, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor], written: Any
-) -> Any:
-    """An elementwise operation on the slices, or NotImplemented where the arguments are of several layouts."""
-    like = sharded[0] if written is None else written
+def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, written: Any) -> Any:
+    """An elementwise operation on slices laid out as ``like`` is; NotImplemented where some argument is not."""
     if not isinstance(like, ShardedTensor):
         return NotImplemented
     if func is torch.Tensor.__setitem__ and not isinstance(args[1], ShardedTensor):
@@ -293,7 +291,7 @@ def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def _check_leaf(tensor: Any) -> None:
-    if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and isinstance(tensor, ShardedParameter) and tensor.requires_grad:
         raise RuntimeError(
             f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
             "torch.no_grad()."

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from zerofx._torch import (
+    DisableTorchFunction,
     StorageWeakRef,
     backend_name,
     inside_backward,
@@ -329,16 +330,17 @@ class ShardGroup:
                 "function. It is updated now, without that one; take such a step without zerofx.step_in_backward."
             )
         held, new = [], []
-        for slot in slots:
-            parameter = self.parameter(slot)
-            if not checked and not _is_accumulated(parameter):
-                continue
-            local = gradient if self.family.stage == 0 else self.local(slot, gradient)
-            if parameter.grad is None:
-                parameter.grad = local if self.family.stage == 0 else parameter.like(local)
-            else:
-                held.append(parameter.grad if self.family.stage == 0 else parameter.grad.to_local())  # type: ignore
-                new.append(local)
+        with DisableTorchFunction():  # for speed: hundreds of parameters, and four questions to each
+            for slot in slots:
+                parameter = self.parameter(slot)
+                if not checked and not _is_accumulated(parameter):
+                    continue
+                local = gradient if self.family.stage == 0 else self.local(slot, gradient)
+                if parameter.grad is None:
+                    parameter.grad = local if self.family.stage == 0 else parameter.like(local)
+                else:
+                    held.append(parameter.grad if self.family.stage == 0 else parameter.grad.to_local())  # type: ignore
+                    new.append(local)
         if held:
             torch._foreach_add_(held, new)
 

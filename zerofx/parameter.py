@@ -31,6 +31,7 @@ from torch import nn
 
 from zerofx._torch import (
     DisableTorchFunction,
+    call_plainly,
     inlined_alone,
     pytree,
     run_while_tracing,
@@ -42,6 +43,10 @@ from zerofx.layout import Slot
 
 if TYPE_CHECKING:
     from zerofx.group import ShardGroup
+
+
+_ASKED = "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
+_QUESTIONS = frozenset([*(getattr(torch.Tensor, name).__get__ for name in _ASKED), torch.is_complex])
 
 
 class ShardedTensor(torch.Tensor):
@@ -61,6 +66,8 @@ class ShardedTensor(torch.Tensor):
         if torch.compiler.is_compiling():
             _check_backend(cls._traced_as)
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        if func in _QUESTIONS:  # of an optimizer, a dozen per parameter and step
+            return call_plainly(func, types, args, kwargs or {})
         if torch.jit.is_tracing():
             pytree.tree_map(_refuse_argument, (args, kwargs))
         from zerofx.elementwise import dispatch

@@ -88,6 +88,7 @@ from zerofx._torch.tensors import (
     TorchDispatchMode,
     adapt_arguments,
     allocations,
+    call_plainly,
     fake_mode,
     profiler_is_on,
     put_tensor,

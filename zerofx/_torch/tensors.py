@@ -18,6 +18,10 @@ from torch.utils import _pytree as pytree
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
+# torch._C (2.11, 2.13, 2.15): the same for one call, given as to ``__torch_function__``: (func, types, args, kwargs).
+call_plainly = torch._C._disabled_torch_function_impl
+
+
 # torch.utils._python_dispatch (2.11, 2.13, 2.15): a context in which a method of its own sees every operator.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
