@@ -46,7 +46,7 @@ class Tag:
     ======================  =================================================
     rebuild                 a view or cast that backward makes anew
     shard                   the placeholder of a group's shard (stage 3), or
-    replica                 of its full copy (stages 1 and 2), and
+    replica                 of its full copy (stages 1 and 2; one_copy), and
     refresh                 the wait for that copy to be up to date
     kept                    the placeholder of a gradient that was kept back
     gathered                the placeholder of a whole group that forward kept
@@ -147,6 +147,8 @@ class Context:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3
+    one_copy: bool = False
+    """Stage 3: the ranks have the whole weights in common memory (`zerofx.one_copy`)."""
     buckets: Buckets = "group"
     sync: Sync = "reduce"
     steps: bool = False
@@ -187,6 +189,11 @@ class Context:
 
     def __post_init__(self) -> None:
         self.reduce_group = self.reduce_group or self.process_group
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
+        return self.stage == 3 and not self.one_copy
 
     @property
     def ways(self) -> list[str]:

@@ -8,9 +8,9 @@ Parameters of one group are brought together, where the first of them is needed:
                                                   y = addmm(b, x, w)
                                                   return y, x, None
 
-In stages 1 and 2 each rank has a replica of the flat buffer. The input is the replica then, and there is no one to
-ask: the node is an unshard over one rank. Where replicas have another dtype than parameters (``ctx.param_dtype``), a
-cast to the parameter's dtype follows it, which `narrow` takes away again.
+In stages 1 and 2 each rank has a replica of the flat buffer, and with ``one_copy`` all have one in common. The input is
+the replica then, and there is no one to ask: the node is an unshard over one rank. Where replicas have another dtype
+than parameters (``ctx.param_dtype``), a cast to the parameter's dtype follows it, which `narrow` takes away again.
 
 A parameter that forward saves for backward is an input that the caller holds anyway: its output becomes None and
 ``ctx.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
@@ -54,7 +54,7 @@ def gather(gm: GraphModule, ctx: Context) -> int:
 
 def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], last: Node | None) -> Node:
     """Bring the parameters of one group; returns the placeholder of its buffer, which comes behind ``last``."""
-    sharded = ctx.stage == 3
+    sharded = ctx.gathers
     kind = "shard" if sharded else "replica"
     dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
     value = nodes[0].meta["val"].new_empty(layout.shard_numel if sharded else layout.numel, dtype=dtype)

@@ -16,8 +16,8 @@ Inductor might let another kernel write over it while it travels::
 
     rw = zerofx.reduce_grad(dw, 0, S, …)          ─────▶  sums = reduce_scatter_tensor(dw.view(-1), "sum", M, pg)
 
-In stages 1 and 2 there is nothing to gather: the flat buffer is an input, the rank's replica. The caller started to
-refresh it before the graph; it is waited for (``wait_tensor(replica)``) where the gather would stand.
+In stages 1 and 2, and with ``one_copy``, there is nothing to gather: the flat buffer is an input, the replica. The
+caller started to refresh it before the graph; it is waited for (``wait_tensor(replica)``) where the gather would stand.
 
 There is one gather for all unshard nodes that read one buffer (the shard, or what `narrow` made of it: its cast, and a
 part that stays wide), and it stands where the first of them stood; the reduction stands where the last of its group's
@@ -69,7 +69,7 @@ def _fuse_gather(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[No
 
     with graph.inserting_before(nodes[0]):
         full = shard
-        if layout.world_size > 1 and ctx.stage < 3:
+        if layout.world_size > 1 and not ctx.gathers:
             full = add("refresh", _c10d.wait_tensor.default, shard)
         elif layout.world_size > 1:
             start = add(

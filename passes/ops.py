@@ -93,7 +93,7 @@ def _reduced(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int,
     return grad.new_empty(shard_numel)
 
 
-ALL_GATHER_TAG, ALL_TO_ALL_TAG = 0x7A66, 0x7A67
+ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG = 0x7A66, 0x7A67, 0x7A68
 """Of the messages of a pairwise exchange: the lower 16 bits; the upper ones go by size."""
 
 
@@ -106,6 +106,12 @@ def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: 
     mine = parts[resolve_process_group(process_group).rank()]
     mine.copy_(shard)
     return _exchange(parts, [mine] * len(parts), process_group, ALL_GATHER_TAG)
+
+
+def meet_(process_group: str) -> list[dist.Work]:
+    """Start to tell all ranks that this one is here, and to hear the same of them; returns what to wait for."""
+    nothing = [torch.empty(0, dtype=torch.uint8)] * resolve_process_group(process_group).size()
+    return _exchange(nothing, nothing, process_group, MEETING_TAG)
 
 
 def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:

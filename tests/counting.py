@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import _torch, same_host
-from zerofx.passes.ops import ALL_GATHER_TAG, ALL_TO_ALL_TAG
+from zerofx.passes.ops import ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
 
 SAME_HOST = "zerofx.same_host"
 """The `Collective.operator` of what passed no process group."""
-_PAIRWISE = {ALL_GATHER_TAG: "all_gather", ALL_TO_ALL_TAG: "all_to_all"}
+_PAIRWISE = {ALL_GATHER_TAG: "all_gather", ALL_TO_ALL_TAG: "all_to_all", MEETING_TAG: "meeting"}
 """What messages with these tags are parts of."""
 
 _lock = threading.Lock()

@@ -115,7 +115,7 @@ class _CompiledGraph:
 
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
-        if any(group.family.stage == 3 for group in self.groups.values()):
+        if any(group.family.stage == 3 and not group.family.one_copy for group in self.groups.values()):
             spare_gathers(joint, self._parameters(joint))
 
     def _parameters(self, gm: GraphModule) -> dict[str, ParameterRef]:
@@ -186,9 +186,11 @@ class _CompiledGraph:
         n_outputs, surroundings = len(edit.output_values(gm.graph)), _torch.compile_context()
         family = next(iter(self.groups.values())).family
         variants: dict[tuple[Sync, bool], BackwardCode] = {}
+        # Of one copy other ranks read what a step would write, until their backward is over.
+        steps_inside = family.stage != 0 and not family.one_copy
 
         def variant(sync: Sync, steps: bool) -> BackwardCode:
-            key = sync, steps and family.stage != 0
+            key = sync, steps and steps_inside
             if key not in variants:
                 before = self.record.backward or self.record.backward_step
                 assert before is not None
@@ -197,7 +199,7 @@ class _CompiledGraph:
                     variants[key] = self._backward_variant(graph, *key, example_inputs, execute, static)
             return variants[key]
 
-        first: tuple[Sync, bool] = "reduce", family.stepper is not None and family.stage != 0
+        first: tuple[Sync, bool] = "reduce", family.stepper is not None and steps_inside
         variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
         return backward_runner(variant, family, n_outputs)
 
@@ -287,6 +289,7 @@ class _CompiledGraph:
                 (g.gathered_nbytes for g in group.family.groups() if g.layout not in self.groups), default=0
             ),
             stage=group.family.stage,
+            one_copy=group.family.one_copy,
             buckets=group.family.buckets,
             sync=sync,
             steps=steps,

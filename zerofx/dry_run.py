@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from zerofx import one_copy
 from zerofx._torch import PretendedGroup, compile_module, pytree
 from zerofx.backend import Backend
 from zerofx.group import Family, ShardGroup
@@ -75,6 +76,8 @@ def dry_run(
     if checked.leaf_modules is not None:
         raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
     device = torch.device(device)
+    if checked.one_copy:
+        one_copy.check(device)
     check_module(module)
     module = _without_memory(module, device)
     groups = _shard(module, PretendedGroup("dry run", world_size, backend), checked)
@@ -105,7 +108,7 @@ def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _shard(module: nn.Module, ranks: PretendedGroup, options: Options) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
-    groups, family = [], Family(options.stage, options.mixed_precision, options.buckets)
+    groups, family = [], Family(options.stage, options.mixed_precision, options.buckets, options.one_copy)
     for layout, parameters in plan_groups(module, ranks.size(), Grouping.of(options.groups), backend=ranks.name()):
         group = ShardGroup(layout, ranks, torch.device("meta"), family)  # type: ignore[arg-type]
         for slot, parameter in zip(layout.slots, parameters, strict=True):

@@ -224,7 +224,10 @@ class Reasons:
         return [("stands", "in front of the group's first use")]
 
     def _refresh(self, node: Node, group: str) -> Why:
-        return [("stands", "in front of the group's first use; the gather itself was started before the graph ran")]
+        brought = "the gather itself was started before the graph ran"
+        if self.context.one_copy:
+            brought = "ranks have it in common, and had written their parts before the graph ran"
+        return [("stands", f"in front of the group's first use; {brought}")]
 
     def _discard(self, node: Node, group: str) -> Why:
         return [("stands", "behind the last reader of the group's gathered weights")]

@@ -8,6 +8,8 @@ stage         shard (flat, 1/M)            replica (flat, whole)   gradients
               mixed precision a tensor of  computes with           shard is
               its own, the master
 3             the weights                  --                      the same
+3, one copy   a view of the replica, as    one that all ranks of   the same
+              in stages 1 and 2            the host have in common
 ============  ===========================  ======================  ===========================
 
 Who holds whom (a double arrow owns, a single one does not)::
@@ -59,6 +61,7 @@ class Family:
         stage: what is sharded (see `zerofx.options.Options`).
         precision: the dtypes of weights and gradients.
         buckets: what one all-reduce of stage 0 takes.
+        one_copy: whether the ranks have replicas in common (`zerofx.one_copy`).
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
@@ -68,10 +71,17 @@ class Family:
         rewritable: whether an operation that needs the whole of a parameter may write it (`zerofx.initialize`).
     """
 
-    def __init__(self, stage: int = 3, precision: MixedPrecision | None = None, buckets: Buckets = "group") -> None:
+    def __init__(
+        self,
+        stage: int = 3,
+        precision: MixedPrecision | None = None,
+        buckets: Buckets = "group",
+        one_copy: bool = False,
+    ) -> None:
         self.stage = stage
         self.precision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
+        self.one_copy = one_copy
         self.sync = True
         self.stepper: Any = None
         self.number = 0
@@ -142,7 +152,9 @@ class ShardGroup:
         family: the groups of the same module.
         shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``. The parameters' local parts are views of it.
             None in stage 0.
-        replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3.
+        replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3; with
+            ``one_copy`` a part of what the ranks have in common.
+        common: whether other ranks are there to write to the replica. Not so for one rank, and in a dry run.
         leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.leaf`).
         pending: uses whose gradient is still to come: forwards of graphs less their backwards, and all uses outside of
             graphs. Those that never get a backward are forgotten as `zerofx.step_in_backward` ends.
@@ -151,8 +163,14 @@ class ShardGroup:
     """
 
     def __init__(
-        self, layout: GroupLayout, process_group: dist.ProcessGroup, device: torch.device, family: Family
+        self,
+        layout: GroupLayout,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        family: Family,
+        common: torch.Tensor | None = None,
     ) -> None:
+        """``common``: bytes for the replica, where the ranks have it in common."""
         self.layout = layout
         self.family = family
         family.add(self)
@@ -161,7 +179,9 @@ class ShardGroup:
         self.backend = backend_name(process_group, device)
         self.rank = process_group.rank()
         self.device = device
-        self.replica: torch.Tensor | None = None
+        dtype = family.precision.param_dtype or layout.dtype
+        self.common = common is not None
+        self.replica: torch.Tensor | None = None if common is None else common.view(dtype)
         self._parameters: dict[Slot, weakref.ref[ShardedParameter]] = {}
         self._kept: dict[Slot, torch.Tensor] = {}
         self.leaf: Any = None
@@ -172,8 +192,7 @@ class ShardGroup:
         self._refreshed = -1
         self._gathered_at: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer
         self._gathered_alone: list[StorageWeakRef] = []  # outside of graphs: a leaf module's
-        if family.stage in (1, 2):
-            dtype = family.precision.param_dtype or layout.dtype
+        if common is None and (family.stage in (1, 2) or family.one_copy):
             self.replica = torch.zeros(layout.numel, dtype=dtype, device=device)
         if family.stage == 0:
             return
@@ -198,6 +217,11 @@ class ShardGroup:
         return self.shard if self.replica is None else self.replica
 
     @property
+    def own_replica(self) -> torch.Tensor | None:
+        """The replica, where nobody else writes to it: what may be read outside of graphs."""
+        return None if self.family.one_copy else self.replica
+
+    @property
     def gathered_nbytes(self) -> int:
         """Bytes of the whole flat buffer in what the model computes in."""
         return self.layout.numel * (self.family.precision.param_dtype or self.layout.dtype).itemsize
@@ -209,7 +233,7 @@ class ShardGroup:
 
     def holds(self, local: torch.Tensor) -> bool:
         """Whether ``local`` is a slice of the shard: a parameter's, not a gradient's or a moment's."""
-        return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
+        return _share_memory(local, self.shard)
 
     def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.
@@ -219,6 +243,9 @@ class ShardGroup:
         """
         if self.replica is None:
             return
+        if self.family.one_copy:
+            self._write_own_part()
+            return
         if self.shard._version != self._refreshed:
             with record_function(f"zerofx: refresh {self.layout.name}"):
                 self._ahead += self._start_all_gather(self.replica, "" if inside else "refresh")
@@ -226,6 +253,13 @@ class ShardGroup:
         if not inside:
             under_way(self.replica, self._ahead)
             self._ahead = []
+
+    def _write_own_part(self) -> None:
+        """What this rank has to say of a replica that all have in common, where the shard is not a part of it."""
+        assert self.replica is not None
+        if self.shard._version != self._refreshed and not _share_memory(self.shard, self.replica):
+            self.replica.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel).copy_(self.shard)
+        self.mark_fresh()
 
     def land(self) -> None:
         """Wait for the refresh that is on its way, if there is one."""
@@ -250,11 +284,11 @@ class ShardGroup:
     def start_gather(self) -> torch.Tensor:
         """Start to bring the whole flat buffer, in what the model computes in; ``wait_tensor`` of it waits.
 
-        The replica, where there is one: to be read, not written. A collective, outside of any graph.
+        The replica, where this rank has one: to be read, not written. A collective, outside of any graph.
         """
-        if self.replica is not None:
+        if self.own_replica is not None:
             self.refresh()
-            return self.replica
+            return self.own_replica
         dtype = self.family.precision.param_dtype or self.layout.dtype
         buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         with record_function(f"zerofx: gather {self.layout.name}"):
@@ -439,6 +473,10 @@ class ShardGroup:
     def take_kept(self, slot: Slot) -> torch.Tensor | None:
         """Hand out what was kept of ``slot``, once."""
         return self._kept.pop(slot, None)
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def averaged(sums: torch.Tensor, dtype: torch.dtype, ranks: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ Storages are counted, each once and whole, for the first kind in this table that
 kind             what
 ===============  =========================================================================================
 replicas         stages 1 and 2, the whole weights that the model computes with; the shard too, where it is
-                 a part of the replica
+                 a part of the replica. With ``one_copy`` this rank's 1/M of what all have in common
 shards           this rank's part of the weights; with mixed precision the masters. In stage 0 the weights
 kept gathered    stage 3, whole groups that a forward left for its backward (``memory_budget``), and those of
                  leaf modules that run, or whose weights autograd holds
@@ -93,6 +93,8 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),
     }
+    replicas = [(group.replica, group) for group in groups if group.replica is not None]
+    holders = {replica.untyped_storage().data_ptr(): holders_of(replica, group) for replica, group in replicas}
     seen: set[tuple[torch.device, int]] = set()
     nbytes, storages = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
     with DisableTorchFunction():
@@ -102,10 +104,18 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
                 key = None if storage is None else (storage.device, storage.data_ptr())
                 if storage is not None and storage.nbytes() and key not in seen:
                     seen.add(key)  # type: ignore[arg-type]
-                    nbytes[kind] += storage.nbytes()
+                    nbytes[kind] += storage.nbytes() // holders.get(storage.data_ptr(), 1)
                     storages[kind] += 1
     first = groups[0]
     return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages)
+
+
+def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:
+    """How many ranks hold the memory of ``tensor``, a shard or replica of ``group``: each has 1/M of it as its own."""
+    if group.replica is None or not group.family.one_copy:
+        return 1
+    common = tensor.untyped_storage().data_ptr() == group.replica.untyped_storage().data_ptr()
+    return group.layout.world_size if common else 1
 
 
 def _weights(group: ShardGroup) -> Any:

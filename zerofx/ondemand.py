@@ -46,9 +46,10 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     group, slot = tensor._group, tensor._slot
     if group.holds(tensor._local):
         group.use(trained=False)
-    if group.replica is not None and group.replica.dtype == group.layout.dtype and group.holds(tensor._local):
+    replica = group.own_replica
+    if replica is not None and replica.dtype == group.layout.dtype and group.holds(tensor._local):
         group.refresh()
-        whole = torch.ops._c10d_functional.wait_tensor(group.replica)
+        whole = torch.ops._c10d_functional.wait_tensor(replica)
         return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
     with alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype):

@@ -36,6 +36,8 @@ class Options:
         groups: see `zerofx.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
             are gathered whole when they are entered; for modules whose code chooses layers by data. See `zerofx.leaf`.
+        one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
+            gather nothing; see `zerofx.one_copy`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
             reductions of compiled graphs run: no gather queues behind one. None: all in one.
@@ -55,6 +57,7 @@ class Options:
     memory_budget: float | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[LeafRule] | None = None
+    one_copy: bool = False
     mesh: DeviceMesh | None = None
     reduce_group: dist.ProcessGroup | str | None = None
     init_sync: bool = True
@@ -79,6 +82,8 @@ class Options:
             raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
         if self.buckets != "group" and self.stage != 0:
             raise ValueError(f"buckets={self.buckets!r} with stage={self.stage}: only stage 0 has a choice.")
+        if self.one_copy and self.stage != 3:
+            raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
         if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):

@@ -189,8 +189,8 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
     with torch.no_grad():
         whole = parameter.detach()
         if whole.shape == torch.Size(slot.shape):
-            if group.replica is not None:
-                group.layout.view(group.replica, slot).copy_(whole)
+            if group.own_replica is not None:
+                group.layout.view(group.own_replica, slot).copy_(whole)
             local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
         else:
             local.fill_(torch.nan)

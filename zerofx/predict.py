@@ -22,6 +22,7 @@ from torch import nn
 
 from zerofx.api import _groups, graphs
 from zerofx.layout import GroupLayout
+from zerofx.memory import holders_of
 from zerofx.printing import format_bytes
 from zerofx.records import GraphRecord
 from zerofx.rehearsal import KINDS, Kind, Operation, Phase, rehearse
@@ -305,7 +306,7 @@ def _held(module: nn.Module) -> int:
             tensors = [group.parameter(slot) for slot in group.layout.slots]
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes() // holders_of(tensor, group)
     return sum(storages.values())
 
 
@@ -317,10 +318,11 @@ def _held_by(records: list[GraphRecord]) -> int:
         whole, shard = layout.numel * (context.param_dtype or layout.dtype).itemsize, layout.nbytes // layout.world_size
         if context.stage == 0:
             held += sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
-        elif context.stage == 3:
+        elif context.gathers:
             held += shard
         else:  # in the parameters' own dtype the shard is a part of the replica
-            held += whole + (shard if context.param_dtype not in (None, layout.dtype) else 0)
+            held += whole // (layout.world_size if context.one_copy else 1)
+            held += shard if context.param_dtype not in (None, layout.dtype) else 0
     return held
 
 

@@ -91,13 +91,14 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     most = format_bytes(trace.context.gathered_bytes)
     gathers = sizes.get("all_gather", [])
     parts = []
-    if trace.context.stage == 3:
+    if trace.context.gathers:
         parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
         kept = sum(value.nbytes for value in trace.context.kept_gathered.values())
         if kept:
             parts.append(f"{format_bytes(kept)} {'stay' if trace.context.phase == 'forward' else 'came'} gathered")
     elif "refresh" in sizes:
-        parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} waited for")
+        how = "in common" if trace.context.one_copy else "waited for"
+        parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
     for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")

@@ -105,7 +105,7 @@ def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str
     facts = [f"{numel:,} parameters in {len(layouts)} groups", f"executor {context.executor}", context.backend]
     if pretended and context.executor != "eager":
         facts[1] += ", followed as the eager one would run it"
-    if context.memory_budget is not None and context.stage == 3:
+    if context.memory_budget is not None and context.gathers:
         facts.append(f"memory_budget {format_bytes(context.memory_budget)}")
     if context.param_dtype is not None:
         facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")

@@ -12,6 +12,7 @@ A compiled backward is called with what was saved; its extra outputs are shards 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 from zerofx.group import Family, ShardGroup
 from zerofx.layout import Slot
 from zerofx.ondemand import reduce_rest
+from zerofx.one_copy import reading
 from zerofx.parameter import ShardedTensor
 from zerofx.passes.context import Sync
 from zerofx.passes.ops import stepping
@@ -51,7 +53,8 @@ def forward_runner(
             group().use(trained=trained)  # type: ignore[union-attr]
         for group in live:
             group().refresh()  # type: ignore[union-attr]
-        outputs = list(compiled(_inputs(args, kept, live)))
+        with _reading(live, "forward", written=True):
+            outputs = list(compiled(_inputs(args, kept, live)))
         for i, ref in saved_refs.items():
             outputs[i] = ref()
         for i, group in left.items():
@@ -116,7 +119,7 @@ class BackwardCode:
         gathered.clear()
         for ref in self.uses:
             ref().pending -= 1  # type: ignore[union-attr]
-        with stepping(self if self.steps else None):
+        with stepping(self if self.steps else None), _reading(self.groups, "backward", written=False):
             outputs = list(self.compiled(inputs))
         for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
             live = ref()
@@ -163,6 +166,16 @@ def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[S
         if isinstance(x, ShardedTensor):
             raise RuntimeError(f"{x!r} reaches compiled code that did not expect it: please report this.")
     return inputs + [group().buffer for group in groups]  # type: ignore[union-attr]
+
+
+def _reading(
+    groups: Sequence[weakref.ref[ShardGroup]], phase: str, *, written: bool
+) -> contextlib.AbstractContextManager[None]:
+    """A graph reads ``groups`` inside; see `zerofx.one_copy.reading`."""
+    group = groups[0]() if groups else None
+    if group is None or not group.common:
+        return contextlib.nullcontext()
+    return reading(group.group_name, phase, written=written)
 
 
 def refuse_double_backward(compiled: Callable) -> Callable:

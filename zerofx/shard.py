@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofx import same_host
+from zerofx import one_copy, same_host
 from zerofx._torch import backend_name, batch_gloo_threads, resolve_process_group
 from zerofx.group import Family, ShardGroup
 from zerofx.grouping import Grouping, plan_groups
@@ -56,7 +56,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     on_meta = next(module.parameters()).is_meta
     sync = options.init_sync and process_group.size() > 1
     precision = options.mixed_precision
-    groups, family = [], Family(options.stage, precision, options.buckets)
+    groups, family = [], Family(options.stage, precision, options.buckets, options.one_copy)
     watch = watch_of(process_group.group_name)
     if watch is not None:
         watch.families += 1
@@ -70,8 +70,12 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     if options.stage:
         same_host.meet(process_group.group_name)
     templates, places = {}, places_of(module) if on_meta else {}
-    for layout, parameters in planned:
-        group = ShardGroup(layout, process_group, device, family)
+    common: list[torch.Tensor | None] = [None] * len(planned)
+    if options.one_copy and process_group.size() > 1:
+        sizes = [layout.numel * (family.precision.param_dtype or layout.dtype).itemsize for layout, _ in planned]
+        common[:] = one_copy.common_memory(sizes, process_group)
+    for (layout, parameters), replica in zip(planned, common, strict=True):
+        group = ShardGroup(layout, process_group, device, family, replica)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if on_meta:
                 parameter, template = replace_by_empty(parameter, places[parameter], device)
@@ -86,7 +90,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
             else:
                 shard_parameter(parameter, group, slot)
                 reduce_by_hook(parameter)  # type: ignore[arg-type]
-        if options.init_sync and not on_meta:
+        if options.init_sync and not on_meta and not options.one_copy:
             group.mark_fresh()
         groups.append(group)
     if on_meta:
@@ -244,6 +248,8 @@ def _plan_alike(
         check_module(module)
         _check_init(module, options)
         check_backend(process_group, device)
+        if options.one_copy:
+            one_copy.check(device)
         _check_reduce_group(options, process_group)
         leaves = leaf_names(module, options.leaf_modules)
         planned = plan_groups(
@@ -258,7 +264,7 @@ def _plan_alike(
             "leaf_modules": leaves,
         }
         chosen |= {"memory_budget": options.memory_budget, "executor": options.executor}
-        chosen |= {"reduce_group": options.reduce_group}
+        chosen |= {"reduce_group": options.reduce_group, "one_copy": options.one_copy}
         facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
     except (ValueError, TypeError) as e:

@@ -22,6 +22,7 @@ of several graphs, or several forwards                 as the block ends
 used outside of graphs, too, or in leaf modules        as the block ends
 with post-accumulate hooks of the user's               as the block ends
 of stage 0; parameters that are not sharded            as the block ends
+of one copy, which others still read                   as the block ends
 =====================================================  =====================
 """
 

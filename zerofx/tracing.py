@@ -9,6 +9,7 @@ region in a trace                      what runs in it
 ``zerofx: wait for all-gather ...``    until its bytes are here; so with ``reduce-scatter``. Pairwise exchanges only
                                        (gloo, stages 1 to 3); others have PyTorch's names, and no group's
 ``zerofx: refresh blocks.0``           stages 1 and 2: a replica is brought up to date, started here
+``zerofx: wait for meeting ...``       ``one_copy``: until all ranks may read, or have read
 ``zerofx: gather blocks.0.up.weight``  one parameter, on demand: eager code or ``full_tensor()``
 ``zerofx: reduce blocks.0.up.weight``  the gradient of one, on demand
 ``Optimizer.step#AdamW.step``          PyTorch's own name for the step
@@ -77,7 +78,7 @@ def _log(trace: Trace, groups: int) -> None:
         return
     context, seconds = trace.context, sum(trace.seconds.values())
     moved = [f"reads {format_bytes(sum(layout.nbytes for layout in context.shards))} of weights"]
-    if context.stage == 3:
+    if context.gathers:
         moved[0] += f", at most {format_bytes(context.gathered_bytes)} gathered at once"
     if context.reductions:
         moved.append(f"reduces {format_bytes(sum(map(_nbytes, context.reductions)))} of gradients")

@@ -112,7 +112,7 @@ class Meanings:
     def parameter(self, ref: ParameterRef, ctx: Context) -> Number:
         """Of a parameter where the model's own graph reads it."""
         number = self.stored(ref)
-        if ctx.stage in (1, 2) and ctx.param_dtype is not None:
+        if ctx.stage and not ctx.gathers and ctx.param_dtype is not None:
             number = self.cast(number, ref.layout.dtype, ctx.param_dtype)
             number = self.cast(number, ctx.param_dtype, ref.layout.dtype)
         return number

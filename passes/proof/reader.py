@@ -113,7 +113,7 @@ class Reader:
             self._new_buffer(node, node, kept)
 
     def _read_shard(self, layout: GroupLayout, node: Node) -> None:
-        ctx, sharded = self.ctx, self.ctx.stage == 3
+        ctx, sharded = self.ctx, self.ctx.gathers
         self.homes.setdefault(layout.name, []).append(node)
         dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
         self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
@@ -201,7 +201,7 @@ class Reader:
         if self.waits[fact.start]:
             self.fail("wait", op.node, f"{fact.start.name!r} was waited for before", "exactly one wait")
         self.waits[fact.start].append(op.node)
-        if isinstance(fact.brings, Flat) and self.ctx.stage == 3:
+        if isinstance(fact.brings, Flat) and self.ctx.gathers:
             self._new_buffer(op.node, fact.start, fact.brings)
         else:
             self.facts[op.node] = fact.brings

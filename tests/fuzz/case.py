@@ -150,6 +150,7 @@ def sharded(recipe: Recipe) -> Values:
         stage=recipe.stage,
         executor=recipe.executor,
         groups=GROUPINGS[recipe.grouping],
+        one_copy=recipe.one_copy and recipe.stage == 3,
         memory_budget=budgets[recipe.budget],
         mixed_precision=precision_of(recipe),
         buckets=recipe.buckets if recipe.stage == 0 else "group",

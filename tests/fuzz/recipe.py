@@ -86,6 +86,7 @@ class Recipe:
         stage, world, executor: see ``zerofx.compile``; ``world`` is the number of ranks.
         grouping: "merged" (all in one), "each" (what automatic grouping finds), "split" (cut at a few bytes),
             "linear" (module classes), "rule" (a function of the name).
+        one_copy: stage 3 with weights that the ranks have in common.
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
         buckets: of stage 0.
@@ -105,6 +106,7 @@ class Recipe:
     world: int = 2
     executor: str = "eager"
     grouping: str = "each"
+    one_copy: bool = False
     budget: str = "none"
     precision: str = "full"
     buckets: str = "group"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,9 +171,9 @@ def test_any_two_group_names_make_good_placeholders(names: tuple[str, str]) -> N
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_in_stages_1_and_2_weights_are_brought_from_a_replica_and_no_rank_is_asked(stage: int) -> None:
-    gm, ctx = mlp_forward(2, layers="ab", stage=stage)
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+def test_whole_weights_are_brought_from_a_replica_and_no_rank_is_asked(whole: dict[str, Any]) -> None:
+    gm, ctx = mlp_forward(2, layers="ab", **whole)
     numbers = Numbers.random(gm, ctx)
     expected = run(gm, ctx, numbers)
     applied = apply(gm, ctx, gather)
@@ -190,9 +192,9 @@ def test_in_stages_1_and_2_weights_are_brought_from_a_replica_and_no_rank_is_ask
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_replica_in_another_dtype_is_widened_behind_each_weight(stage: int) -> None:
-    gm, ctx = mlp_forward(2, layers="a", stage=stage, param_dtype=torch.bfloat16)
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+def test_a_replica_in_another_dtype_is_widened_behind_each_weight(whole: dict[str, Any]) -> None:
+    gm, ctx = mlp_forward(2, layers="a", **whole, param_dtype=torch.bfloat16)
     numbers = Numbers.random(gm, ctx)
     ((layout, flat),) = numbers.flats.items()
     numbers.inputs["replica_a"] = flat.bfloat16()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -229,9 +230,9 @@ def test_a_graph_without_symbolic_nodes_is_left_alone() -> None:
     assert_left_alone(*mlp_backward(2), group)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_in_stages_1_and_2_the_replicas_refresh_is_waited_for_in_front_of_its_first_use(stage: int) -> None:
-    gm, ctx = mlp_forward(2, layers="ab", stage=stage)
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+def test_a_replicas_refresh_is_waited_for_in_front_of_its_first_use(whole: dict[str, Any]) -> None:
+    gm, ctx = mlp_forward(2, layers="ab", **whole)
     numbers = Numbers.random(gm, ctx)
     expected = run(gm, ctx, numbers)
     apply(gm, ctx, gather)
@@ -249,19 +250,19 @@ def test_in_stages_1_and_2_the_replicas_refresh_is_waited_for_in_front_of_its_fi
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_on_one_rank_a_replica_needs_no_refresh(stage: int) -> None:
-    gm, ctx = mlp_forward(1, stage=stage)
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+def test_on_one_rank_a_replica_needs_no_refresh(whole: dict[str, Any]) -> None:
+    gm, ctx = mlp_forward(1, **whole)
     apply(gm, ctx, gather, group)
     assert not events(gm, "refresh") and "_c10d_functional" not in gm.code
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_are_reduced_the_same_way_with_replicas(stage: int) -> None:
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+def test_gradients_are_reduced_the_same_way_with_replicas(whole: dict[str, Any]) -> None:
     kinds = ("pack", "reduce_scatter", "wait_grad", "gradient")
     sharded, ctx = mlp_backward(2, stage=3)
     apply(sharded, ctx, *up_to(group))
-    gm, ctx = mlp_backward(2, stage=stage)
+    gm, ctx = mlp_backward(2, **whole)
     apply(gm, ctx, *up_to(group))
     assert events(gm, *kinds) == events(sharded, *kinds) != []
     assert events(gm, "refresh", "all_gather", "wait") == ["refresh c", "refresh b", "refresh a"]
