@@ -15,6 +15,7 @@ from zerofx.passes.discard import discard
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
 from zerofx.passes.keep import keep
+from zerofx.passes.lookup import lookup
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
 from zerofx.passes.prefetch import prefetch
@@ -32,6 +33,7 @@ PIPELINE: tuple[Pass, ...] = (
     gather,
     narrow,
     reduce,
+    lookup,
     group,
     keep,
     prefetch,
@@ -72,6 +74,7 @@ __all__ = [
     "gather",
     "group",
     "keep",
+    "lookup",
     "lower",
     "narrow",
     "pipeline",

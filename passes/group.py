@@ -100,7 +100,8 @@ def _fuse_reductions(
 ) -> None:
     outputs = edit.output_values(graph)
     n_outputs = len(outputs) - len(ctx.reductions)
-    slot_of = {node: reduction.slots[0] for node, reduction in zip(outputs[n_outputs:], ctx.reductions, strict=True)}
+    found = dict(zip(outputs[n_outputs:], ctx.reductions, strict=True))
+    slot_of = {node: found.pop(node).slots[0] for nodes in nodes_of.values() for node in nodes}
     outputs = outputs[:n_outputs]
     ctx.reductions.clear()
     for name, nodes in sorted(nodes_of.items(), key=lambda item: max(order[n] for n in item[1])):
@@ -111,7 +112,8 @@ def _fuse_reductions(
         with graph.inserting_before(last):
             outputs.append(_fuse_reduction(graph, ctx, layout, grads, near=last))
         ctx.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))
-    edit.set_output_values(graph, outputs)
+    edit.set_output_values(graph, [*outputs, *found])  # the rest was added up in another way (`lookup`)
+    ctx.reductions += found.values()
     for nodes in nodes_of.values():
         for node in nodes:
             graph.erase_node(node)
@@ -148,9 +150,15 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
         layout.world_size,
         ctx.reduce_group,
     )
-    sums = add("wait_grad", _c10d.wait_tensor.default, sums)
-    # A sum over ranks is up to M times what its average is: scaled in the wider of both dtypes, or it overflows.
-    if dtype.itemsize < layout.dtype.itemsize:
+    return averaged(add, add("wait_grad", _c10d.wait_tensor.default, sums), layout)
+
+
+def averaged(add: Callable[..., Node], sums: Node, layout: GroupLayout) -> Node:
+    """The average gradient that ``sums`` is the sum over ranks of; ``add(kind, target, *args)`` inserts a node.
+
+    A sum over ranks is up to M times what its average is: scaled in the wider of both dtypes, or it overflows.
+    """
+    if sums.meta["val"].dtype.itemsize < layout.dtype.itemsize:
         sums = add("gradient", edit.CAST, sums, layout.dtype)
     average = add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
     return average if average.meta["val"].dtype == layout.dtype else add("gradient", edit.CAST, average, layout.dtype)

@@ -59,10 +59,10 @@ def lower(gm: GraphModule, ctx: Context) -> int:
             node.target = _c10d.all_reduce_.default
             edits += 1
     if ctx.backend == "gloo":
-        for node in edit.tagged(gm.graph, "reduce_scatter"):
+        for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
             _as_all_to_all(gm, node)
             edits += 1
-        for node in edit.tagged(gm.graph, "all_gather"):
+        for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):
             node.target = torch.ops.zerofx.all_gather_pairwise.default
             edits += 1
     if ctx.executor == "inductor":
@@ -82,10 +82,13 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     started: list[Node] = []  # since the last wait
     previous: list[Node] = []
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard"):
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", "ask", "answer", "give"):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
+        elif kind in ("ask", "answer", "give"):
+            after[node] += previous
+            previous = [*previous, node]
         elif kind == "all_gather":
             for buffer in dead:
                 _follow(after, node, buffer, order, nodes)
@@ -161,23 +164,22 @@ _KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_do
 
 
 def _as_all_to_all(gm: GraphModule, node: Node) -> None:
-    graph, group = gm.graph, node.meta["zerofx"].group
+    graph, tag = gm.graph, node.meta["zerofx"]
     pack, _, world_size, process_group = node.args
     assert isinstance(world_size, int)
     (wait,) = node.users
-    part = wait.meta["val"].numel()
-    args, tag = (pack, world_size, process_group), Tag("reduce_scatter", group)
+    part, args = wait.meta["val"].numel(), (pack, world_size, process_group)
     with graph.inserting_before(node):
         exchange = edit.insert(graph, torch.ops.zerofx.all_to_all_pairwise.default, args, tag=tag, near=node)
     node.replace_all_uses_with(exchange)
     graph.erase_node(node)
     wait.meta["val"] = exchange.meta["val"]
-    (gradient,) = wait.users
+    (gradient,) = wait.users  # or the rows of a table
     # Of a low-precision gradient the sum over ranks is taken in the parameter's dtype, if that is wider: `gradient`
     # is the cast to it then, and what is added to a sum in that dtype is promoted to it.
     dtype = gradient.meta["val"].dtype
     kwargs = {"dtype": dtype} if dtype.itemsize > wait.meta["val"].dtype.itemsize else {}
-    tag = Tag("gradient", group)
+    tag = gradient.meta["zerofx"]
     with graph.inserting_before(gradient):
         others = edit.insert(graph, _aten.view.default, (wait, [world_size - 1, part]), tag=tag, near=node)
         others = edit.insert(graph, _aten.sum.dim_IntList, (others, [0]), tag=tag, near=node, **kwargs)

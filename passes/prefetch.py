@@ -47,6 +47,8 @@ more than that start behind its last reader, ahead of the reduction of its gradi
     use B                                   use B
     wait A            idle                  wait A
 
+**Rows of tables** (`lookup`) that are asked for before the first wait are few, and needed first: gathers start behind.
+
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
 `narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
 order and at bytes, which are the same on every rank.
@@ -131,6 +133,10 @@ def _early(
 
 def _hoist(graph: Graph, gathers: list[Gather], starts: list[int], early: dict[int, Node]) -> None:
     top = edit.last_placeholder(graph)
+    for node in edit.tagged(graph, "answer", "wait"):
+        if node.meta["zerofx"].kind == "wait":
+            break
+        top = node
     assert top is not None
     behind = {0: top} | early
     for gather, start in zip(gathers, starts, strict=True):

@@ -10,7 +10,8 @@ rule         what must hold
 ===========  ============================================================================================
 inputs       no parameter is an input any more; the last inputs are the shards (replicas, kept gradients, what was
              left gathered) that were promised, in size and dtype
-gather       nothing reads a shard but the one gather that brings it; each parameter is brought once, and is read
+gather       nothing reads a shard but the one gather that brings it; each parameter is brought once, and is read; of
+             tables, rows may be picked where they are
 wait         each collective is waited for exactly once; nothing reads or returns what is under way
 group        every collective runs in its process group, over as many ranks as the layout has, and sums
 slice        each weight is exactly the part of the gathered buffer where its layout has it
@@ -59,7 +60,7 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_read(buffers)
     check_discards(buffers, reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
-    check_order(reader.waits, reader.ops, reader.order)
+    check_order({s: w for s, w in reader.waits.items() if s not in reader.tables}, reader.ops, reader.order)
     check_steps(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order)

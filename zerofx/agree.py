@@ -124,10 +124,15 @@ def difference(mine: Schedule, theirs: Schedule, rank: int, other: int) -> str:
 
 
 def identity(gm: GraphModule, ctx: Context, family: int) -> str:
-    """What a graph that no pass has touched is: the operators, the parameters they serve, and the model (a number)."""
+    """What a graph that no pass has touched is: the operators, the parameters they serve, and the model (a number).
+
+    Where sizes of messages follow from those of inputs (``ctx.lookups``), a batch of another shape is another graph.
+    """
     names = sorted({(ref.layout.name, ref.slot.name) for ref in [*ctx.parameters.values(), *ctx.gradients.values()]})
     operators = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
-    return hashlib.sha256(repr((family, ctx.name, names, operators)).encode()).hexdigest()[:16]
+    inputs = gm.graph.find_nodes(op="placeholder") if ctx.lookups else []
+    shapes = [str(node.meta["val"].shape) for node in inputs if isinstance(node.meta["val"], torch.Tensor)]
+    return hashlib.sha256(repr((family, ctx.name, names, operators, shapes)).encode()).hexdigest()[:16]
 
 
 def publish(store: dist.Store, schedule: Schedule, what: str, rank: int, world_size: int) -> None:

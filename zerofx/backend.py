@@ -80,7 +80,9 @@ class Backend:
         unit = _CompiledGraph(self.options, example_inputs, self.pretend)
         with _torch.functorch_config(lazy_backward=self.pretend is None, fused=self.options.executor == "inductor"):
             if self.options.executor == "inductor":
-                compiled = _torch.compile_with_inductor(gm, example_inputs, unit.compile_inner, unit.before_cut)
+                compiled = _torch.compile_with_inductor(
+                    gm, example_inputs, unit.compile_inner, unit.before_cut, whole_lookups=self.options.lookups
+                )
             else:
                 compiled = _torch.compile_with_aot_autograd(
                     gm, example_inputs, unit.compile_forward, unit.compile_backward, unit.compile_inference
@@ -290,6 +292,7 @@ class _CompiledGraph:
             ),
             stage=group.family.stage,
             one_copy=group.family.one_copy,
+            lookups=self.options.lookups,
             buckets=group.family.buckets,
             sync=sync,
             steps=steps,

@@ -154,7 +154,7 @@ class Reasons:
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
         size = format_bytes(whole_bytes(node.args[0] if tag.kind == "discard" else node))  # type: ignore[arg-type]
-        if tag.kind in ("reduce_scatter", "all_reduce"):
+        if tag.kind in ("reduce_scatter", "all_reduce", "give"):
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:
@@ -246,6 +246,25 @@ class Reasons:
         much = f"with it, more than {format_bytes(room)} would be in flight"
         return [("stands", f"in front of the packing of {following}: {much}")]
 
+    def _ask(self, node: Node, group: str) -> Why:
+        about = "which rows this rank looks up" if self._asks(group) else "whose gradients it gives"
+        return [("stands", f"as soon as the indices are there: all ranks are told {about}")]
+
+    def _asks(self, group: str) -> bool:
+        return any(n.meta["zerofx"].group == group for n in edit.tagged(self.graph, "answer"))
+
+    def _answer(self, node: Node, group: str) -> Why:
+        return [("stands", "behind what picks the rows, and ahead of other gathers: it is little, and needed first")]
+
+    def _answered(self, node: Node, group: str) -> Why:
+        return [("stands", "in front of the rows' first use")]
+
+    def _give(self, node: Node, group: str) -> Why:
+        return [("stands", "right behind the rows' gradients")]
+
+    def _given(self, node: Node, group: str) -> Why:
+        return [("stands", "at the end: the table's gradient is in nobody's way until then")]
+
     def _step(self, node: Node, group: str) -> Why:
         behind = "the start of the next reduction, and behind the last reader of the weights that it changes"
         return [("stands", f"behind {behind}")]
@@ -267,6 +286,11 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "all_reduce": Reasons._reduction,
     "wait_grad": Reasons._wait_grad,
     "gathered": Reasons._gathered,
+    "ask": Reasons._ask,
+    "answer": Reasons._answer,
+    "answered": Reasons._answered,
+    "give": Reasons._give,
+    "given": Reasons._given,
     "step": Reasons._step,
     "ahead": Reasons._ahead,
 }
@@ -278,4 +302,7 @@ _ABOUT = {
     "discard": "frees",
     "reduce_scatter": "takes",
     "all_reduce": "takes",
+    "ask": "brings",
+    "answer": "takes",
+    "give": "brings",
 }

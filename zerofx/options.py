@@ -36,6 +36,9 @@ class Options:
         groups: see `zerofx.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
             are gathered whole when they are entered; for modules whose code chooses layers by data. See `zerofx.leaf`.
+        lookups: stage 3: of embeddings that are only looked up, rows travel instead of the table, and their gradients,
+            where that is fewer bytes. Every rank's batches must have one shape then. See
+            `zerofx.passes.lookup`.
         one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
             gather nothing; see `zerofx.one_copy`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
@@ -57,6 +60,7 @@ class Options:
     memory_budget: float | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[LeafRule] | None = None
+    lookups: bool = False
     one_copy: bool = False
     mesh: DeviceMesh | None = None
     reduce_group: dist.ProcessGroup | str | None = None
@@ -82,6 +86,9 @@ class Options:
             raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
         if self.buckets != "group" and self.stage != 0:
             raise ValueError(f"buckets={self.buckets!r} with stage={self.stage}: only stage 0 has a choice.")
+        if self.lookups and (self.stage != 3 or self.one_copy):
+            other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
+            raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):

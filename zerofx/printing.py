@@ -38,6 +38,12 @@ _VERBS = {
     "reduce_scatter": "reduce",
     "all_reduce": "reduce",
     "wait_grad": "reduced",
+    "ask": "ask",
+    "asked": "asked",
+    "answer": "answer",
+    "answered": "answered",
+    "give": "give",
+    "given": "given",
     "step": "update",
     "ahead": "renew",
 }
@@ -47,6 +53,12 @@ _SILENT = frozenset(
     full _unsafe_view split unbind
     """.split()
 )
+_SIZED = {
+    "reduce_scatter": "reduce-scatters take",
+    "all_reduce": "all-reduces take",
+    "answer": "exchanges of rows take",
+    "give": "gathers of their gradients bring",
+}
 WIDTH = 120
 _PLACE, _OPS = 24, 44
 ALIKE = 3
@@ -99,7 +111,7 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
     elif "refresh" in sizes:
         how = "in common" if trace.context.one_copy else "waited for"
         parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
-    for kind, words in (("reduce_scatter", "reduce-scatters take"), ("all_reduce", "all-reduces take")):
+    for kind, words in _SIZED.items():
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
     if "step" in sizes:
@@ -109,7 +121,7 @@ def _header(trace: Trace, collectives: list[Node]) -> str:
 
 def whole_bytes(node: Node) -> int:
     """Bytes of the flat buffer that a collective is about, whole."""
-    source = node.args[0] if node.meta["zerofx"].kind == "reduce_scatter" else node
+    source = node.args[0] if node.meta["zerofx"].kind in ("reduce_scatter", "answer") else node
     value = source.meta["val"]  # type: ignore[union-attr]
     return 0 if value is None else value.numel() * value.dtype.itemsize
 
@@ -143,7 +155,7 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
         elif tag.kind in _VERBS:
             flush()
             size = ""
-            if tag.kind in ("all_gather", "refresh", "reduce_scatter", "all_reduce"):
+            if tag.kind in ("all_gather", "refresh", "ask", *_SIZED):
                 size = f"{format_bytes(whole_bytes(node)):>10}"
             lines.append((tag, f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
     flush()

@@ -147,11 +147,11 @@ class _Code:
         layouts = [*self.context.shards, *(reduction.layout for reduction in self.context.reductions)]
         self.world_size = layouts[0].world_size if layouts else 1
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
-        self.groups: dict[tuple[str, int], deque[str]] = defaultdict(deque)
+        self.groups: dict[tuple[str, int], deque[tuple[str, Kind]]] = defaultdict(deque)
         tagged = trace.before_lower().graph
-        for node in edit.tagged(tagged, "all_gather", "reduce_scatter", "all_reduce"):
-            whole = _whole(node.target, node.args[0].meta["val"], node.meta["val"])  # type: ignore[union-attr]
-            self.groups[_family(node.target), _nbytes(whole)].append(node.meta["zerofx"].group)
+        for node in edit.tagged(tagged, *_BRINGS):
+            whole, tag = _whole(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
+            self.groups[_family(node.target), _nbytes(whole)].append((tag.group, _BRINGS[tag.kind]))
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""
@@ -326,11 +326,11 @@ class Recorder(_torch.TorchDispatchMode):
         assert self._code is not None
         name, whole = func._schema.name.split("::")[1], _nbytes(_whole(func, source, out))
         groups = self._code.groups[_family(func), whole]
-        kind: Kind = "weights" if _family(func) == "gather" else "gradients"
+        group, kind = groups.popleft() if groups else ("", "temporary")
         self.classify(source, kind)
         self.classify(out, kind)
         held = None if name == "all_gather_pairwise" else source
-        self._note_start(self.name or name, groups.popleft() if groups else "", _WIRE[name] * whole, out, held)
+        self._note_start(self.name or name, group, _WIRE[name] * whole, out, held)
 
     def _note_start(self, name: str, group: str, whole: int, out: torch.Tensor, held: Any) -> None:
         assert self._code is not None
@@ -411,8 +411,17 @@ _WIRE = {
     "all_reduce": 2,
     "all_reduce_": 2,
 }
+_BRINGS: dict[str, Kind] = {
+    "all_gather": "weights",
+    "reduce_scatter": "gradients",
+    "all_reduce": "gradients",
+    "ask": "temporary",
+    "answer": "weights",
+    "give": "gradients",
+}
+"""What the collectives with these tags are about."""
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
-_PICKS = frozenset("embedding index index_select gather".split())
+_PICKS = frozenset("embedding index index_select gather own_rows".split())
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

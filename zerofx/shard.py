@@ -265,6 +265,7 @@ def _plan_alike(
         }
         chosen |= {"memory_budget": options.memory_budget, "executor": options.executor}
         chosen |= {"reduce_group": options.reduce_group, "one_copy": options.one_copy}
+        chosen |= {"lookups": options.lookups}
         facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
         facts += [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
     except (ValueError, TypeError) as e:

@@ -12,6 +12,7 @@ from zerofx.layout import GroupLayout
 
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
+OWN_ROWS, SUM_ROWS = _zerofx.own_rows.default, _zerofx.sum_rows.default
 GATHERS = (_c10d.all_gather_into_tensor.default, _zerofx.all_gather_pairwise.default)
 SCATTERS = (_c10d.reduce_scatter_tensor.default, _zerofx.all_to_all_pairwise.default)
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
@@ -85,6 +86,30 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class Everyones:
+    """What all ranks have for ``node``, flat and end to end, cast to ``dtypes`` one after the other."""
+
+    node: Node
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What all ranks look up by ``indices`` in a table with the number ``table``, of ``dtype``, and ``width``.
+
+    ``state``: "own" (what a rank has of it), and then as of a `Pack`.
+    """
+
+    layout: GroupLayout
+    table: int
+    dtype: torch.dtype
+    width: int
+    indices: Node
+    numel: int
+    state: str = "own"
+
+
+@dataclass(frozen=True)
 class Share:
     """A view of a reduced `Pack`: ``numel`` elements from ``offset``."""
 
@@ -98,4 +123,4 @@ class Started:
     """A collective under way: ``brings`` is what waiting for it yields."""
 
     start: Node
-    brings: Flat | Pack
+    brings: Flat | Pack | Everyones | Rows

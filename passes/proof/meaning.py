@@ -23,7 +23,7 @@ from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,16 @@ class Meanings:
             self._widened[cast] = number, source
         return cast
 
+    def casts(self, number: Number, source: torch.dtype, dtypes: Iterable[torch.dtype]) -> Number:
+        """Of a value converted from ``source`` to ``dtypes``, one after the other."""
+        for to in dtypes:
+            number, source = self.cast(number, source, to), to
+        return number
+
+    def looked_up(self, table: Number, indices: Number) -> Number:
+        """Of rows of a table. What else `embedding` is told is for its gradient."""
+        return hash(("rows", table, indices))
+
     def call(self, target: Callable, *args: Any, **kwargs: Any) -> Number:
         """Of an operator on numbers (as `Numbered`) and constants."""
         return hash((target, _key(args, {}), _key(kwargs, {})))
@@ -143,6 +153,8 @@ class Meanings:
         if to is not None:
             (source,) = op.inputs
             return self.cast(numbers[source], source.meta["val"].dtype, to)
+        if op.target is torch.ops.aten.embedding.default:
+            return self.looked_up(*(numbers[x] for x in op.args[:2]))
         key: tuple[Any, ...] = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
         if isinstance(op.target, OpOverload) and torch.Tag.nondeterministic_seeded in op.target.tags:
             calls[op.target] = calls.get(op.target, 0) + 1

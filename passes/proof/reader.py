@@ -17,7 +17,22 @@ from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, REFRESH, SCATTERS, STEP, Flat, Pack, Part, Share, Started
+from zerofx.passes.proof import rows
+from zerofx.passes.proof.facts import (
+    ALL_REDUCES,
+    GATHERS,
+    OWN_ROWS,
+    REFRESH,
+    SCATTERS,
+    STEP,
+    Everyones,
+    Flat,
+    Pack,
+    Part,
+    Rows,
+    Share,
+    Started,
+)
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Meanings, Number, Op, Original, input_number, write
 from zerofx.passes.proof.refusal import refuse
@@ -44,6 +59,7 @@ class Reader:
         ops: of all calls.
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
+        tables: the starts of collectives that are about rows of tables.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -64,6 +80,7 @@ class Reader:
         self.writes: list[Number] = []
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
+        self.tables: set[Node] = set()
         self._calls: dict[Any, int] = {}
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
@@ -164,6 +181,10 @@ class Reader:
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
         elif isinstance(fact, Flat):
             self._read_flat(op, fact, inputs)
+        elif isinstance(fact, Everyones):
+            rows.read_everyones(self, op, fact)
+        elif isinstance(fact, Rows):
+            rows.read_rows(self, op, fact)
         elif isinstance(fact, (Pack, Share)):
             self._read_pack(op, fact)
         elif op.target in SCATTERS + ALL_REDUCES + GATHERS and not self._theirs(node):
@@ -232,25 +253,23 @@ class Reader:
             self.facts[node] = replace(flat, ranges=ranges)
         elif op.target in GATHERS:
             self._start_gather(op, flat)
+        elif op.target is OWN_ROWS:
+            rows.read_own_rows(self, op, flat)
         else:
             self.fail("gather", node, f"it reads the shard of {flat.layout.name!r}", "the gathered weight")
 
     def _read_weight(self, op: Op, flat: Flat) -> None:
         (full, shape, stride, *rest) = op.args
         shape, offset, layout = tuple(shape), rest[0] if rest else 0, flat.layout
-        if layout.name not in self._slots:
-            self._slots[layout.name] = {(slot.offset, slot.shape): slot for slot in layout.slots}
         numel = Slot("", shape, 0).numel
         at = flat.contiguous_from(offset, numel)
-        slot = self._slots[layout.name].get((at, shape)) if at is not None else None
+        slot = self.slot(layout, at, shape) if at is not None else None
         if slot is None and not numel:  # an empty parameter may lie anywhere
             slot = next((s for s in layout.slots if s.shape == shape), None)
         if slot is None or tuple(stride) != slot.stride:
             where = f"{shape} with strides {tuple(stride)} from element {offset} on"
             self.fail("slice", op.node, f"it takes {where}", f"one of {layout.name!r}'s parameters as it is laid out")
-        number, dtype = self.meanings.stored(ParameterRef(layout, slot)), layout.dtype
-        for to in flat.dtypes:
-            number, dtype = self.meanings.cast(number, dtype, to), to
+        number = self.meanings.casts(self.meanings.stored(ParameterRef(layout, slot)), layout.dtype, flat.dtypes)
         if numel and self._brought.setdefault((layout.name, slot.name), full) is not full:
             twice = f"{slot.name!r} is read from {self._brought[layout.name, slot.name].name!r} too"
             self.fail("gather", op.node, twice, "one gather of each parameter")
@@ -260,11 +279,17 @@ class Reader:
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
 
+    def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
+        """The parameter that lies there, if it is all of it."""
+        if layout.name not in self._slots:
+            self._slots[layout.name] = {(slot.offset, slot.shape): slot for slot in layout.slots}
+        return self._slots[layout.name].get((offset, shape))
+
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _start_gather(self, op: Op, flat: Flat) -> None:
         _, world_size, process_group = op.args
-        self._check_collective(op, flat.layout, world_size, process_group, self.ctx.process_group)
+        self.check_collective(op, flat.layout, world_size, process_group, self.ctx.process_group)
         if flat in self.started:
             self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
         self.started[flat] = op.node
@@ -274,12 +299,13 @@ class Reader:
     def _start_reduction(self, op: Op) -> None:
         node, name = op.node, op.target
         if name in GATHERS:
-            self.fail("gather", node, "it gathers what is no shard", "a shard")
+            rows.start_telling(self, op)
+            return
         pack = self.pack(op.args[0])
         layout = self._layout_of(pack, node)
         operation = op.args[1] if name is not _zerofx.all_to_all_pairwise.default else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
-        self._check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
+        self.check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
         if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
         if name in SCATTERS and self._is_reshape(op.args[0]):
@@ -291,7 +317,7 @@ class Reader:
     def _read_own_part(self, op: Op) -> None:
         pack, world_size, process_group = op.args
         fact = self.pack(pack)
-        self._check_collective(op, self._layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
+        self.check_collective(op, self._layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
         self.facts[op.node] = replace(fact, state=f"own of {world_size}")
 
     def _travels_from_where_it_is(self, node: Node) -> None:
@@ -301,7 +327,7 @@ class Reader:
             (node,) = sources
             self.travelling.add(node)
 
-    def _check_collective(
+    def check_collective(
         self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"
     ) -> None:
         found = (world_size, process_group, operation)
@@ -341,19 +367,8 @@ class Reader:
         node, to = op.node, op.cast_to()
         if isinstance(fact, Share):
             self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
-        if fact.state == "parts":
-            ranks = op.value.shape[0] + 1 if op.value.dim() == 2 else 0
-            if op.target is _aten.view.default and ranks * op.value.shape[1] == fact.numel:
-                self.facts[node] = replace(fact, state=f"parts of {ranks}")
-                return
-        elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
-            self.facts[node] = replace(fact, state=f"others of {fact.state.split()[-1]}")
-            return
-        elif fact.state.startswith(("own of", "others of")):
-            ranks = fact.state.split()[-1]
-            both = [self.facts.get(x) for x in op.args] if op.target is _aten.add.Tensor and not op.kwargs else []
-            if both == [replace(fact, state=f"{kind} of {ranks}") for kind in ("own", "others")]:
-                self.facts[node] = replace(fact, state=f"shard of {ranks}")
+        if fact.state.startswith(("parts", "own", "others")):
+            if self.read_exchange(op, fact):
                 return
         elif to is not None and not fact.narrowed:
             widens = op.inputs[0].meta["val"].dtype.itemsize < to.itemsize
@@ -370,6 +385,23 @@ class Reader:
                 self.facts[node] = Share(fact, rest[0] if rest else 0, op.value.numel())
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
+
+    def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
+        """Whether it is one of the steps from the others' parts to the sum of all."""
+        ranks, state = fact.state.split()[-1], ""
+        if fact.state == "parts":
+            n = op.value.shape[0] + 1 if op.value.dim() == 2 else 0
+            if op.target is _aten.view.default and n * op.value.shape[1] == fact.numel:
+                state = f"parts of {n}"
+        elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
+            state = f"others of {ranks}"
+        elif fact.state.startswith(("own of", "others of")):
+            both = [self.facts.get(x) for x in op.args] if op.target is _aten.add.Tensor and not op.kwargs else []
+            if both == [replace(fact, state=f"{kind} of {ranks}") for kind in ("own", "others")]:
+                state = f"shard of {ranks}"
+        if state:
+            self.facts[op.node] = replace(fact, state=state)
+        return bool(state)
 
     def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
         tag = node.meta.get("zerofx")

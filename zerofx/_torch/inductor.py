@@ -33,11 +33,17 @@ def inductor_config() -> contextlib.AbstractContextManager[Any]:
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], inner_compile: Callable, on_joint: Callable[[GraphModule], Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable,
+    on_joint: Callable[[GraphModule], Any],
+    *,
+    whole_lookups: bool = False,
 ) -> Callable:
     """AOTAutograd and Inductor, with ``inner_compile`` in the place of the code generator (2.11, 2.13, 2.15).
 
-    ``on_joint`` gets the joint graph before it is cut in two.
+    ``on_joint`` gets the joint graph before it is cut in two. ``whole_lookups``: the gradient of an embedding stays one
+    operator, rather than what Inductor makes of it, and is PyTorch's kernel where it is still there in the end.
     """
     import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx
@@ -56,7 +62,19 @@ def compile_with_inductor(
             return "zerofx"  # what it decides shows in the graphs, which are in every cache's key
 
     with torch._inductor.config.patch(joint_custom_post_pass=OnJoint()):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
+        decompositions = _but_lookups() if whole_lookups else None
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, decompositions=decompositions)  # type: ignore[return-value]
+
+
+def _but_lookups() -> dict[Any, Callable]:
+    """What Inductor takes apart, but for the gradient of an embedding (2.11, 2.13, 2.15)."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    gradient = torch.ops.aten.embedding_dense_backward.default
+    if gradient not in lowerings:
+        make_fallback(gradient, warn=False, override_decomp=True)
+    return {op: how for op, how in select_decomp_table().items() if op is not gradient}
 
 
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
