@@ -168,7 +168,8 @@ class Reader:
                 self.fail("write", node, f"it reads {x.name!r}, which is being sent", "memory of its own")
             for buffer in self.memory.get(x, ()):
                 buffer.read(node, self.order[node])
-        fact = next((f for x in inputs if (f := self.facts.get(x)) is not None), None)
+        facts = [f for x in inputs if (f := self.facts.get(x)) is not None]
+        fact = next((f for f in facts if isinstance(f, Started)), facts[0] if facts else None)
         for target in op.written():
             if (target in self.weights or isinstance(self.facts.get(target), Flat)) and op.target not in ALL_REDUCES:
                 self.fail("write", node, f"it writes to {target.name!r}, which holds weights", "no write to weights")

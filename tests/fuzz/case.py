@@ -144,13 +144,16 @@ def sharded(recipe: Recipe) -> Values:
     early = optimizer_of(recipe, net) if recipe.optimizer == "before" else None
     nbytes = sum(p.nbytes + 256 for p in net.parameters())  # with padding
     some = nbytes if recipe.grouping in ("merged", "linear", "rule") else max(2 * nbytes // 3, 8192)
+    uneven = any("uneven" in calls for calls in recipe.steps)
+    lookups = recipe.lookups and recipe.stage == 3 and not uneven
     budgets: dict[str, Any] = {"none": None, "inf": math.inf, "some": some}
     zerofx.compile(
         net,
         stage=recipe.stage,
         executor=recipe.executor,
         groups=GROUPINGS[recipe.grouping],
-        one_copy=recipe.one_copy and recipe.stage == 3,
+        lookups=lookups,
+        one_copy=recipe.one_copy and recipe.stage == 3 and not lookups,
         memory_budget=budgets[recipe.budget],
         mixed_precision=precision_of(recipe),
         buckets=recipe.buckets if recipe.stage == 0 else "group",

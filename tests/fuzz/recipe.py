@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-LENGTH, WIDTH, VOCAB = 3, 5, 7
+LENGTH, WIDTH, VOCAB = 3, 5, 61
 
 CONTAINERS = ("residual", "branch", "sequence", "checkpoint", "reentrant", "eager", "no_grad")
 SHARERS = ("tied", "transposed", "again", "peek")
@@ -86,6 +86,7 @@ class Recipe:
         stage, world, executor: see ``zerofx.compile``; ``world`` is the number of ranks.
         grouping: "merged" (all in one), "each" (what automatic grouping finds), "split" (cut at a few bytes),
             "linear" (module classes), "rule" (a function of the name).
+        lookups: stage 3 in which rows of tables travel; not where ranks have batches of two shapes.
         one_copy: stage 3 with weights that the ranks have in common.
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
@@ -106,6 +107,7 @@ class Recipe:
     world: int = 2
     executor: str = "eager"
     grouping: str = "each"
+    lookups: bool = False
     one_copy: bool = False
     budget: str = "none"
     precision: str = "full"

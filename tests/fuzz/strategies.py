@@ -43,6 +43,7 @@ def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, si
         world=min(draw(st.sampled_from([2, 2, 2, 1, 3, 4])), largest_world),
         executor=executor,
         grouping=draw(st.sampled_from(["each", "merged", "split", "linear", "rule"])),
+        lookups=draw(st.booleans()),
         one_copy=draw(st.booleans()),
         budget=draw(st.sampled_from(["none", "some", "inf"])),
         precision=draw(st.sampled_from(["full", "full", "low", "reduce"])),

@@ -30,6 +30,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     record,
     rewritten,
     steps,
+    tables,
     values,
 )
 from zerofx.passes import VerificationError, edit, pipeline, verify
@@ -41,6 +42,8 @@ RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3": (2, {"stage": 3}),
     "stage 3, 16 bits": (3, {"stage": 3, "mixed_precision": BF16}),
     "stage 3, autocast": (2, {"stage": 3, "autocast": True}),
+    "stage 3, lookups": (2, {"stage": 3, "lookups": True}),
+    "stage 3, lookups, 16 bits": (3, {"stage": 3, "lookups": True, "mixed_precision": BF16}),
     "stage 2": (2, {"stage": 2}),
     "stage 1, 16 bits": (2, {"stage": 1, "mixed_precision": BF16}),
     "stage 0": (3, {"stage": 0}),
@@ -88,6 +91,7 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     kinds = Counter(n.meta["zerofx"].kind for gm, _ in graphs.values() for n in gm.graph.nodes if "zerofx" in n.meta)
     wanted = "shard replica kept gathered narrow rebuild all_gather wait refresh weight prepare pack reduce_scatter"
     assert all(kinds[kind] for kind in [*wanted.split(), *"all_reduce wait_grad gradient discard".split()])
+    assert all(kinds[kind] for kind in "ask asked answer answered give given rows".split())
     assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
 
 

@@ -15,6 +15,7 @@ buffers.py       discard, budget
 gradients.py     saved, reduction
 steps.py         step
 values.py        write, value
+tables.py        several, where rows of tables travel
 ===============  =======================================
 """
 
@@ -73,21 +74,25 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head that share one weight; a frozen scale; two buffers that it writes to."""
+    """Blocks between an embedding and a head that share one weight; a frozen scale; two buffers that it writes to.
+
+    ``table``: another embedding, which is only looked up.
+    """
 
     mean: torch.Tensor
     most: torch.Tensor
 
-    def __init__(self, dim: int = 32, blocks: int = 3) -> None:
+    def __init__(self, dim: int = 32, blocks: int = 3, table: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(48, dim)
+        self.table = nn.Embedding(96, dim, padding_idx=2) if table else None
         self.blocks = nn.ModuleList([Block(dim) for _ in range(blocks)])
         self.scale = nn.Parameter(torch.ones(dim), requires_grad=False)
         self.register_buffer("mean", torch.zeros(dim))
         self.register_buffer("most", torch.zeros(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embedding(x)
+        h = self.embedding(x) if self.table is None else self.embedding(x) + self.table(x)
         for block in self.blocks:
             h = block(h)
         seen = h.detach().flatten(0, 1).float()
@@ -100,8 +105,10 @@ def record(autocast: bool = False, blocks: int = 3, **options: Any) -> GraphReco
     """What zerofx compiles of the model, by the eager executor."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, x = Model(blocks=blocks), torch.randint(48, (2, 4))
-    zerofx.compile(model, executor="eager", groups=zerofx.Grouping([Block], min_bytes=0), **options)
+    table = options.get("lookups", False)
+    model, x = Model(blocks=blocks, table=table), torch.randint(48, (2, 4))
+    groups = zerofx.Grouping([Block, nn.Embedding] if table else [Block], min_bytes=0)
+    zerofx.compile(model, executor="eager", groups=groups, **options)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(x)
     loss.backward()

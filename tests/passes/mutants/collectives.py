@@ -322,7 +322,7 @@ def _stored(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
     starts = [p[3] for node in tagged(gm, "all_gather") if (p := _torch.pinned(node)) is not None]
     held = {x for after in starts for x in after}
     found = []
-    collectives = ("all_gather", "wait", "reduce_scatter", "step", "ahead")
+    collectives = ("all_gather", "wait", "reduce_scatter", "step", "ahead", "ask", "answer", "give")
     for node in gm.graph.nodes:
         theirs = node.op != "call_function" or node.meta.get("zerofx", Tag("", "")).kind in collectives
         pinned = None if theirs else _torch.pinned(node)
