@@ -258,7 +258,9 @@ class _CompiledGraph:
         if self.pretend is None and schedule.collectives and (watch := watch_of(ctx.process_group)) is not None:
             family = next(iter(self.groups.values())).family
             watch.publish(schedule, identity(trace.before, ctx, family.number))
-        compiled = execute(gm, inputs, fixed)
+        theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
+        with _torch.donated_inputs(theirs):
+            compiled = execute(gm, inputs, fixed)
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
         if self.pretend is None:

@@ -59,6 +59,19 @@ FOUND = {
         ),
         steps=(("eval", "plain"), ("uneven",)),
     ),
+    # Inductor knew by their places what backward may write over, and zerofx had taken parameters out before these: it
+    # wrote over a tangent that the layer in front had still to read.
+    "a_backward_that_writes_over_its_inputs": Recipe(
+        (
+            Layer("branch", children=(Layer("break"),)),
+            Layer("embedding"),
+            Layer("residual", children=(Layer("batch_norm", width=6),)),
+        ),
+        steps=(("longer",),),
+        world=1,
+        executor="inductor",
+        seed=2,
+    ),
     # Arithmetic on slices, without gradients, gave what was gathered of it in the masters' dtype.
     "weight_arithmetic_without_gradients_in_mixed_precision": Recipe(
         inside("reentrant", "scale", "break", "linear"), precision="low", steps=(("plain", "eval"),)

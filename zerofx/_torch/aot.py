@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,29 @@ def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
     for strides in recorded:
         for position in positions if strides else ():
             strides[position] = None
+
+
+@contextlib.contextmanager
+def donated_inputs(places: Mapping[int, int]) -> Iterator[None]:
+    """While code is generated inside: where inputs are now that a backward may write over (2.11, 2.13, 2.15).
+
+    AOTAutograd finds saved tensors that nobody else has, and Inductor writes over them. It knows them by their places in
+    the graph that AOTAutograd made. ``places``: of those that are still inputs, from there to where they are now. By
+    the old ones Inductor would write over what stands there now: a tangent that others read, or a shard.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    donated = metadata.bw_donated_idxs if metadata is not None else None
+    if metadata is None or donated is None:
+        yield
+        return
+    metadata.bw_donated_idxs = [places[i] for i in donated if i in places]
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = donated
 
 
 @contextlib.contextmanager

@@ -78,11 +78,17 @@ def _but_lookups() -> dict[Any, Callable]:
 
 
 def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-    """Inductor's code generator for one partitioned graph; returns a boxed callable (2.11, 2.13, 2.15)."""
-    from torch._inductor.compile_fx import compile_fx_inner
+    """Inductor's code generator for one partitioned graph; returns a boxed callable (2.11, 2.13, 2.15).
 
+    Which inputs it may write over (`donated_inputs`) changes the code, and is not in the key under which it is cached:
+    arguments are, whatever their names.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import get_donated_idxs
+
+    donated: dict[str, Any] = {"donated": get_donated_idxs() or []}
     with inductor_config(), products_in_packs():
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+        return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
 
 
 @contextlib.contextmanager
