@@ -36,6 +36,14 @@ def tagged(graph: Graph, *kinds: str) -> list[Node]:
     return [n for n in graph.nodes if "zerofx" in n.meta and n.meta["zerofx"].kind in kinds]
 
 
+def by_group(nodes: Iterable[Node]) -> dict[str, list[Node]]:
+    """Nodes that zerofx inserted, by the name of the group that they serve."""
+    groups: dict[str, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(node.meta["zerofx"].group, []).append(node)
+    return groups
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     """Each node's place in the graph. Stale after the next insertion."""
     return {node: i for i, node in enumerate(graph.nodes)}

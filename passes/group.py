@@ -57,7 +57,7 @@ def group(gm: GraphModule, ctx: Context) -> int:
     for nodes in by_buffer.values():
         _fuse_gather(graph, ctx, layouts[nodes[0].meta["zerofx"].group], nodes)
     if reduces:
-        _fuse_reductions(graph, ctx, layouts, _by_group(reduces), order)
+        _fuse_reductions(graph, ctx, layouts, edit.by_group(reduces), order)
     return edit.finish(gm, len(unshards) + len(reduces))
 
 
@@ -178,10 +178,3 @@ def _is_all(layout: GroupLayout, grads: dict[Slot, list[Any]]) -> bool:
         readers = sources[0].users.keys() - {grad}
         (grad,) = sources
     return False
-
-
-def _by_group(nodes: list[Node]) -> dict[str, list[Node]]:
-    groups: dict[str, list[Node]] = {}
-    for node in nodes:
-        groups.setdefault(node.meta["zerofx"].group, []).append(node)
-    return groups

@@ -103,9 +103,7 @@ def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context)
 
 
 def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
-    waits: dict[str, list[Node]] = {}
-    for wait in edit.tagged(graph, "wait"):
-        waits.setdefault(wait.meta["zerofx"].group, []).append(wait)
+    waits = edit.by_group(edit.tagged(graph, "wait"))
     buffer: Node | None = None
     for group, (wait, *more) in waits.items():
         value, kept = wait.meta["val"], ctx.kept_gathered.get(group)

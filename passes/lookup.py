@@ -52,20 +52,13 @@ def lookup(gm: GraphModule, ctx: Context) -> int:
     if not ctx.lookups or not ctx.gathers:
         return 0
     layouts = {layout.name: layout for layout in ctx.shards}
-    weights = _by_group(edit.tagged(gm.graph, "unshard"))
+    weights = edit.by_group(edit.tagged(gm.graph, "unshard"))
     edits = sum(_look_up(gm.graph, ctx, layouts[name], nodes) for name, nodes in weights.items())
     if ctx.sync == "reduce":
         layouts = {reduction.layout.name: reduction.layout for reduction in ctx.reductions}
-        gradients = _by_group(edit.tagged(gm.graph, "reduce_grad"))
+        gradients = edit.by_group(edit.tagged(gm.graph, "reduce_grad"))
         edits += sum(_add_up(gm.graph, layouts[name], nodes) for name, nodes in gradients.items())
     return edit.finish(gm, edits)
-
-
-def _by_group(nodes: list[Node]) -> dict[str, list[Node]]:
-    groups: dict[str, list[Node]] = {}
-    for node in nodes:
-        groups.setdefault(node.meta["zerofx"].group, []).append(node)
-    return groups
 
 
 # ---------------------------------------------------------------------------------------------------- rows

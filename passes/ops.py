@@ -215,7 +215,7 @@ class _Piece:
     def __init__(self, offset: int, length: int, width: int, shard_numel: int, process_group: str) -> None:
         at = resolve_process_group(process_group).rank() * shard_numel - offset
         begin, end = max(at, 0), min(at + shard_numel, length * width)
-        self.width, self.empty = width, begin >= end
+        self.empty = begin >= end
         self.first, self.last = begin // width, -(-end // width)
         self.start, self.numel = begin - at, end - begin
         """Of the piece in the shard."""

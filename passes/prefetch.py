@@ -162,9 +162,7 @@ def _sink_waits(graph: Graph) -> None:
     packs: dict[str, Node] = {}
     for node in edit.tagged(graph, "pack"):
         packs.setdefault(node.meta["zerofx"].group, node)
-    behind: dict[str, list[Node]] = {}
-    for node in edit.tagged(graph, "wait_grad", "gradient"):
-        behind.setdefault(node.meta["zerofx"].group, []).append(node)
+    behind = edit.by_group(edit.tagged(graph, "wait_grad", "gradient"))
     groups = [wait.meta["zerofx"].group for wait in edit.tagged(graph, "wait_grad")]
     sizes = [behind[group][0].args[0].args[0].meta["val"].nbytes for group in groups]  # type: ignore[union-attr]
     oldest = flying = 0

@@ -50,9 +50,7 @@ class Gather:
 def find_gathers(graph: Graph) -> tuple[list[Gather], list[Gather]]:
     """The gathers of a graph in the order of their waits; and the buffers that came with its inputs (last use only)."""
     order = edit.positions(graph)
-    by_group: dict[str, list[Node]] = {}
-    for wait in edit.tagged(graph, "wait"):
-        by_group.setdefault(wait.meta["zerofx"].group, []).append(wait)
+    by_group = edit.by_group(edit.tagged(graph, "wait"))
     opens = [order[waits[0]] for waits in by_group.values()]
 
     def describe(buffers: list[Node]) -> Gather:

@@ -219,3 +219,21 @@ def test_where_no_table_is_gathered_it_is_refused(options: dict[str, Any]) -> No
         model = Net()
     with pytest.raises(ValueError, match="lookups=True with"):
         zerofx.dry_run(model, torch.zeros(2, 3, dtype=torch.int64), world_size=2, lookups=True, **options)
+
+
+def test_what_is_asked_answered_and_given_is_listed_and_explained() -> None:
+    with torch.device("meta"):
+        model = Net()
+    ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+    record = zerofx.dry_run(model, ids, world_size=4, lookups=True, groups=EACH)
+    forward, backward = record.forward, record.backward
+    assert forward is not None and backward is not None
+    rows = 4 * 2 * LENGTH * DIM * 4  # bytes, of all ranks
+    assert f"1 exchanges of rows take {rows / 1e3:.1f} kB" in str(forward)
+    assert f"1 gathers of their gradients bring {rows / 1e3:.1f} kB" in str(backward)
+    assert "words.weight" in forward.explain("answer words") and "ahead of other gathers" in forward.explain(
+        "answer words"
+    )
+    assert "which rows this rank looks up" in forward.explain("ask words")
+    assert "whose gradients it gives" in backward.explain("ask words")
+    assert "words.weight" in backward.explain("give words") and "at the end" in backward.explain("given words")

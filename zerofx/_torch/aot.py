@@ -123,9 +123,9 @@ def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
 def donated_inputs(places: Mapping[int, int]) -> Iterator[None]:
     """While code is generated inside: where inputs are now that a backward may write over (2.11, 2.13, 2.15).
 
-    AOTAutograd finds saved tensors that nobody else has, and Inductor writes over them. It knows them by their places in
-    the graph that AOTAutograd made. ``places``: of those that are still inputs, from there to where they are now. By
-    the old ones Inductor would write over what stands there now: a tangent that others read, or a shard.
+    AOTAutograd finds saved tensors that nobody else has, and Inductor writes over them. It knows them by their places
+    in the graph that AOTAutograd made. ``places``: of those that are still inputs, from there to where they are now.
+    By the old ones Inductor would write over what stands there now: a tangent that others read, or a shard.
     """
     from torch._guards import TracingContext
 
