@@ -75,7 +75,6 @@ def test_a_skipped_layer_is_an_error_that_names_both_collectives(stage: int, wor
         assert seconds < 40, seconds
         assert re.search(r"out of step.*first coll.*rank \d has (for|back)ward.*; rank \d has (for|back)ward", message)
         assert "leaf_modules=" in message  # what to do where data decide
-    workers2._processes.stop()
 
 
 def run_eagerly_on_one_rank() -> tuple[str, str, float]:
@@ -98,7 +97,6 @@ def test_code_that_was_captured_on_one_rank_alone_is_an_error_that_says_so(worke
         mine, theirs = "rank 0 has forward: all-gather", "rank 1 has on demand: gather"
         assert mine in message and theirs in message
         assert "graph break" in message and "leaf_modules" not in message
-    workers2._processes.stop()
 
 
 def skip_a_step(stage: int) -> tuple[str, str, float]:
@@ -124,7 +122,6 @@ def test_a_step_that_one_rank_does_not_take_is_an_error_that_names_it(stage: int
         assert kind == "OutOfStepError", (kind, message)
         assert seconds < 40, seconds
         assert re.search(r"before graph number \d+ rank 0 has stepped its optimizer and rank 1 has not", message)
-    workers2._processes.stop()
 
 
 def steps_that_are_legal() -> list[str]:
@@ -225,7 +222,6 @@ def astray(way: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("way", ["no_grad", "autocast", "no_sync"])
 def test_a_rank_that_goes_astray_is_an_error_on_both_that_says_where(way: str, workers2: Workers) -> None:
     found = workers2.run(astray, way, timeout=60)
-    workers2._processes.stop()
     for kind, message, seconds in found:
         assert kind == "OutOfStepError", (kind, message)
         assert seconds < 40, seconds
@@ -257,7 +253,6 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(workers2: Workers)
     assert "rank 0 has waited 4 s for forward: all-gather of 'layers.0'" in message
     assert re.search(r"missing: rank 1 \(last at backward: reduce-scatter of 'layers.0'", message), message
     assert 3 < seconds < 14
-    workers2._processes.stop()
 
 
 def killed(victim: int) -> tuple[str, str, float]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.workers import Processes, Workers
+from zerofx._torch import is_communication_error
+from zerofx.watch import watch_of
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,23 @@ def test_hang_is_ended_and_pool_usable_again(workers2: Workers) -> None:
     text = str(caught.value)
     assert "rank 0: no answer after 2 s" in text and "rank 1: no answer after 2 s" in text
     assert text.count("in hang") == 2  # the stacks say where
+    assert [r[:2] for r in workers2.run(total, 1)] == [(0, 3.0), (1, 3.0)]
+
+
+def end_the_group() -> bool:
+    """As zerofx's watchdog does, after a test of its own; gloo's connections are closed then."""
+    watch = watch_of(dist.group.WORLD.group_name)
+    assert watch is not None
+    watch._fail("for a test")
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(1))
+    return is_communication_error(caught.value)
+
+
+def test_a_group_that_was_ended_is_not_used_again(workers2: Workers) -> None:
+    before = workers2.run("os:getpid")
+    assert workers2.run(end_the_group) == [True, True]
+    assert not any(alive(pid) for pid in before)
     assert [r[:2] for r in workers2.run(total, 1)] == [(0, 3.0), (1, 3.0)]
 
 

@@ -19,7 +19,7 @@ another group where the next run wants another size::
 What distributed tests get wrong when they fail is the waiting: one rank raises, the others sit in a collective for
 half an hour. Here every run has a time limit; every rank's traceback, or the stack on which it hangs, or the signal
 that killed it, is in the error; and after a failure all processes are killed (only our own) and started afresh by the
-next run.
+next run. So they are after a test of failures, one whose group zerofx's watchdog has ended: nothing can be sent there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class Processes:
                 join = pickle.dumps((_join, (world_size, f"group{self._groups}"), {}))
                 self._ask(self._all[:world_size], join, "joining", START_SECONDS)
                 self._joined = world_size
-            return self._ask(self._all[:world_size], call, name, timeout)
+            results = self._ask(self._all[:world_size], call, name, timeout)
+            if any(rank.spent for rank in self._all[:world_size]):
+                self.stop()
+            return results
         except BaseException:  # ctrl-c as well: an answer that nobody fetched would be taken for the next one
             self.stop()
             raise
@@ -184,6 +187,7 @@ class _Rank:
         self.rank = rank
         self.result: Any = None
         self.error = ""
+        self.spent = False
         self._dump = dump
         context = forks()
         self.connection, other = context.Pipe()
@@ -200,7 +204,7 @@ class _Rank:
 
     def receive(self) -> None:
         try:
-            self.result, self.error = pickle.loads(self.connection.recv_bytes())
+            self.result, self.error, self.spent = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.join(5)
             code = self.process.exitcode
@@ -253,7 +257,7 @@ def _serve(rank: int, port: int, dump: str, connection: Connection) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    connection.send_bytes(pickle.dumps((None, "")))  # ready
+    connection.send_bytes(pickle.dumps((None, "", False)))  # ready
     while True:
         try:
             call = connection.recv_bytes()
@@ -284,9 +288,15 @@ def _answer(call: bytes) -> bytes:
     _reset()
     try:
         fn, args, kwargs = pickle.loads(call)
-        return pickle.dumps((_resolve(fn)(*args, **kwargs), ""))
+        return pickle.dumps((_resolve(fn)(*args, **kwargs), "", _spent()))
     except BaseException as error:  # SystemExit and pytest's outcomes as well
-        return pickle.dumps((None, _describe(error)))
+        return pickle.dumps((None, _describe(error), True))
+
+
+def _spent() -> bool:
+    """Whether a watchdog has ended a process group of this rank: the next collective there would fail."""
+    watch = sys.modules.get("zerofx.watch")
+    return watch is not None and any(one.failure for one in watch._watches.values())
 
 
 def _resolve(fn: Callable[..., Any] | str) -> Callable[..., Any]:
