@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from hypothesis import strategies as st
 
 from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe, kinds
@@ -31,6 +32,10 @@ def tuples(of: st.SearchStrategy, largest: int) -> st.SearchStrategy[tuple]:
     return st.lists(of, min_size=1, max_size=largest).map(tuple)
 
 
+# Before 2.12 torch.compile does not notice that a weight is trained again (docs/models.md).
+THAWS = [False, False, True] if torch.__version__ >= "2.12" else [False]
+
+
 @st.composite
 def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, size: int = 4) -> Recipe:
     """Any recipe that means the same on ranks as in one process. ``size``: how many layers, and leaves in each."""
@@ -53,7 +58,7 @@ def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, si
         clip=draw(st.sampled_from([False, False, True])),
         penalty=draw(st.sampled_from([False, False, True])),
         output=draw(st.sampled_from(["loss", "tuple", "dict"])),
-        thaw=draw(st.sampled_from([False, False, True])),
+        thaw=draw(st.sampled_from(THAWS)),
         zero=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
