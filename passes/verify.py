@@ -63,5 +63,5 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_order({s: w for s, w in reader.waits.items() if s not in reader.tables}, reader.ops, reader.order)
     check_steps(reader)
     if ctx.executor == "inductor":
-        check_pinned(buffers, reader.ops, reader.order)
+        check_pinned(buffers, reader.ops, reader.order, reader.tables)
     return 0

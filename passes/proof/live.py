@@ -129,27 +129,35 @@ def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[
                 refuse("order", second, found, "first started, first waited for", tag.group if tag else None)
 
 
-def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int]) -> None:
+def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int], tables: set[Node]) -> None:
     """The rule "order", where the executor schedules by dependence alone.
 
     Each gather follows the one before it, and whatever reads a buffer that is to be gone by then: such a reader is a
-    kernel that the gather follows, or computed inside of such kernels only, or stored before it is first read. A wait
-    follows the gathers that start before it.
+    kernel that the gather follows, or computed inside of such kernels only, or stored before it is first read. Rows of
+    ``tables`` are asked for, and told, between the same gathers as the graph reads. A wait follows the gathers that
+    start before it.
     """
     _check_waits(buffers, ops)
-    starts = [op for op in ops.values() if op.target in GATHERS and any(b.start is op.node for b in buffers)]
-    followed: set[Node] = set()
+    gathers, followed = {b.start for b in buffers}, set[Node]()
+    previous: list[Node] = []  # the gather that started last, and what was said of tables since
     pending = sorted((b for b in buffers if not b.escapes), key=lambda b: -b.last)
-    for before, start in zip([None, *starts], starts, strict=False):
-        if before is not None and before.node not in start.after:
-            refuse("order", start.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
+    for node, start in ops.items():
+        if node not in tables and (node not in gathers or start.target not in GATHERS):
+            continue
+        loose = next((before for before in previous if before not in start.after), None)
+        if loose is not None:
+            refuse("order", node, f"nothing keeps it behind {loose.name!r}", "a dependence on it")
+        if node in tables:
+            previous.append(node)
+            continue
+        previous = [node]
         followed.update(start.after)
-        while pending and pending[-1].last < order[start.node]:
+        while pending and pending[-1].last < order[node]:
             buffer = pending.pop()
-            loose = loose_reader(buffer, ops, order[start.node], order, followed)
-            if loose is not None:
-                found = f"{loose.name!r} may read {buffer.node.name!r} after it started"
-                refuse("order", start.node, found, "a dependence on all readers of what is gone", buffer.group)
+            reader = loose_reader(buffer, ops, order[node], order, followed)
+            if reader is not None:
+                found = f"{reader.name!r} may read {buffer.node.name!r} after it started"
+                refuse("order", node, found, "a dependence on all readers of what is gone", buffer.group)
 
 
 def _check_waits(buffers: list[Buffer], ops: dict[Node, Op]) -> None:

@@ -47,14 +47,15 @@ def train(name: str, stage: int) -> Outcome:
     """On each rank: both runs. One process takes the ranks' rows one after another and the mean of their losses."""
     rank, world = dist.get_rank(), dist.get_world_size()
     architecture = ARCHITECTURES[name]
-    plain = architecture.build(0)
-    model = architecture.build(rank)  # rank 0's weights must win
+    dtype = torch.float64 if architecture.chaotic else torch.float32
+    plain = architecture.build(0).to(dtype)
+    model = architecture.build(rank).to(dtype)  # rank 0's weights must win
     zerofx.compile(model, stage=stage, executor="eager", groups=zerofx.Grouping(min_bytes=0))
     start = [q.detach().clone() for q in plain.parameters()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
     places, worst = [], 0.0
     for step in range(STEPS):
-        batches = [make_batch(architecture.batch, ROWS, seed=10 * step + r) for r in range(world)]
+        batches = [make_batch(architecture.batch, ROWS, 10 * step + r, dtype) for r in range(world)]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             got = loss_of(model, batches[rank])

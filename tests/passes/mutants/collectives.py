@@ -271,11 +271,11 @@ class _Sized:
         return self._numel
 
 
-def _pinned_behind(*kinds: str) -> Places:
-    """Gathers, and what of ``kinds`` each is pinned behind."""
+def _pinned_behind(*kinds: str, of: tuple[str, ...] = ("all_gather",)) -> Places:
+    """Starts of the kinds ``of``, and what of ``kinds`` each is pinned behind."""
 
     def places(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
-        starts = [(node, p[3]) for node in tagged(gm, "all_gather") if (p := _torch.pinned(node)) is not None]
+        starts = [(node, p[3]) for node in tagged(gm, *of) if (p := _torch.pinned(node)) is not None]
         return [
             (node, x) for node, after in starts for x in after if "zerofx" in x.meta and x.meta["zerofx"].kind in kinds
         ]
@@ -289,6 +289,16 @@ def _unpin(node: Node, other: Node) -> None:
 
 @breaks("order", _pinned_behind("all_gather"))
 def a_gather_that_nothing_holds_back(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
+    _unpin(*place)
+
+
+@breaks("order", _pinned_behind("ask", "answer", "give"))
+def a_gather_that_may_come_before_rows_are_asked_for(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
+    _unpin(*place)
+
+
+@breaks("order", _pinned_behind("all_gather", of=("ask", "answer", "give")))
+def rows_that_may_be_asked_for_before_a_gather(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
     _unpin(*place)
 
 
