@@ -22,6 +22,7 @@ from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
+from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.passes.step import step
 from zerofx.passes.verify import verify
@@ -81,6 +82,7 @@ __all__ = [
     "prefetch",
     "reduce",
     "rematerialize",
+    "save_reads",
     "spare_gathers",
     "step",
     "verify",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx._torch import OpOverload, pytree
+from zerofx._torch import OpOverload, is_tangent, pytree
 from zerofx.passes.context import Tag
 
 
@@ -137,6 +137,15 @@ def aliases(node: Node) -> list[Node]:
                 found[user] = None
                 todo.append(user)
     return list(found)
+
+
+def behind_tangents(graph: Graph) -> set[Node]:
+    """What can be computed in backward only: the tangents of a joint graph, and all that follows from them."""
+    late: set[Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
 
 
 def escapes(node: Node) -> bool:

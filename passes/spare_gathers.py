@@ -25,17 +25,14 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import is_tangent, must_save, saving_is_decided
+from zerofx._torch import must_save, saving_is_decided
 from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 
 
 def spare_gathers(gm: GraphModule, parameters: Mapping[str, ParameterRef]) -> int:
     """Mark what is to be saved; returns how many nodes were marked. ``parameters``: by the placeholder's name."""
-    late: set[Node] = set()
-    for node in gm.graph.nodes:
-        if is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
+    late = edit.behind_tangents(gm.graph)
     readers: dict[str, list[Node]] = {}
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         if placeholder.name in parameters:

@@ -35,6 +35,7 @@ from zerofx.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
 from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.records import GraphRecord, Trace, copy_graph, remember
 from zerofx.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
@@ -117,6 +118,7 @@ class _CompiledGraph:
 
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
+        save_reads(joint)
         if any(group.family.stage == 3 and not group.family.one_copy for group in self.groups.values()):
             spare_gathers(joint, self._parameters(joint))
 
