@@ -87,7 +87,7 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     from torch._inductor.utils import get_donated_idxs
 
     donated: dict[str, Any] = {"donated": get_donated_idxs() or []}
-    with inductor_config(), products_in_packs():
+    with inductor_config(), dependences_kept(), products_in_packs():
         return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
 
 
@@ -117,6 +117,43 @@ def products_in_packs() -> Iterator[None]:
     tag = f"{torch.compiler.config.cache_key_tag} zerofx: products in packs"  # code is cached by graph and by this
     with (
         unittest.mock.patch.object(ir.ConcatKernel, "realize_into", classmethod(realize_into)),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def dependences_kept() -> Iterator[None]:
+    """A kernel whose loops are made anew before it is fused with another still comes after the wait that it came after.
+
+    A wait is an operator that writes to the gathered buffer, so who reads what has come depends on a name that the wait
+    gave it. The code generator for CPUs brings two kernels to the same loops before it fuses them, and derives what one
+    of them reads anew, by the buffer's first name: nothing says any more that it must wait::
+
+        h = x + y.T            reads x, y           loops (2, 3)
+        wait(w)                writes w, now w'
+        out = h * w            reads h, w'          loops (6,), then (2, 3), and reads w
+
+    The fused kernel ran before the wait, on whatever was in ``w`` (2.11, 2.13; in 2.15 names are kept: pull request
+    185873 of pytorch/pytorch, and 177816 for what an order was added to by hand).
+    """
+    import torch.compiler.config
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    theirs = SchedulerNode._compute_attrs
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> None:
+        known = getattr(self, "read_writes", None)  # None: the node is being made
+        theirs(self, *args, **kwargs)
+        if known is not None:
+            by_hand = OrderedSet(dep for dep in known.reads if isinstance(dep, (StarDep, WeakDep)))
+            self.set_read_writes(self.read_writes.with_read(by_hand).rename(self.mutation_renames))
+
+    tag = f"{torch.compiler.config.cache_key_tag} zerofx: dependences kept"
+    with (
+        unittest.mock.patch.object(SchedulerNode, "_compute_attrs", compute),
         torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
     ):
         yield
