@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx.layout import contiguous_stride
+from zerofx.model.layout import contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Reduction, Tag
 from zerofx.passes.reduce import give_gradients, take_gradients

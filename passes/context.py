@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from zerofx.layout import GroupLayout, Slot
+from zerofx.model.layout import GroupLayout, Slot
 
 if TYPE_CHECKING:
     from zerofx.passes.proof.meaning import Meanings
@@ -153,7 +153,7 @@ class Context:
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3
     one_copy: bool = False
-    """Stage 3: the ranks have the whole weights in common memory (`zerofx.one_copy`)."""
+    """Stage 3: the ranks have the whole weights in common memory (`zerofx.ranks.one_copy`)."""
     lookups: bool = False
     """Stage 3: of tables that are only looked up, rows travel (`lookup`); indices have one shape on all ranks."""
     buckets: Buckets = "group"
@@ -161,7 +161,7 @@ class Context:
     steps: bool = False
     """Backward: groups are updated in it, each as soon as its gradient is there (`zerofx.step_in_backward`)."""
     param_dtype: torch.dtype | None = None
-    """What weights compute in (`zerofx.precision`); None: the parameters' dtype."""
+    """What weights compute in (`zerofx.model.precision`); None: the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are reduced in; None: the dtype backward returns them in."""
     memory_budget: float | None = None

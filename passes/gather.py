@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch import OpOverload
-from zerofx.layout import GroupLayout
+from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Tag
 

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx.layout import GroupLayout, Slot
+from zerofx.model.layout import GroupLayout, Slot
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Reduction, Tag
 

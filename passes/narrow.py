@@ -10,7 +10,7 @@ every use of a whole group is such a cast, the shard is cast instead, and half t
     y = addmm(b16, x, w16)
 
 A group may also have *wide* weights, used as they are (of a normalisation under autocast). They are gathered a second
-time, from the ranges of the shard in which any rank has a part of them (`zerofx.layout.excerpt`), if both gathers
+time, from the ranges of the shard in which any rank has a part of them (`zerofx.model.layout.excerpt`), if both gathers
 together bring fewer bytes than the one did::
 
     g = zerofx.unshard(shard, [64], 0, …)              low = cast(shard, bfloat16)
@@ -36,7 +36,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx.layout import GroupLayout, Slot, excerpt
+from zerofx.model.layout import GroupLayout, Slot, excerpt
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 

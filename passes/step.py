@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx.layout import GroupLayout
+from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import zerofx
-from zerofx import shapes
 from zerofx.__main__ import main, parse_bandwidth, parse_bytes, parse_flops, parse_seconds
+from zerofx.inspect.predict import shapes
 
 PUBLISHED = {  # millions of parameters, as their authors or model cards give them
     "gpt2": 124.4,

@@ -17,8 +17,8 @@ from torch import nn
 import zerofx
 import zerofx.passes
 from tests.models import GPT
+from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.passes import edit
-from zerofx.records import GraphRecord, Trace
 
 
 def small_gpt(layers: int = 3) -> GPT:

@@ -11,10 +11,10 @@ import torch
 
 import zerofx
 from tests.models import GPT
-from zerofx.explain import Reasons
+from zerofx.compiler.explain import Reasons
+from zerofx.compiler.printing import format_bytes
+from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.passes import edit, pipeline
-from zerofx.printing import format_bytes
-from zerofx.records import GraphRecord, Trace
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 

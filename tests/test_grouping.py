@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.models import GPT, Block, build
-from zerofx.grouping import Grouping, plan_groups
+from zerofx.model.grouping import Grouping, plan_groups
 
 
 def names(module: nn.Module, **options) -> dict[str, list[str]]:

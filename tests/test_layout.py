@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.layout import (
+from zerofx.model.layout import (
     ALIGNMENT,
     BLOCK,
     BLOCKED_NUMEL,

@@ -15,8 +15,8 @@ import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Workers
-from zerofx.predict import on_the_clock
-from zerofx.rehearsal import Phase, rehearse
+from zerofx.inspect.predict.predict import on_the_clock
+from zerofx.inspect.predict.rehearsal import Phase, rehearse
 
 LAYERS, VOCAB, LENGTH = 4, 61, 12
 

@@ -14,7 +14,8 @@ from torch import nn
 import zerofx
 from tests import models
 from tests.workers import Workers
-from zerofx import ShardedTensor, ondemand
+from zerofx import ShardedTensor
+from zerofx.eager import ondemand
 
 EACH_GROUP = zerofx.Grouping(min_bytes=0)
 

@@ -115,7 +115,7 @@ def check(package: str, allowed: tuple[str, ...]) -> list[str]:
 
 
 def test_passes_import_only_layouts_and_passes_of_zerofx() -> None:
-    assert not check("zerofx.passes", ("zerofx.layout", "zerofx.passes", "zerofx._torch"))
+    assert not check("zerofx.passes", ("zerofx.model.layout", "zerofx.passes", "zerofx._torch"))
 
 
 def test_passes_need_nothing_but_torch_and_the_standard_library() -> None:
@@ -133,8 +133,8 @@ def test_kernels_import_nothing_else_of_zerofx() -> None:
 
 
 def test_what_passes_import_of_zerofx_imports_nothing_else_of_it() -> None:
-    hits = check("zerofx", ("zerofx.layout", "zerofx._torch"))
-    assert not [hit for hit in hits if hit.startswith(("zerofx.layout:", "zerofx._torch."))]
+    hits = check("zerofx", ("zerofx.model.layout", "zerofx._torch"))
+    assert not [hit for hit in hits if hit.startswith(("zerofx.model.layout:", "zerofx._torch."))]
 
 
 @pytest.mark.parametrize("package", ["zerofx", "zerofx.passes"])
@@ -151,16 +151,16 @@ def test_private_torch_modules_are_named_in_one_folder_alone(package: str) -> No
     "line",
     [
         "import zerofx",
-        "import zerofx.runtime",
-        "from zerofx import runtime",
-        "from zerofx.runtime import Runtime",
-        "from .. import runtime",
-        "from ..runtime import Runtime",
-        "def f():\n    from ..group import Group",
+        "import zerofx.compiler.runtime",
+        "from zerofx.compiler import runtime",
+        "from zerofx.compiler.runtime import Runtime",
+        "from ..compiler import runtime",
+        "from ..compiler.runtime import Runtime",
+        "def f():\n    from ..state.group import Group",
     ],
 )
 def test_an_import_of_the_runtime_by_a_pass_is_found(line: str) -> None:
-    allowed = ("zerofx.layout", "zerofx.passes", "zerofx._torch")
+    allowed = ("zerofx.model.layout", "zerofx.passes", "zerofx._torch")
     assert strangers(line, "zerofx.passes.gather", allowed)
 
 
@@ -168,15 +168,15 @@ def test_an_import_of_the_runtime_by_a_pass_is_found(line: str) -> None:
     "line",
     [
         "import torch.fx",
-        "from zerofx import layout",
-        "from ..layout import GroupLayout",
+        "from zerofx.model import layout",
+        "from ..model.layout import GroupLayout",
         "from .. import _torch",
         "from . import edit",
         "from .edit import insert",
     ],
 )
 def test_an_import_that_a_pass_may_make_is_let_through(line: str) -> None:
-    allowed = ("zerofx.layout", "zerofx.passes", "zerofx._torch")
+    allowed = ("zerofx.model.layout", "zerofx.passes", "zerofx._torch")
     assert not strangers(line, "zerofx.passes.gather", allowed)
 
 
@@ -195,7 +195,7 @@ def test_an_import_that_a_pass_may_make_is_let_through(line: str) -> None:
     ],
 )
 def test_a_private_torch_module_is_found(text: str) -> None:
-    assert private_torch(text, "zerofx.group")
+    assert private_torch(text, "zerofx.state.group")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_private_torch_module_is_found(text: str) -> None:
     ],
 )
 def test_a_public_torch_name_is_let_through(text: str) -> None:
-    assert not private_torch(text, "zerofx.group")
+    assert not private_torch(text, "zerofx.state.group")
 
 
 # ---------------------------------------------------------------------------------------------- the wheel
@@ -250,11 +250,11 @@ def test_wheel_holds_only_zerofx_at_top_level(wheel: zipfile.ZipFile) -> None:
 
 
 def test_wheel_is_typed(wheel: zipfile.ZipFile) -> None:
-    assert {"zerofx/py.typed", "zerofx/report.html"} <= set(wheel.namelist())
+    assert {"zerofx/py.typed", "zerofx/inspect/report.html"} <= set(wheel.namelist())
 
 
 def test_wheel_registers_the_dynamo_backend(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
-    assert dict(entry_points["torch_dynamo_backends"]) == {"zerofx": "zerofx.backend:zerofx_backend"}
+    assert dict(entry_points["torch_dynamo_backends"]) == {"zerofx": "zerofx.compiler.backend:zerofx_backend"}

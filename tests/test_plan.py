@@ -1,4 +1,4 @@
-"""zerofx.plan is zerofx.cost with a module's numbers, and allocates nothing."""
+"""zerofx.plan is zerofx.inspect.predict.cost with a module's numbers, and allocates nothing."""
 
 from __future__ import annotations
 

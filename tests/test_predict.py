@@ -23,10 +23,11 @@ from tests.counting import count_collectives
 from tests.memory import allocated_peak
 from tests.passes.graphs import mlp_backward, mlp_forward
 from tests.workers import Workers
-from zerofx import _torch, inductor_code
-from zerofx.predict import on_the_clock
-from zerofx.records import GraphRecord, Trace
-from zerofx.rehearsal import Operation, Phase, Recorder, rehearse
+from zerofx import _torch
+from zerofx.compiler.records import GraphRecord, Trace
+from zerofx.inspect.predict import inductor_code
+from zerofx.inspect.predict.predict import on_the_clock
+from zerofx.inspect.predict.rehearsal import Operation, Phase, Recorder, rehearse
 
 Rates = zerofx.Rates
 BF16 = zerofx.MixedPrecision(torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import nn
 
 import zerofx
 from tests.models import GPT
-from zerofx import printing
+from zerofx.compiler import printing
 from zerofx.passes import PIPELINE
 
 
@@ -80,7 +80,7 @@ def test_text_shows_groups_in_order_with_bytes_and_the_users_lines(fake_world) -
     assert str(Path(zerofx.__file__).parent) not in text
     for trace in (record.forward, record.backward):
         for node in trace.after("lower").graph.nodes:
-            assert "zerofx/parameter.py" not in (node.meta.get("stack_trace") or "")
+            assert "zerofx/state/parameter.py" not in (node.meta.get("stack_trace") or "")
 
 
 def test_each_shape_and_mode_has_a_record(fake_world) -> None:

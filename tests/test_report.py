@@ -16,11 +16,11 @@ import torch
 
 import zerofx
 from tests.models import GPT
-from zerofx.explain import Reasons
-from zerofx.listing import graph_lines
-from zerofx.printing import format_bytes
-from zerofx.rehearsal import KINDS
-from zerofx.shard import groups_of
+from zerofx.compiler.explain import Reasons
+from zerofx.compiler.listing import graph_lines
+from zerofx.compiler.printing import format_bytes
+from zerofx.compiler.shard import groups_of
+from zerofx.inspect.predict.rehearsal import KINDS
 
 RATES = zerofx.Rates(1e10, 1e10, 1e8, 1e-4)
 VOID = {"meta", "input", "br"}

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import zerofx
 from tests import counting
 from tests.models import GPT
+from zerofx.compiler.shard import groups_of
 from zerofx.passes import edit, ops
 from zerofx.passes.ops import ALL_GATHER_TAG
-from zerofx.shard import groups_of
 
 LAYERS, DIM, VOCAB, LENGTH, BATCH = 4, 64, 131, 32, 3
 MATRICES = {

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerofx.workspace import Workspaces
+from zerofx.inspect.predict.workspace import Workspaces
 
 
 def test_what_is_taken_and_given_back_is_told_and_what_is_left_is_not() -> None:

@@ -1,4 +1,6 @@
-"""What each stage holds and sends is what zerofx.cost says: in the paper's table, in live memory, at the process group.
+"""What each stage holds and sends is what `zerofx.inspect.predict.cost` says.
+
+It is measured in the paper's table, in live memory and at the process group.
 
 ``python -m tests.test_zero_table`` prints the measured table of docs/stages.md.
 """
@@ -21,10 +23,10 @@ import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Processes, Workers
-from zerofx import cost
-from zerofx.group import ShardGroup
-from zerofx.layout import GroupLayout
-from zerofx.shard import groups_of
+from zerofx.compiler.shard import groups_of
+from zerofx.inspect.predict import cost
+from zerofx.model.layout import GroupLayout
+from zerofx.state.group import ShardGroup
 
 STAGES = (0, 1, 2, 3)
 BF16 = zerofx.MixedPrecision(param_dtype=torch.bfloat16)
@@ -107,7 +109,7 @@ Counted = tuple[dict[GroupLayout, bool], dict[tuple[int, bool], tuple[Events, in
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of live storages by what they are for; the fields of `zerofx.cost.Memory`."""
+    """Bytes of live storages by what they are for; the fields of `zerofx.inspect.predict.cost.Memory`."""
 
     weights: int
     gradients: int

@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import torch
 
-from zerofx import shapes
-from zerofx.plan import plan
-from zerofx.precision import MixedPrecision
+from zerofx.inspect.predict import shapes
+from zerofx.inspect.predict.plan import plan
+from zerofx.model.precision import MixedPrecision
 
 _DTYPES = {
     "bf16": (torch.bfloat16, None),

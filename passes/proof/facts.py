@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 import zerofx.passes.ops  # noqa: F401  # it registers two of these
-from zerofx.layout import GroupLayout
+from zerofx.model.layout import GroupLayout
 
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 

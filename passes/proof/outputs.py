@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zerofx.layout import GroupLayout, Slot
+from zerofx.model.layout import GroupLayout, Slot
 from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
-from zerofx.layout import GroupLayout, Slot, contiguous_stride
+from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef
 from zerofx.passes.ops import discard as discard_storage

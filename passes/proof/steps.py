@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch.fx import Node
 
-from zerofx.layout import GroupLayout
+from zerofx.model.layout import GroupLayout
 from zerofx.passes.proof.facts import REFRESH, SCATTERS, STEP
 from zerofx.passes.proof.live import Buffer, loose_reader
 from zerofx.passes.proof.meaning import Op

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofx.checkpoint.boxes import boxes
-from zerofx.layout import make_layout
+from zerofx.model.layout import make_layout
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=5)
 

@@ -10,9 +10,9 @@ import torch
 import zerofx
 from tests.kernels.shards import Row, Shard, assert_same_bits, torch_adamw
 from tests.kernels.test_adamw import gradients
-from zerofx import layout
 from zerofx.kernels import blockwise, cpu
 from zerofx.kernels.blockwise import BLOCK, LARGEST_FIRST, LARGEST_SECOND
+from zerofx.model import layout
 
 U = torch.arange(1 << 16) / (1 << 16)
 """Every number that 16 random bits stand for."""

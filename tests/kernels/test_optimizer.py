@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.device_step import DeviceStep
 from zerofx.kernels import norm
 from zerofx.kernels.split import join
+from zerofx.optim.device_step import DeviceStep
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     norm.PARTIAL_SUMS = 8  # a program takes milliseconds there, however little it does

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from tests.passes.graphs import Flats, Numbers, apply, gradients, run
 from zerofx import _torch
-from zerofx.grouping import Grouping, plan_groups
+from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.passes import PIPELINE, Context, ParameterRef, Recipe
 from zerofx.passes.context import Gathered
 

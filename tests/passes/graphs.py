@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zerofx import _torch
-from zerofx.layout import GroupLayout, make_layout
+from zerofx.model.layout import GroupLayout, make_layout
 from zerofx.passes import PIPELINE, Context, ParameterRef, Tag
 
 aten = torch.ops.aten

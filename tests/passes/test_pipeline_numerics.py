@@ -13,7 +13,7 @@ from torch import nn
 from tests.passes.captured import MODELS, Casts, Pair, capture
 from tests.passes.graphs import Flats, Numbers, Sketch, apply, aten, run
 from tests.workers import Workers
-from zerofx.grouping import Grouping
+from zerofx.model.grouping import Grouping
 from zerofx.passes import PIPELINE, discard
 from zerofx.passes.ops import discard as discard_storage
 

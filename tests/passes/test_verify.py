@@ -33,9 +33,9 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     tables,
     values,
 )
+from zerofx.compiler.records import copy_graph
 from zerofx.passes import VerificationError, edit, pipeline, verify
 from zerofx.passes.schedule import groups_ahead
-from zerofx.records import copy_graph
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
 RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -232,7 +232,7 @@ def test_the_error_names_rule_node_group_and_line() -> None:
 def test_a_refused_compilation_saves_its_graphs_in_a_file_that_the_error_names(fake_world, monkeypatch) -> None:
     fake_world(2)
     broken = (*pipeline(3)[:-1], _shift_a_weight, verify)
-    monkeypatch.setattr("zerofx.records.pipeline", lambda stage: broken)
+    monkeypatch.setattr("zerofx.compiler.records.pipeline", lambda stage: broken)
     with pytest.raises(Exception, match=r"breaks the rule 'slice'.*saved in") as caught:
         record(stage=3)
     path = re.search(r"saved in (\S+\.txt)", str(caught.value))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import default_store, resolve_process_group
-from zerofx.shard import groups_of
+from zerofx.compiler.shard import groups_of
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Ranks:
     """
 
     def __init__(self, group_name: str | None) -> None:
-        self._name = group_name  # see `zerofx.group.ShardGroup.group_name`
+        self._name = group_name  # see `zerofx.state.group.ShardGroup.group_name`
         self.rank = 0 if group_name is None else self._group.rank()
         self.size = 1 if group_name is None else self._group.size()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.parameter import ShardedTensor
+from zerofx.state.parameter import ShardedTensor
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -33,9 +33,9 @@ from torch.fx import GraphModule, Node
 
 import zerofx
 from zerofx import _torch
+from zerofx.compiler.records import GraphRecord, _copy_context, copy_graph
 from zerofx.passes import Context, Tag, edit, pipeline, verify
 from zerofx.passes.proof.meaning import Meanings
-from zerofx.records import GraphRecord, _copy_context, copy_graph
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Graph = tuple[GraphModule, Context]

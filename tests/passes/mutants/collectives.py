@@ -29,7 +29,7 @@ from tests.passes.mutants import (
     without_marks,
 )
 from zerofx import _torch
-from zerofx.layout import make_layout
+from zerofx.model.layout import make_layout
 from zerofx.passes import Context, Tag, edit
 from zerofx.passes.proof.meaning import Op
 

@@ -1,0 +1,93 @@
+"""The calls that a user makes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from zerofx._torch import compile_module
+from zerofx.compiler.backend import Backend
+from zerofx.compiler.options import Options
+from zerofx.compiler.records import GraphRecord, Trace, records_of
+from zerofx.compiler.shard import groups_of, shard_module
+from zerofx.state.group import ShardGroup
+
+
+def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> nn.Module:
+    """Shard ``module`` in place and compile it; returns the same object.
+
+    Train it as before: ``loss.backward()`` leaves sharded gradients in ``.grad``, any elementwise ``torch.optim``
+    optimizer works on them, ``torch.nn.utils.clip_grad_norm_`` is right.
+
+    Args:
+        module: parameters on one device, not sharded yet. Start from the same code on every rank; weights are taken
+            from rank 0 unless ``init_sync=False``.
+        dynamic, fullgraph: as in ``torch.compile``.
+        **options: see `zerofx.compiler.options.Options`: ``stage``, ``executor``, ``groups``, ``mesh``, ...
+
+    Raises:
+        ValueError, RuntimeError: bad options or a module that cannot be sharded; nothing has changed then.
+    """
+    checked = Options.of(options)
+    if fullgraph and checked.leaf_modules is not None:
+        raise ValueError("fullgraph=True with leaf_modules: leaf modules run outside of any graph. Leave one out.")
+    shard_module(module, checked)
+    compile_module(module, backend=Backend(checked), dynamic=dynamic, fullgraph=fullgraph)
+    return module
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward passes inside keep gradients on this rank; the first one after reduces them together with its own.
+
+    ::
+
+        for batch in micro_batches[:-1]:
+            with zerofx.no_sync(model):
+                loss_of(model, batch).backward()
+        loss_of(model, micro_batches[-1]).backward()
+
+    What is kept is whole and this rank's own: not in ``.grad``, so ``zero_grad`` does not see it (`drop_kept` gives it
+    up) and an optimizer's step is refused. Every rank must enter and leave at the same passes.
+    """
+    families = {group.family: group.family.sync for group in _groups(module)}
+    for family in families:
+        family.sync = False
+    try:
+        yield
+    finally:
+        for family, before in families.items():
+            family.sync = before
+
+
+def drop_kept(module: nn.Module) -> None:
+    """Give up the gradients that `no_sync` kept: what ``zero_grad`` is to those in ``.grad``."""
+    for group in _groups(module):
+        group.drop_kept()
+
+
+def graphs(module: nn.Module) -> list[GraphRecord]:
+    """What was compiled for ``module`` so far: one record per graph that Dynamo captured. ``print`` one to read it."""
+    return records_of(_groups(module))
+
+
+def verify(record: GraphRecord | Trace) -> None:
+    """Check rewritten graphs against every rule of `zerofx.passes.verify`; that happens on each compile anyway.
+
+    ``record``: of `graphs`, or one graph of it. A graph of one's own goes to ``zerofx.passes.verify(gm, ctx)``.
+
+    Raises:
+        VerificationError: a rule is broken; it names the rule, the node, the group and the line of the model.
+    """
+    for trace in record.traces() if isinstance(record, GraphRecord) else [record]:
+        trace.after("verify")
+
+
+def _groups(module: nn.Module) -> list[ShardGroup]:
+    groups = groups_of(module)
+    if not groups:
+        raise ValueError(f"{type(module).__name__} is not sharded: call zerofx.compile on it first.")
+    return groups

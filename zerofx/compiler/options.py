@@ -1,0 +1,137 @@
+"""The options of ``zerofx.compile``, checked in one place before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.eager.leaf import LeafRule, check_rules
+from zerofx.model.grouping import BlockRule, Grouping
+from zerofx.model.precision import MixedPrecision
+from zerofx.passes.context import Buckets, Executor
+
+EXECUTORS = ("inductor", "eager")
+BUCKETS = ("group", "parameter", "all")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asked for.
+
+    Attributes:
+        stage: what is sharded. 0: nothing (plain data parallelism), 1: optimizer state, 2: gradients too, 3: parameters
+            too. 1 and 2 differ in nothing but what a rank keeps while it accumulates, see docs/stages.md.
+        executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
+        memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. What is left of it
+            when each gather starts two groups ahead keeps the last groups gathered from forward to backward, and then
+            starts gathers earlier still. None: what two groups ahead take, and a quarter of the largest;
+            ``math.inf``: all stay gathered.
+        groups: see `zerofx.model.grouping`.
+        leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
+            are gathered whole when they are entered; for modules whose code chooses layers by data. See
+            `zerofx.eager.leaf`.
+        lookups: stage 3: of embeddings that are only looked up, rows travel instead of the table, and their gradients,
+            where that is fewer bytes. Every rank's batches must have one shape then. See
+            `zerofx.passes.lookup`.
+        one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
+            gather nothing; see `zerofx.ranks.one_copy`.
+        mesh: a 1-D device mesh; None: all ranks of the default process group.
+        reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
+            reductions of compiled graphs run: no gather queues behind one. None: all in one.
+        init_sync: take rank 0's weights and buffers everywhere.
+        init: for a module on the meta device, how its weights come about: a function of a module, a checkpoint, or
+            None for what the modules do by themselves; see `zerofx.compiler.initialize`.
+        device: for a module on the meta device, where it is to be. None: the accelerator, where there is one with which
+            the process group works, else the CPU.
+        mixed_precision: see `zerofx.model.precision`.
+        buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
+        timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
+            long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
+    """
+
+    stage: int = 3
+    executor: Executor = "inductor"
+    memory_budget: float | None = None
+    groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
+    leaf_modules: Sequence[LeafRule] | None = None
+    lookups: bool = False
+    one_copy: bool = False
+    mesh: DeviceMesh | None = None
+    reduce_group: dist.ProcessGroup | str | None = None
+    init_sync: bool = True
+    init: Callable[[nn.Module], Any] | str | Path | None = None
+    device: torch.device | str | None = None
+    mixed_precision: MixedPrecision | None = None
+    buckets: Buckets = "group"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r}: expected 0, 1, 2 or 3.")
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
+        if self.memory_budget is not None and not (
+            isinstance(self.memory_budget, (int, float)) and self.memory_budget > 0
+        ):
+            raise ValueError(f"memory_budget={self.memory_budget!r}: expected a number of bytes above 0, or None.")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise ValueError(f"timeout={self.timeout!r}: expected a number of seconds above 0, or None.")
+        if self.buckets not in BUCKETS:
+            raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
+        if self.buckets != "group" and self.stage != 0:
+            raise ValueError(f"buckets={self.buckets!r} with stage={self.stage}: only stage 0 has a choice.")
+        if self.lookups and (self.stage != 3 or self.one_copy):
+            other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
+            raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
+        if self.one_copy and self.stage != 3:
+            raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
+        if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
+            raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
+        if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):
+            raise ValueError(f"init={self.init!r}: expected a function of a module, a path, or None.")
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as e:
+                raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
+        Grouping.of(self.groups)
+        check_rules(self.leaf_modules)
+        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
+            raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
+        if self.mesh is not None and self.mesh.ndim != 1:
+            raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
+        if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as in `zerofx.state.group`
+            object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
+        elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+            object.__setattr__(self, "reduce_group", "")  # refused together with the ranks that are in it
+        if self.reduce_group is not None and not isinstance(self.reduce_group, str):
+            raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
+
+    @staticmethod
+    def of(options: dict[str, Any]) -> Options:
+        """Options from a dictionary (``torch.compile(..., options=...)``)."""
+        known = Options.__dataclass_fields__
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}: zerofx knows {', '.join(known)}.")
+        return Options(**options)
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to shard over."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group() first, and start the program with "
+                "torchrun (one process works too: `torchrun --nproc-per-node 1`)."
+            )
+        if self.mesh is not None:
+            return self.mesh.get_group()
+        group = dist.group.WORLD
+        assert group is not None
+        return group

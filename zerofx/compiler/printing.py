@@ -1,0 +1,232 @@
+"""A rewritten graph as text: one line per collective, the user's own operations folded by source line between them.
+
+::
+
+    forward: 3 all-gathers bring 212.6 kB, at most 146.2 kB of it at once
+      start    embed            13.1 kB
+      start    blocks.0        133.1 kB
+      wait     embed
+               model.py:12        embedding                            x = self.embed(tokens)
+      discard  embed
+      ...
+
+Layers that look alike are shown once: of a hundred blocks the first, and how many follow. Lines end at `WIDTH`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph, Node
+
+from zerofx.compiler.listing import operator_name
+from zerofx.passes import edit
+from zerofx.passes.context import Tag
+
+if TYPE_CHECKING:
+    from zerofx.compiler.records import Trace
+
+_VERBS = {
+    "all_gather": "start",
+    "wait": "wait",
+    "discard": "discard",
+    "refresh": "refresh",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+    "wait_grad": "reduced",
+    "ask": "ask",
+    "asked": "asked",
+    "answer": "answer",
+    "answered": "answered",
+    "give": "give",
+    "given": "given",
+    "step": "update",
+    "ahead": "renew",
+}
+_SILENT = frozenset(
+    """
+    getitem view permute t transpose expand unsqueeze squeeze select slice as_strided alias detach reshape
+    full _unsafe_view split unbind
+    """.split()
+)
+_SIZED = {
+    "reduce_scatter": "reduce-scatters take",
+    "all_reduce": "all-reduces take",
+    "answer": "exchanges of rows take",
+    "give": "gathers of their gradients bring",
+}
+WIDTH = 120
+_PLACE, _OPS = 24, 44
+ALIKE = 3
+"""Layers in a row that look alike; of more, all but the first are folded."""
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
+
+
+def format_trace(trace: Trace, fold: bool = True) -> str:
+    """The graph before `lower`: everything that zerofx put in, and what of the user's stands between.
+
+    ``fold``: show layers that look alike once.
+    """
+    graph = trace.before_lower().graph
+    collectives = edit.tagged(graph, *_VERBS)
+    width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
+    body = _body(graph, width)
+    return "\n".join([_header(trace, collectives), *(_folded(body) if fold else (line for _, line in body))])
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` in the largest of s, ms and µs that leaves a number of at least 1."""
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if abs(seconds) * factor >= 1:
+            return f"{seconds * factor:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
+
+
+def format_bytes(n: float) -> str:
+    """``n`` bytes in the largest unit that leaves a number of at least 1 (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.1f} {unit}" if unit != "B" else f"{n:.0f} B"
+        n /= 1000
+    return f"{n:.1f} TB"
+
+
+def _header(trace: Trace, collectives: list[Node]) -> str:
+    sizes: dict[str, list[int]] = {}
+    for node in collectives:
+        sizes.setdefault(node.meta["zerofx"].kind, []).append(whole_bytes(node))
+    most = format_bytes(trace.context.gathered_bytes)
+    gathers = sizes.get("all_gather", [])
+    parts = []
+    if trace.context.gathers:
+        parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
+        kept = sum(value.nbytes for value in trace.context.kept_gathered.values())
+        if kept:
+            parts.append(f"{format_bytes(kept)} {'stay' if trace.context.phase == 'forward' else 'came'} gathered")
+    elif "refresh" in sizes:
+        how = "in common" if trace.context.one_copy else "waited for"
+        parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
+    for kind, words in _SIZED.items():
+        if kind in sizes:
+            parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
+    if "step" in sizes:
+        parts.append(f"{len(sizes['step'])} groups updated")
+    return f"{trace.name}: {'; '.join(parts) or 'no collectives'}"
+
+
+def whole_bytes(node: Node) -> int:
+    """Bytes of the flat buffer that a collective is about, whole."""
+    source = node.args[0] if node.meta["zerofx"].kind in ("reduce_scatter", "answer") else node
+    value = source.meta["val"]  # type: ignore[union-attr]
+    return 0 if value is None else value.numel() * value.dtype.itemsize
+
+
+def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
+    """The lines, and what zerofx's are about."""
+    lines: list[tuple[Tag | None, str]] = []
+    place = ""  # the run of the user's operations being folded, and where they come from
+    ops: list[str] = []
+
+    def flush() -> None:
+        if ops:
+            where, _, code = place.partition("\0")
+            line = f"           {_cut(where, _PLACE):<{_PLACE}} {_cut(_count(ops), _OPS):<{_OPS}} {code}".rstrip()
+            lines.append((None, _cut(line, WIDTH)))
+            ops.clear()
+
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        tag = node.meta.get("zerofx")
+        if tag is None:
+            name = operator_name(node)
+            if name in _SILENT:
+                continue
+            here = place_of(node)
+            if here != place:
+                flush()
+                place = here
+            ops.append(name)
+        elif tag.kind in _VERBS:
+            flush()
+            size = ""
+            if tag.kind in ("all_gather", "refresh", "ask", *_SIZED):
+                size = f"{format_bytes(whole_bytes(node)):>10}"
+            lines.append((tag, f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
+    flush()
+    return lines
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _folded(body: list[tuple[Tag | None, str]]) -> Iterator[str]:
+    """The lines, but of layers in a row that look alike only the first.
+
+    A layer is what stands from one wait for weights to the next; where there is none, from one reduction to the next;
+    where there is neither, from one time to the next of a line that comes again and again. Two look alike if their
+    lines do, group names being told by how far their number is from the layer's own.
+    """
+    kinds = {tag.kind for tag, _ in body if tag is not None}
+    head = next((kind for kind in ("wait", "refresh", "reduce_scatter", "all_reduce") if kind in kinds), "")
+    often = Counter(line for _, line in body)
+    again = next((line for _, line in body if often[line] > ALIKE), "")
+    layers: list[list[tuple[Tag | None, str]]] = [[]]
+    for tag, line in body:
+        if line == again if not head else tag is not None and tag.kind == head:
+            layers.append([])
+        layers[-1].append((tag, line))
+    looks = [_look(layer) for layer in layers]
+    i = 0
+    while i < len(layers):
+        alike = next((j for j in range(i, len(layers)) if looks[j] != looks[i]), len(layers)) - i
+        yield from (line for _, line in layers[i])
+        if alike > ALIKE:
+            tags = [layers[j][0][0] for j in (i + 1, i + alike - 1)]
+            names = " to ".join(tag.group for tag in tags if tag is not None)
+            yield f"  ...      {names}{': ' if names else ''}{alike - 1} more like this one"
+            i += alike
+        else:
+            i += 1
+
+
+def _look(layer: list[tuple[Tag | None, str]]) -> list[str]:
+    number = _number(layer[0][0].group) if layer and layer[0][0] is not None else 0
+
+    def look(tag: Tag | None, line: str) -> str:
+        if tag is None:
+            return line
+        return line.replace(tag.group, _NUMBER.sub(f"{_number(tag.group) - number:+d}", tag.group, count=1)).strip()
+
+    return [" ".join(look(tag, line).split()) for tag, line in layer]
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _number(group: str) -> int:
+    found = _NUMBER.search(group)
+    return int(found[0]) if found else 0
+
+
+def place_of(node: Node) -> str:
+    """``file:line\0code`` of the innermost frame of the user's that made ``node``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line, code = frames[-1]
+    return f"{Path(file).name}:{line}\0{code.strip()}"
+
+
+def _count(ops: list[str]) -> str:
+    """``mm, mm, add`` as ``mm ×2, add``, in order of first appearance."""
+    counts: dict[str, int] = {}
+    for op in ops:
+        counts[op] = counts.get(op, 0) + 1
+    return ", ".join(op if n == 1 else f"{op} ×{n}" for op, n in counts.items())

@@ -1,0 +1,1 @@
+"""What happens to sharded tensors outside of graphs."""

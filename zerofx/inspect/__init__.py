@@ -1,0 +1,1 @@
+"""What can be read, and foretold, of a model and its graphs."""

@@ -1,0 +1,133 @@
+"""What a rank holds now, by what it is for: counted, not computed; `zerofx.plan` is the computed one.
+
+::
+
+    >>> print(zerofx.memory_summary(model, optimizer))
+    rank 0 of 2 holds 118.0 MB, stage 3
+    shards             14.7 MB    8 storages
+    gradients          14.7 MB    8 storages
+    optimizer state    29.5 MB   16 storages
+    ...
+
+Storages are counted, each once and whole, for the first kind in this table that it belongs to:
+
+===============  =========================================================================================
+kind             what
+===============  =========================================================================================
+replicas         stages 1 and 2, the whole weights that the model computes with; the shard too, where it is
+                 a part of the replica. With ``one_copy`` this rank's 1/M of what all have in common
+shards           this rank's part of the weights; with mixed precision the masters. In stage 0 the weights
+kept gathered    stage 3, whole groups that a forward left for its backward (``memory_budget``), and those of
+                 leaf modules that run, or whose weights autograd holds
+gradients        ``.grad``
+kept gradients   what `zerofx.no_sync` keeps back, whole
+optimizer state  all tensors in ``optimizer.state``: moments, masters, counters
+buffers          the module's own buffers
+===============  =========================================================================================
+
+Activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx._torch import DisableTorchFunction, pytree
+from zerofx.compiler.api import _groups
+from zerofx.compiler.printing import format_bytes
+from zerofx.eager.leaf import groups_of_leaves
+from zerofx.state.group import ShardGroup
+from zerofx.state.parameter import ShardedTensor
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """Bytes that this rank holds; ``print`` it.
+
+    Attributes:
+        nbytes: kind -> bytes, in the order of the module's docstring; all kinds, also those with none.
+        storages: kind -> how many storages they are in.
+    """
+
+    rank: int
+    world_size: int
+    stage: int
+    nbytes: dict[str, int]
+    storages: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.nbytes.values())
+
+    def __str__(self) -> str:
+        title = f"rank {self.rank} of {self.world_size} holds {format_bytes(self.total)}, stage {self.stage}"
+        width = max(map(len, self.nbytes))
+        lines = []
+        for kind, n in self.nbytes.items():
+            if n:
+                count = self.storages[kind]
+                lines.append(f"{kind:<{width}}  {format_bytes(n):>10}  {count:>4} storage{'' if count == 1 else 's'}")
+        return "\n".join([title, *lines])
+
+
+def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemorySummary:
+    """What this rank holds of ``module`` and ``optimizer`` at this moment. No collective; linear in parameters.
+
+    Raises:
+        ValueError: the module is not sharded.
+    """
+    groups = list(dict.fromkeys([*_groups(module), *groups_of_leaves(module)]))
+    ours = [p for group in groups for slot in group.layout.slots if (p := group.live_parameter(slot)) is not None]
+    kinds: dict[str, Iterable[Any]] = {
+        "replicas": [group.replica for group in groups],
+        "shards": [_weights(group) for group in groups],
+        "kept gathered": [group.gathered_now() for group in groups],
+        "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
+        "kept gradients": [group.kept_gradients() for group in groups],
+        "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
+        "buffers": list(module.buffers()),
+    }
+    replicas = [(group.replica, group) for group in groups if group.replica is not None]
+    holders = {replica.untyped_storage().data_ptr(): holders_of(replica, group) for replica, group in replicas}
+    seen: set[tuple[torch.device, int]] = set()
+    nbytes, storages = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+    with DisableTorchFunction():
+        for kind, things in kinds.items():
+            for leaf in pytree.tree_leaves(list(things)):
+                storage = _storage(leaf)
+                key = None if storage is None else (storage.device, storage.data_ptr())
+                if storage is not None and storage.nbytes() and key not in seen:
+                    seen.add(key)  # type: ignore[arg-type]
+                    nbytes[kind] += storage.nbytes() // holders.get(storage.data_ptr(), 1)
+                    storages[kind] += 1
+    first = groups[0]
+    return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages)
+
+
+def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:
+    """How many ranks hold the memory of ``tensor``, a shard or replica of ``group``: each has 1/M of it as its own."""
+    if group.replica is None or not group.family.one_copy:
+        return 1
+    common = tensor.untyped_storage().data_ptr() == group.replica.untyped_storage().data_ptr()
+    return group.layout.world_size if common else 1
+
+
+def _weights(group: ShardGroup) -> Any:
+    if group.family.stage:
+        return group.shard
+    return [group.live_parameter(slot) for slot in group.layout.slots]
+
+
+def _storage(thing: Any) -> torch.UntypedStorage | None:
+    """Of a sharded tensor the slice's: it has no memory itself."""
+    if isinstance(thing, torch.UntypedStorage):
+        return thing
+    if isinstance(thing, ShardedTensor):
+        thing = thing._local
+    return thing.untyped_storage() if isinstance(thing, torch.Tensor) else None

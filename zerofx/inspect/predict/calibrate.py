@@ -1,0 +1,118 @@
+"""Measures the rates that predictions rest on: a matrix product, a copy, a collective of several sizes.
+
+Of arithmetic the fastest of several runs counts: what the machine does beside makes the others slower. Of a collective
+it is the median, and its time is fitted as ``latency + bytes / rate``. What it takes from compute on the way is the
+processor's time in it, where this process has no core to spare: no more cores than threads that compute. Each number is
+that of the slowest rank, and all ranks get the same ones: they come out of one all-reduce.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from zerofx._torch import backend_name
+from zerofx.inspect.predict.predict import Rates
+from zerofx.passes.ops import all_gather_pairwise_, under_way
+from zerofx.ranks import same_host
+
+_c10d = torch.ops._c10d_functional
+SIZES = (1 << 16, 1 << 20, 1 << 23)
+"""Bytes that a rank receives in the collectives that are timed."""
+
+
+def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Rates:
+    """The rates of this machine and network; takes about a second. A collective: call it on every rank.
+
+    Do so where nothing else runs, and with the number of threads that training will have.
+
+    Args:
+        process_group: whose link is timed; None: all ranks. With one rank the link is taken to be infinitely fast.
+        device: where the model is.
+
+    Returns:
+        Rates for `zerofx.predict`, the same on every rank.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    if process_group is None and not dist.is_initialized():
+        raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
+    group, device = process_group or dist.group.WORLD, torch.device(device)
+    assert group is not None
+    same_host.meet(group.group_name)
+    before = _product(device), _copy(device)
+    began, worked = time.perf_counter(), time.process_time()
+    gathers = [_gather(group, device, nbytes) for nbytes in SIZES]
+    core_share = _core_share(device, time.perf_counter() - began, time.process_time() - worked)
+    # Again: what slows a shared machine down lasts longer than a series of runs takes.
+    after = _product(device), _copy(device)
+    found = [*map(min, before, after), *gathers, core_share]
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    if group.size() > 1:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    product, copy, *gathers, core_share = slowest.tolist()
+    if group.size() == 1:
+        return Rates(1 / product, 1 / copy, float("inf"))
+    rate = (SIZES[-1] - SIZES[0]) / max(gathers[-1] - gathers[0], 1e-9)
+    latency = max(0.0, min(t - nbytes / rate for t, nbytes in zip(gathers, SIZES, strict=True)))
+    return Rates(1 / product, 1 / copy, rate, latency, core_share)
+
+
+def _product(device: torch.device, n: int = 768) -> float:
+    """Seconds per floating-point operation."""
+    a, b, out = (torch.ones(n, n, device=device) for _ in range(3))
+    return min(_seconds(lambda: torch.mm(a, b, out=out), device)) / (2 * n**3)
+
+
+def _copy(device: torch.device, nbytes: int = 1 << 26) -> float:
+    """Seconds per byte read or written."""
+    source, target = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+    return min(_seconds(lambda: target.copy_(source), device)) / (2 * nbytes)
+
+
+def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> float:
+    """Seconds of an all-gather that brings this rank ``received`` bytes, spelled as `zerofx.passes.lower` does."""
+    world_size = group.size()
+    if world_size == 1:
+        return 0.0
+    shard = torch.ones(received // (world_size - 1), dtype=torch.uint8, device=device)
+    out = shard.new_empty(world_size * shard.numel())
+
+    def run() -> object:
+        if backend_name(group, device) == "gloo":
+            return _c10d.wait_tensor(under_way(out, all_gather_pairwise_(out, shard, group.group_name)))
+        started = _c10d.all_gather_into_tensor_out(shard, world_size, group.group_name, out=out)
+        return _c10d.wait_tensor(started)
+
+    return statistics.median(_seconds(run, device))
+
+
+def _core_share(device: torch.device, took: float, worked: float) -> float:
+    """What collectives that took so long, and so much of the processor, take of this process's cores from compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device.type != "cpu" or cores > torch.get_num_threads():
+        return 0.0
+    return min(worked / cores / max(took, 1e-9), 0.95)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 9) -> list[float]:
+    """Of each run, once warm."""
+    times = []
+    for _ in range(repeats + 2):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times[2:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,292 @@
+"""What a stage costs a rank, as formulas: bytes it holds, bytes it sends, collectives it starts, seconds it takes.
+
+Letters: ``N`` parameters in ``n`` groups, ``M`` ranks, ``k`` micro-batches per optimizer step. Bytes of one element:
+``m`` of a master weight, ``w`` of a weight as the model computes with it, ``g`` of a gradient as it is reduced. For
+seconds: ``F`` and ``B`` floating-point operations of a micro-batch's forward and backward, ``c`` of them in a second; a
+collective takes ``a`` seconds, and one more for each ``b`` bytes that a rank receives while it sends as many.
+
+At rest between backward and the optimizer's step, with Adam (two moments), in full precision (``m = w = g``):
+
+=====  ========  =========  =======  =========  ==================  =====================
+stage  weights   gradients  master   moments    total               for ``m = 4``
+=====  ========  =========  =======  =========  ==================  =====================
+0      m N       m N        --       2 m N      4 m N               16 N
+1, 2   m N       m N/M      --       2 m N/M    m N + 3 m N/M       4 N + 12 N/M
+3      m N/M     m N/M      --       2 m N/M    4 m N/M             16 N/M
+=====  ========  =========  =======  =========  ==================  =====================
+
+and in mixed precision (`MIXED`), where a dash under weights means that they are there only while they are used:
+
+=====  ========  =========  =======  =========  ==================  =====================
+stage  weights   gradients  master   moments    total               for ``m, w, g = 4 2 2``
+=====  ========  =========  =======  =========  ==================  =====================
+0      --        m N        m N      2 m N      4 m N               16 N
+1, 2   w N       m N/M      m N/M    2 m N/M    w N + 4 m N/M       2 N + 16 N/M
+3      --        m N/M      m N/M    2 m N/M    4 m N/M             16 N/M
+=====  ========  =========  =======  =========  ==================  =====================
+
+While gradients accumulate under `zerofx.no_sync` they take ``g N`` in any stage, whole and not yet averaged. So stage
+1, which is meant to be used so, has ``(w + g) N + 3 m N/M``: the paper's 4 N + 12 N/M. Stage 2 is above the paper's
+2 N + 14 N/M because a gradient has the dtype of its parameter, which is the master here. A model that is bfloat16
+itself, with the masters in `zerofx.AdamW`, holds the paper's table: `zero_table`.
+
+Per optimizer step and rank, in units of ``(M - 1)/M N`` bytes, and in collectives:
+
+=====  =====================  ======================  ===============  ===================
+stage  bytes                  bytes, no_sync          collectives      collectives, no_sync
+=====  =====================  ======================  ===============  ===================
+0      2 k g                  2 g                     k n              n
+1, 2   w + k g                w + g                   (1 + k) n        2 n
+3      2 k w + k g            2 k w + g               3 k n            (2 k + 1) n
+=====  =====================  ======================  ===============  ===================
+
+Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
+backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
+hence the 2 of stage 0. Activations, gathered buffers and padding (below 1 percent, `zerofx.model.layout`) are not in
+the formulas.
+
+Seconds. ``f = F/c`` and ``h = B/c`` are compute, ``G`` and ``R`` the seconds in which all groups are gathered, or their
+gradients reduced: bytes / ``b`` + collectives ``a``. Each phase has two resources, and is as long as the busier one:
+
+=====  ==========================  ===============  =================
+stage  forward                     backward         backward, no_sync
+=====  ==========================  ===============  =================
+0      f                           max(h, R)        h
+1, 2   max(f, G), the first of k   max(h, R)        h
+3      max(f, G)                   max(h, G + R)    max(h, G)
+=====  ==========================  ===============  =================
+
+The last backward of an optimizer step reduces in any case. What an optimizer changes cannot travel before it has, nor a
+gradient before it is there: so in stages 1 and 2 gathers hide behind forward alone, reductions behind backward alone.
+At the ends of a phase nothing can hide: no layer computes before the first group is there, and no gradient travels
+before the first layer is through. With groups of one size, each starting one ahead of its use
+(`zerofx.passes.prefetch`)::
+
+    compute bound     wire  ▐G▐  ▐G▐  ▐G▐            wire bound     wire  ▐  G  ▐  G  ▐  G  ▐
+                   compute     ▐ f  ▐ f  ▐ f  ▐                  compute        ▐f▐   ▐f▐   ▐f▐
+                            f + G/n                                       G + f/n
+
+So forward takes max(f + G/n, G + f/n), and that is what ``step`` has (`_pipeline`). Two ahead, the default, is never
+slower. Not in it: the optimizer, kernels bound by memory or by launching, recomputed activations, groups of unequal
+size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from sympy import Expr, Integer, Max, Symbol, sympify
+
+from zerofx.model.precision import MixedPrecision
+
+LETTERS = "N M n k m w g F B c a b"
+N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS = [Symbol(name, positive=True) for name in LETTERS.split()]
+
+_Formulas = TypeVar("_Formulas", bound="Formulas")
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Fields that are expressions, and numbers once every letter has one."""
+
+    def at(self: _Formulas, **values: float) -> _Formulas:
+        """The same with numbers for letters: ``memory(2).at(N=7.5e9, M=64, m=4)``."""
+        unknown = sorted(set(values) - {symbol.name for symbol in SYMBOLS})
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no letter of the formulas: they have {LETTERS.replace(' ', ', ')}.")
+        known = {symbol: sympify(values[symbol.name]) for symbol in SYMBOLS if symbol.name in values}
+        return replace(self, **{field.name: getattr(self, field.name).xreplace(known) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Sizes(Formulas):
+    """Bytes of one element. Where weights have the size of masters they are the masters, and are not held twice."""
+
+    master: Expr = m
+    weight: Expr = m
+    gradient: Expr = m
+
+    @property
+    def mixed(self) -> bool:
+        return self.weight != self.master
+
+    @staticmethod
+    def of(precision: MixedPrecision | None, dtype: torch.dtype = torch.float32) -> Sizes:
+        """The sizes for a module whose parameters have ``dtype``."""
+        precision = precision or MixedPrecision()
+        weight = precision.param_dtype or dtype
+        gradient = precision.reduce_dtype or weight
+        return Sizes(Integer(dtype.itemsize), Integer(weight.itemsize), Integer(gradient.itemsize))
+
+
+FULL = Sizes()
+MIXED = Sizes(m, w, g)
+
+
+@dataclass(frozen=True)
+class Memory(Formulas):
+    """Bytes on one rank.
+
+    Attributes:
+        weights: what the model computes with, where it stays from step to step.
+        gradients: ``.grad``; or, while gradients accumulate under `zerofx.no_sync`, what is kept back.
+        master: what the optimizer updates, where that is not the weights.
+        moments: what the optimizer remembers.
+    """
+
+    weights: Expr
+    gradients: Expr
+    master: Expr
+    moments: Expr
+
+    @property
+    def total(self) -> Expr:
+        return self.weights + self.gradients + self.master + self.moments
+
+
+@dataclass(frozen=True)
+class Traffic(Formulas):
+    """Of one optimizer step, on one rank: bytes received (as many are sent), and collectives started."""
+
+    gathered: Expr
+    reduced: Expr
+    collectives: Expr
+
+    @property
+    def total(self) -> Expr:
+        return self.gathered + self.reduced
+
+
+@dataclass(frozen=True)
+class Time(Formulas):
+    """Of one optimizer step, on one rank, in seconds; without the optimizer.
+
+    Attributes:
+        compute: of all forwards and backwards.
+        wire: of all collectives, one after the other.
+        step: from first to last, with each phase's collectives behind its compute.
+    """
+
+    compute: Expr
+    wire: Expr
+    step: Expr
+
+    @property
+    def exposed(self) -> Expr:
+        """Of ``step``, how long compute waits for the wire."""
+        return self.step - self.compute
+
+    @property
+    def bound(self) -> Expr:
+        """What no schedule can beat: the busier of the two resources, if it never rests."""
+        return Max(self.compute, self.wire)
+
+    @property
+    def serial(self) -> Expr:
+        """If nothing overlapped."""
+        return self.compute + self.wire
+
+
+def memory(stage: int, sizes: Sizes = FULL, *, accumulating: bool = False, moments: int = 2) -> Memory:
+    """What a rank holds; ``accumulating``: between two backwards under `zerofx.no_sync`."""
+    owned = N if _checked(stage) == 0 else N / M  # what this rank's optimizer updates
+    if sizes.mixed:
+        weights = sizes.weight * N if stage in (1, 2) else Integer(0)
+        master = sizes.master * owned
+    else:
+        weights = sizes.master * (N / M if stage == 3 else N)
+        master = Integer(0)
+    gradients = sizes.gradient * N if accumulating else sizes.master * owned
+    return Memory(weights, gradients, master, moments * sizes.master * owned)
+
+
+def memory_16_bit(stage: int, *, accumulating: bool = False) -> Memory:
+    """What a rank holds of a model that is 16-bit itself, where `zerofx.AdamW` holds float32 masters and moments."""
+    owned = N if _checked(stage) == 0 else N / M
+    weights = 2 * (N / M if stage == 3 else N)
+    return Memory(weights, 2 * (N if accumulating else owned), 4 * owned, 8 * owned)
+
+
+def traffic(
+    stage: int,
+    sizes: Sizes = FULL,
+    *,
+    no_sync: bool = False,
+    kept: tuple[int | Expr, int | Expr] = (0, 0),
+    frozen: tuple[int | Expr, int | Expr] = (0, 0),
+) -> Traffic:
+    """What a rank sends; ``no_sync``: all but the last of the ``k`` micro-batches run under `zerofx.no_sync`.
+
+    In stage 0 ``n`` is the number of buckets. ``kept``: stage 3, the elements and the number of the groups that stay
+    gathered from forward to backward (``memory_budget``). ``frozen``: those of groups that are not trained, beside
+    ``N`` and ``n``; only stage 3 gathers them, for replicas of them never get old.
+    """
+    gathers = [Integer(0), Integer(1), Integer(1), 2 * k][_checked(stage)]
+    spared, spared_groups = (k * x if stage == 3 else Integer(0) for x in kept)
+    others, other_groups = frozen if stage == 3 else (Integer(0), Integer(0))
+    reductions = Integer(1) if no_sync else k
+    there_and_back = 2 if stage == 0 else 1
+    share = (M - 1) / M
+    return Traffic(
+        gathered=share * ((N + others) * gathers - spared) * sizes.weight,
+        reduced=share * N * reductions * sizes.gradient * there_and_back,
+        collectives=(n + other_groups) * gathers + n * reductions - spared_groups,
+    )
+
+
+def time(
+    stage: int,
+    sizes: Sizes = FULL,
+    *,
+    no_sync: bool = False,
+    kept: tuple[int | Expr, int | Expr] = (0, 0),
+    frozen: tuple[int | Expr, int | Expr] = (0, 0),
+) -> Time:
+    """What an optimizer step takes; arguments as in `traffic`. Stage 3 is exact for no or one group ``kept``."""
+    forward, backward, share = F / c, B / c, (M - 1) / M
+    groups = n + frozen[1] if _checked(stage) == 3 else n
+    reduce = share * N * sizes.gradient * (2 if stage == 0 else 1) / b + n * a
+    gather = share * (N + (frozen[0] if stage == 3 else 0)) * sizes.weight / b + groups * a
+    again = gather - share * kept[0] * sizes.weight / b - kept[1] * a
+    reductions = Integer(1) if no_sync else k
+
+    computed, reduced = backward, _pipeline(backward, reduce, n)
+    forwards = k * forward
+    if stage in (1, 2):
+        forwards = _pipeline(forward, gather, n) + (k - 1) * forward
+    if stage == 3:
+        forwards = k * _pipeline(forward, gather, groups)
+        first, layer, last = gather / groups, backward / groups, reduce / n
+        ahead = Integer(0) if kept[1] else first  # what was kept needs no waiting for
+        computed = Max(backward + ahead, again + layer)
+        # Each reduction comes between two gathers; the wire rests until the first is there, and before the last.
+        rests = Max(0, layer - first) + Max(0, layer - last)
+        reduced = Max(backward + ahead + last, again + reduce + rests)
+    sent = traffic(stage, sizes, no_sync=no_sync, kept=kept, frozen=frozen)
+    return Time(
+        compute=k * (forward + backward),
+        wire=sent.total / b + sent.collectives * a,
+        step=forwards + reductions * reduced + (k - reductions) * computed,
+    )
+
+
+def _pipeline(compute: Expr, wire: Expr, groups: Expr) -> Expr:
+    """``groups`` pass through two resources, one after the other; either waits once for the other, at one end."""
+    return Max(compute + wire / groups, wire + compute / groups)
+
+
+def zero_table() -> list[Memory]:
+    """Figure 1 of the ZeRO paper by stage: 16-bit weights and gradients, float32 master weights and Adam's moments."""
+
+    def parts(first: int, stage: int) -> Expr:
+        return N / M if stage >= first else N
+
+    return [Memory(2 * parts(3, s), 2 * parts(2, s), 4 * parts(1, s), 8 * parts(1, s)) for s in range(4)]
+
+
+def _checked(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3.")
+    return stage

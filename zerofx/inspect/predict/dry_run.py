@@ -1,0 +1,139 @@
+"""Compile without training: the graphs of a training step for any number of ranks, on one machine, without memory.
+
+::
+
+    with torch.device("meta"):
+        model = Llama(...)                                           # 405 billion parameters, 0 bytes
+    record = zerofx.dry_run(model, tokens, labels, world_size=1024)
+    print(record)                                                    # what is gathered when, and how much at once
+
+Dynamo, AOTAutograd and every pass run as they do in a training step; the code generator does not, and nothing of the
+model is computed. What stands in for what:
+
+==================  ======================================================================
+the module          a copy whose parameters have their shapes and no memory
+the ranks           a process group that has a name, a size and no members
+the shards          tensors on the meta device
+compiled code       a function that returns zeros of the right shape, one element each
+==================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from zerofx._torch import PretendedGroup, compile_module, pytree
+from zerofx.compiler.backend import Backend
+from zerofx.compiler.options import Options
+from zerofx.compiler.records import GraphRecord, records_of
+from zerofx.compiler.shard import check_module
+from zerofx.eager.ondemand import average_by_hook
+from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.passes import edit
+from zerofx.ranks import one_copy
+from zerofx.state.group import Family, ShardGroup
+from zerofx.state.parameter import adopt_shell, replicate_parameter
+
+
+def dry_run(
+    module: nn.Module,
+    *args: Any,
+    world_size: int,
+    backend: str = "gloo",
+    device: torch.device | str = "cpu",
+    call: dict[str, Any] | None = None,
+    **options: Any,
+) -> GraphRecord:
+    """The graphs that `zerofx.compile` would make of a training step of ``module``.
+
+    Allocates neither parameters nor activations, needs no process group, and leaves ``module`` as it is.
+
+    Args:
+        module: on any device, the meta device included.
+        *args: what it is called with; tensors on the meta device will do, for only their shapes and dtypes count.
+        world_size: over how many ranks it is sharded.
+        backend: the communication backend that `zerofx.passes.lower` spells collectives for: "gloo", "nccl".
+        device: what the graphs are for.
+        call: keyword arguments that it is called with.
+        **options: as they would be given to `zerofx.compile`; no ``mesh``.
+
+    Raises:
+        ValueError: a module, an option or a number of ranks that cannot be.
+        torch._dynamo.exc.Unsupported: the module is not one graph. What stands between graphs would run on values that
+            are not there.
+    """
+    checked = Options.of(options)
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: expected 1 or more.")
+    for name in ("mesh", "reduce_group"):
+        if getattr(checked, name) is not None:
+            raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
+    if checked.leaf_modules is not None:
+        raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
+    device = torch.device(device)
+    if checked.one_copy:
+        one_copy.check(device)
+    check_module(module)
+    module = _without_memory(module, device)
+    groups = _shard(module, PretendedGroup("dry run", world_size, backend), checked)
+    compile_module(module, backend=Backend(checked, _pretend), dynamic=False, fullgraph=True)
+    given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
+    stand_ins = {id(x): _stand_in(x, device) for x in given}  # who is given twice is one input
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call or {}))
+    with torch.enable_grad():
+        module(*args, **kwargs)
+    (record,) = records_of(groups)
+    return record
+
+
+def _without_memory(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on ``device`` whose parameters have their shapes and no memory; buffers are there."""
+    memo: dict[int, Any] = {}
+    for p in module.parameters():
+        shell = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+        shell.untyped_storage().resize_(0)  # before anything was written: it was never more than an address
+        memo[id(p)] = shell
+    memo |= {id(buffer): _stand_in(buffer, device) for buffer in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros_like(x, device=device) if x.is_meta else x.detach().to(device, copy=True)
+
+
+def _shard(module: nn.Module, ranks: PretendedGroup, options: Options) -> list[ShardGroup]:
+    """What `zerofx.shard` does, with shards that are nowhere."""
+    groups, family = [], Family(options.stage, options.mixed_precision, options.buckets, options.one_copy)
+    for layout, parameters in plan_groups(module, ranks.size(), Grouping.of(options.groups), backend=ranks.name()):
+        group = ShardGroup(layout, ranks, torch.device("meta"), family)  # type: ignore[arg-type]
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            if options.stage == 0:
+                replicate_parameter(parameter, group, slot)
+                if parameter.requires_grad:
+                    average_by_hook(parameter)  # type: ignore[arg-type]
+            else:
+                adopt_shell(parameter, group, slot)
+        if options.stage:
+            group.mark_fresh()
+        groups.append(group)
+    if options.mixed_precision is not None:
+        options.mixed_precision.install(module)
+    return groups
+
+
+def _pretend(gm: GraphModule, inputs: list[Any], static: list[int]) -> Any:
+    """In the place of an executor: zeros of the shapes that the graph promises, one element of memory each."""
+    values = [node.meta["val"] if isinstance(node, Node) else node for node in edit.output_values(gm.graph)]
+    facts = [(v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in values]
+
+    def run(args: list[Any]) -> list[Any]:
+        args.clear()
+        return [torch.zeros((), dtype=f[1], device=f[2]).expand(f[0]) if isinstance(f, tuple) else f for f in facts]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

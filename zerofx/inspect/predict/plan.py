@@ -1,0 +1,276 @@
+"""What a run would cost, stage by stage, before anything is allocated.
+
+`zerofx.inspect.predict.cost` with a module's numbers in it::
+
+    >>> print(zerofx.plan(model.bfloat16(), world_size=64, memory=24e9))
+    7,663,476,736 parameters in 112 groups, 64 ranks, Adam with two moments
+    stage   weights  gradients    master   moments     total   buffers  sent per step  collectives  fits 24.0 GB
+        0   15.3 GB    15.3 GB   30.7 GB   61.3 GB  122.6 GB       0 B        30.2 GB          112            no
+        1   15.3 GB   239.5 MB  479.0 MB  957.9 MB   17.0 GB  418.4 MB        30.2 GB          224           yes
+        2   15.3 GB   239.5 MB  479.0 MB  957.9 MB   17.0 GB  418.4 MB        30.2 GB          224           yes
+        3  239.5 MB   239.5 MB  479.0 MB  957.9 MB    1.9 GB  836.8 MB        45.3 GB          336           yes
+    recommended: stage 1, the lowest that fits; 6.6 GB of 24.0 GB are left for activations
+
+A stage fits if what a rank holds at rest (``total``) and the ``buffers`` of a step leave something of ``memory`` for
+activations, which no formula knows: they depend on the batch, and `zerofx.predict` counts them. The lowest stage that
+fits is recommended: a higher one saves memory that is not needed, and stage 3 sends half as much again.
+
+With ``bandwidth``, ``flops`` and ``tokens`` there are seconds too (`zerofx.inspect.predict.speed`): all collectives one
+after the other (``on the wire``), all forwards and backwards (``computing``), both together as the schedule overlaps
+them (``step``), and how long of that compute waits (``exposed``). Recommended is the fastest stage that fits.
+
+A module on the meta device will do. Frozen parameters have weights, and neither gradients nor moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zerofx.compiler.printing import format_bytes, format_seconds
+from zerofx.inspect.predict import cost
+from zerofx.inspect.predict.speed import Speed
+from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.layout import GroupLayout
+from zerofx.model.precision import MixedPrecision
+
+MOST_RANKS = 2**20
+"""Where the search for a number of ranks that fits ends."""
+
+ALIKE = 0.01
+"""Steps that differ by less than this part count as equally fast: formulas know no better."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Of one stage, on one rank, in bytes; padding (below 1 percent) is not counted.
+
+    Attributes:
+        memory: at rest, between backward and the optimizer's step; expressions that are numbers.
+        traffic: of one optimizer step.
+        gathered: stage 3, the three largest neighbouring groups: what ``memory_budget`` is by default, but for the
+            quarter of the largest that small ones may have on top.
+        packed: stages 1 to 3, gradients on their way: two groups being reduced while the next is filled.
+        time: of one optimizer step, if there is a `Speed`.
+    """
+
+    stage: int
+    memory: cost.Memory
+    traffic: cost.Traffic
+    gathered: int
+    packed: int
+    time: cost.Time | None = None
+
+    @property
+    def buffers(self) -> int:
+        """What a step needs on top of what is there at rest, without activations."""
+        return self.gathered + self.packed
+
+    @property
+    def needed(self) -> float:
+        """What must be there before the first activation."""
+        return float(self.memory.total) + self.buffers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each stage would cost; ``print`` it.
+
+    Attributes:
+        memory: bytes that a rank has; None: nobody said.
+        least_ranks: the smallest number of ranks on which stage 3 fits into ``memory``; None if there is none, or no
+            ``memory``.
+        speed: what the times of `stages` rest on; None: there are none.
+    """
+
+    parameters: int
+    groups: int
+    world_size: int
+    stages: tuple[StageCost, ...]
+    memory: float | None = None
+    least_ranks: int | None = None
+    speed: Speed | None = None
+
+    def fits(self, stage: StageCost) -> bool:
+        """Whether ``stage`` leaves something of ``memory`` for activations."""
+        return self.memory is None or stage.needed < self.memory
+
+    @property
+    def recommended(self) -> StageCost | None:
+        """The fastest of ``stages`` that fits (of those `ALIKE` the lowest), or where there are no times the lowest.
+
+        None if none fits, or nobody said into what.
+        """
+        if self.memory is None:
+            return None
+        fitting = [each for each in self.stages if self.fits(each)]
+        fastest = min((float(each.time.step) for each in fitting if each.time), default=0.0)
+        alike = [each for each in fitting if not each.time or float(each.time.step) <= (1 + ALIKE) * fastest]
+        return min(alike, key=lambda each: each.stage, default=None)
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} ranks, Adam with two moments"
+        lines = [f"{self.parameters:,} parameters in {self.groups} groups, {ranks}"]
+        columns = [self._column(each) for each in self.stages]
+        rows = [list(columns[0]), *(list(column.values()) for column in columns)] if columns else []
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        if self.speed is not None:
+            lines.append(f"at {self.speed}")
+        return "\n".join([*lines, self.recommendation] if self.memory is not None else lines)
+
+    def _column(self, each: StageCost) -> dict[str, str]:
+        """What is printed of a stage, under its heading."""
+        sizes = {"total": each.memory.total, "buffers": each.buffers, "sent per step": each.traffic.total}
+        parts = zip(("weights", "gradients", "master", "moments"), astuple(each.memory), strict=True)
+        column = {"stage": str(each.stage)} | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
+        column["collectives"] = f"{int(each.traffic.collectives):,}"
+        if each.time is not None and self.speed is not None:
+            times = {"on the wire": each.time.wire}
+            if self.speed.flops is not None:
+                times |= {"computing": each.time.compute, "step": each.time.step, "exposed": each.time.exposed}
+            column |= {k: format_seconds(float(x)) for k, x in times.items()}
+        if self.memory is not None:
+            column[f"fits {format_bytes(self.memory)}"] = "yes" if self.fits(each) else "no"
+        return column
+
+    @property
+    def recommendation(self) -> str:
+        """`recommended`, and why, in a line; "" if nobody said into what it must fit."""
+        if self.memory is None:
+            return ""
+        memory, chosen = format_bytes(self.memory), self.recommended
+        if chosen is not None:
+            left = format_bytes(self.memory - chosen.needed)
+            why = "the lowest that fits" if self.speed is None else "the fastest that fits"
+            return f"recommended: stage {chosen.stage}, {why}; {left} of {memory} are left for activations"
+        line = f"no stage fits into {memory} on {self.world_size} ranks; "
+        if self.least_ranks is None:
+            return line + "stage 3 does on no number of ranks: what a step needs whole is too much (smaller groups?)"
+        return line + f"stage 3 does from {self.least_ranks:,} ranks on"
+
+
+def plan(
+    module: nn.Module,
+    *,
+    world_size: int,
+    stages: Iterable[int] = (0, 1, 2, 3),
+    memory: float | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    groups: Any = None,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    bandwidth: float | None = None,
+    node_bandwidth: float | None = None,
+    ranks_per_node: int | None = None,
+    latency: float | None = None,
+    flops: float | None = None,
+    tokens: float | None = None,
+    sequence_length: int | None = None,
+    flops_per_token: float | None = None,
+) -> Plan:
+    """What training ``module`` on ``world_size`` ranks would cost. Allocates nothing and needs no process group.
+
+    Args:
+        module: on any device, the meta device included (`zerofx.inspect.predict.shapes.build` makes well-known
+            ones). With 16-bit parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32
+            masters and moments; with others, any Adam.
+        memory: bytes that each rank has; a stage is recommended then.
+        mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
+            (`zerofx.Grouping`); on gloo there are more, which are smaller.
+        micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
+            `zerofx.no_sync`, where gradients are whole.
+        bandwidth, node_bandwidth, ranks_per_node, latency: of the links, as in `zerofx.inspect.predict.speed`; without
+            ``bandwidth`` there are no times.
+        flops: floating-point operations per second that a rank reaches (less than its peak); without it, times are the
+            wire's alone.
+        tokens, sequence_length, flops_per_token: of one micro-batch on one rank, as in `zerofx.inspect.predict.speed`.
+
+    Raises:
+        ValueError: a stage, or a number of anything, that there cannot be; options that need one another.
+    """
+    for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
+        if number < 1:
+            raise ValueError(f"{name}={number}: expected 1 or more.")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory={memory}: expected bytes, more than 0.")
+    layouts = [layout for layout, _ in plan_groups(module, world_size, Grouping.of(groups))]
+    if not layouts:
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    speed = Speed.of(
+        module,
+        world_size,
+        bandwidth=bandwidth,
+        node_bandwidth=node_bandwidth,
+        ranks_per_node=ranks_per_node,
+        latency=latency,
+        flops=flops,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        flops_per_token=flops_per_token,
+    )
+    costs = _costs(layouts, mixed_precision, micro_batches, no_sync)
+    least = None
+    if memory is not None:
+        least = _least(lambda ranks: costs(3, ranks).needed < memory)
+    made = tuple(costs(stage, world_size, speed) for stage in stages)
+    return Plan(_numel(layouts), len(layouts), world_size, made, memory, least, speed)
+
+
+def _costs(
+    layouts: list[GroupLayout], precision: MixedPrecision | None, micro_batches: int, no_sync: bool
+) -> Callable[..., StageCost]:
+    """A function of stage and number of ranks; and, for one with times, of speed."""
+    dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
+    sizes, accumulating = cost.Sizes.of(precision, dtype), no_sync and micro_batches > 1
+    trained, frozen = ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
+    options: Any = dict(no_sync=no_sync, frozen=(_numel(frozen), len(frozen)))
+
+    def of(stage: int, ranks: int, speed: Speed | None = None) -> StageCost:
+        if dtype.itemsize == 2:
+            memory = cost.memory_16_bit(stage, accumulating=accumulating)
+        else:
+            memory = cost.memory(stage, sizes, accumulating=accumulating)
+        numbers: dict[str, float] = {"N": _numel(trained), "M": ranks, "n": len(trained), "k": micro_batches}
+        memory, traffic = memory.at(**numbers), cost.traffic(stage, sizes, **options).at(**numbers)
+        parts = ranks if stage == 3 else 1
+        memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
+        gathered = _three(layouts, int(sizes.weight)) if stage == 3 else 0
+        packed = _three(trained, int(sizes.gradient)) if stage else 0
+        time = None
+        if speed is not None and not trained:
+            raise ValueError("no parameter requires a gradient: there is no training step to time.")
+        if speed is not None:
+            rates = {"b": speed.bandwidth, "a": speed.latency, "c": speed.flops or 1.0}
+            numbers |= rates | {"F": speed.forward, "B": speed.backward}
+            time = cost.time(stage, sizes, **options).at(**numbers)
+        return StageCost(stage, memory, traffic, gathered, packed, time)
+
+    return of
+
+
+def _least(fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of ranks that fits, where more ranks never need more."""
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high > MOST_RANKS:
+            return None
+    low = high // 2  # does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _three(layouts: list[GroupLayout], itemsize: int) -> int:
+    """Bytes of the three neighbouring groups that are largest together."""
+    sizes = [layout.numel * itemsize for layout in layouts]
+    return max(map(sum, zip(sizes, sizes[1:], sizes[2:])), default=sum(sizes))
+
+
+def _numel(layouts: list[GroupLayout]) -> int:
+    return sum(slot.numel for layout in layouts for slot in layout.slots)

@@ -1,0 +1,332 @@
+"""What a training step will take, read off its compiled graphs: time, exposed communication, bytes sent, live bytes.
+
+`zerofx.rehearse` says what each graph does; here it is put on a clock with two resources, by four rates. Nothing is
+measured, no step is run::
+
+    compute   ▐ embed ▐ wait ░▐ block 0     ▐ wait ▐ block 1     ▐        a kernel: max(flops / rate, bytes / rate)
+    wire      ▐▐ gather b.0  ▐▐ gather b.1 ▐                              a collective: latency + bytes / rate
+                             ▲░ exposed: compute stands
+
+Kernels run one after the other in the code's order; collectives queue in the order they are started; a wait blocks
+compute until its collective is through. Every exchange uses both directions of a link at once, so that what counts is
+what a rank receives. Where gloo has no core of its own, compute is slower by ``core_share`` while anything travels. The
+roofline model of a kernel is Williams, Waterman and Patterson, 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+
+from torch import nn
+
+from zerofx.compiler.api import _groups, graphs
+from zerofx.compiler.printing import format_bytes
+from zerofx.compiler.records import GraphRecord
+from zerofx.inspect.memory import holders_of
+from zerofx.inspect.predict.rehearsal import KINDS, Kind, Operation, Phase, rehearse
+from zerofx.model.layout import GroupLayout
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one rank is; `zerofx.calibrate` measures them.
+
+    Attributes:
+        flops_per_s: floating-point operations per second in large matrix products.
+        memory_bytes_per_s: read and written together, in a large copy.
+        link_bytes_per_s: received by one rank while it sends as many.
+        link_latency_s: seconds that a collective takes without any bytes.
+        core_share: of the rank's cores, what a collective takes from compute while it travels; less than 1.
+    """
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_s: float = 0.0
+    core_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not (value > 0 or (value == 0 and each.name in ("link_latency_s", "core_share"))):
+                raise ValueError(f"Rates: {each.name}={value!r}, expected a positive number.")
+        if not self.core_share < 1:
+            raise ValueError(f"Rates: core_share={self.core_share!r}, expected less than 1.")
+
+    def seconds(self, operation: Operation) -> float:
+        """How long ``operation`` takes, by itself; nothing for a wait."""
+        if operation.kind == "kernel":
+            return max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
+        if operation.kind == "start":
+            return self.link_latency_s + operation.nbytes / self.link_bytes_per_s
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """An operation on the clock, in seconds since the step began. A start's is when its bytes travel."""
+
+    operation: Operation
+    start: float
+    end: float
+
+
+LiveBytes = dict[Kind, int]
+
+
+@dataclass(frozen=True)
+class PhasePrediction:
+    """One graph, forward or backward.
+
+    Attributes:
+        graph: which of the module's graphs.
+        name: "forward" or "backward".
+        operations: kernels, starts and waits, in order.
+        live: bytes by class while each operation runs (the most, where buffers come and go in between); allocated by
+            the step, on top of what is held at rest. One entry per operation and one for the end.
+        spans: the operations on the clock; empty without rates.
+        time_s, exposed_s: seconds of compute from the graph's start to its end, and of these, waiting. None without
+            rates.
+    """
+
+    graph: int
+    name: str
+    operations: tuple[Operation, ...]
+    live: tuple[LiveBytes, ...]
+    spans: tuple[Span, ...] = ()
+    time_s: float | None = None
+    exposed_s: float | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank receives; it sends as many."""
+        return sum(operation.nbytes for operation in self.operations if operation.kind == "start")
+
+    @property
+    def peak(self) -> LiveBytes:
+        """Live bytes by class at the moment that there are most."""
+        return max(self.live, key=lambda live: sum(live.values()))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One training step: every graph's forward in order, every graph's backward in reverse; ``print`` it.
+
+    Attributes:
+        phases: the graphs, in the order they run.
+        held_bytes: parameters, shards and replicas at rest: what is there before the step and after it.
+        rates: what the times rest on.
+    """
+
+    phases: tuple[PhasePrediction, ...]
+    held_bytes: int
+    rates: Rates | None = field(default=None)
+
+    @property
+    def time_s(self) -> float | None:
+        """Seconds of forward and backward; the optimizer is not in it."""
+        return None if self.rates is None else sum(phase.time_s or 0.0 for phase in self.phases)
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds of it that compute waits for collectives."""
+        return None if self.rates is None else sum(phase.exposed_s or 0.0 for phase in self.phases)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank receives in a step; it sends as many."""
+        return sum(phase.wire_bytes for phase in self.phases)
+
+    @property
+    def peak(self) -> LiveBytes:
+        """Bytes that the step has allocated at its peak, by class; ``held_bytes`` come on top."""
+        return max((phase.peak for phase in self.phases), key=lambda live: sum(live.values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The sum of `peak`."""
+        return sum(self.peak.values())
+
+    def summary(self) -> dict[str, float | int | dict[str, float] | LiveBytes | None]:
+        """The numbers of the whole step, for JSON."""
+        return {
+            "time_s": self.time_s,
+            "exposed_s": self.exposed_s,
+            "wire_bytes": self.wire_bytes,
+            "held_bytes": self.held_bytes,
+            "peak_bytes": self.peak_bytes,
+            "peak": self.peak,
+            "rates": asdict(self.rates) if self.rates else None,
+        }
+
+    def __str__(self) -> str:
+        head = ("graph", "phase", "time", "exposed", "received", "peak live", *KINDS)
+        rows: list[tuple[str, ...]] = [head]
+        for phase in self.phases:
+            rows.append((str(phase.graph), phase.name, *_cells(phase, phase.peak)))
+        rows.append(("step", "", *_cells(self, self.peak)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
+        graphs = len({phase.graph for phase in self.phases})
+        if graphs > 1:  # else all of the model may be in it
+            lines.append(f"not in it: what is computed outside of the {graphs} graphs, and what that holds")
+        return "\n".join(lines)
+
+
+def predict(
+    model: nn.Module | GraphRecord,
+    rates: Rates | None = None,
+    *,
+    records: Iterable[GraphRecord] | None = None,
+    probe: bool = False,
+) -> Prediction:
+    """What a step of ``model`` will take on this rank. Without ``probe`` runs and allocates nothing. No collective.
+
+    Args:
+        model: compiled, and its backward run once (which compiles that); or a record, as of `zerofx.dry_run`: of what a
+            dry run wrote for Inductor there is no generated code, so it is followed as the eager executor would run it.
+        rates: without them there are bytes and no times.
+        probe: run each product, convolution and attention kernel of the step once by itself, on zeros, for the memory
+            that it takes inside and gives back (workspace.py). Without that it counts for nothing.
+        records: which of ``zerofx.graphs(module)`` make up the step, in the order they run; by default all that have a
+            forward. A module that was compiled again for other shapes has more than one step's.
+
+    Returns:
+        Times in seconds, sizes in bytes. Of the step are forward and backward, gradients being None before; not of it
+        are the optimizer and what is computed outside of compiled graphs.
+
+    Raises:
+        ValueError: the module is not sharded.
+        RuntimeError: nothing was compiled yet, or no backward; or Inductor's code cannot be followed.
+    """
+    chosen = step_of(model, records)
+    if not chosen:
+        raise RuntimeError(
+            "nothing was compiled for training yet: graphs are captured when they first run. Run one step, forward and "
+            "loss.backward(), before zerofx.predict."
+        )
+    held = _held_by(chosen) if isinstance(model, GraphRecord) else _held(model)
+    return on_the_clock(rehearse(chosen, probe), rates, held)
+
+
+def step_of(model: nn.Module | GraphRecord, records: Iterable[GraphRecord] | None = None) -> list[GraphRecord]:
+    """The graphs that make up a step, as `predict` takes them."""
+    if records is not None:
+        return list(records)
+    if isinstance(model, GraphRecord):
+        return [model]
+    return [record for record in graphs(model) if record.forward is not None]
+
+
+def layouts_of(records: Iterable[GraphRecord]) -> list[GroupLayout]:
+    """The groups whose parameters the graphs of ``records`` read, in the order they are first read."""
+    traces = [trace for record in records for trace in record.traces()]
+    return list(dict.fromkeys(ref.layout for trace in traces for ref in trace.context.parameters.values()))
+
+
+def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: int = 0) -> Prediction:
+    """``phases``, which are one step, with times by ``rates`` and live bytes. Linear in the number of operations."""
+    clock, live, predicted = _Clock(), dict.fromkeys(KINDS, 0), []
+    for phase in phases:
+        over_graph = tuple(_live(phase, live))
+        operations = tuple(phase.operations)
+        if rates is None:
+            predicted.append(PhasePrediction(phase.graph, phase.name, operations, over_graph))
+            continue
+        began, waited = clock.compute, clock.exposed
+        spans = tuple(clock.run(operation, rates) for operation in operations)
+        predicted.append(
+            PhasePrediction(
+                phase.graph,
+                phase.name,
+                operations,
+                over_graph,
+                spans,
+                time_s=clock.compute - began,
+                exposed_s=clock.exposed - waited,
+            )
+        )
+    return Prediction(tuple(predicted), held_bytes, rates)
+
+
+class _Clock:
+    """When compute and the wire are next free, and what compute waited so far."""
+
+    def __init__(self) -> None:
+        self.compute = self.wire = self.exposed = 0.0
+        self._done: dict[int, float] = {}
+
+    def run(self, operation: Operation, rates: Rates) -> Span:
+        seconds = rates.seconds(operation)
+        if operation.kind == "start":
+            start = max(self.compute, self.wire)
+            self.wire = self._done[operation.collective] = start + seconds
+            return Span(operation, start, self.wire)
+        start = self.compute
+        if operation.kind == "wait":
+            self.compute = max(start, self._done.pop(operation.collective))
+            self.exposed += self.compute - start
+        else:
+            self.compute = self._through(seconds, 1 - rates.core_share)
+        return Span(operation, start, self.compute)
+
+    def _through(self, seconds: float, pace: float) -> float:
+        """When a kernel of so many seconds is through that starts now, at ``pace`` while something travels."""
+        travels = max(0.0, self.wire - self.compute)  # without a gap: what was started queues, and no more is meanwhile
+        if seconds <= travels * pace:
+            return self.compute + seconds / pace
+        return self.compute + travels + (seconds - travels * pace)
+
+
+def _live(phase: Phase, live: LiveBytes) -> Iterable[LiveBytes]:
+    """Live bytes by class while each operation runs, and behind the last; ``live`` is carried on from phase to phase.
+
+    Of all that is freed and made between two operations, the moment with most bytes counts for the second.
+    """
+    changes = iter(phase.changes)
+    change = next(changes, None)
+    for i in range(len(phase.operations) + 1):
+        most: LiveBytes | None = None
+        while change is not None and change.before <= i:
+            live[change.buffer.kind] += change.buffer.nbytes if change.made else -change.buffer.nbytes
+            if most is None or sum(live.values()) > sum(most.values()):
+                most = dict(live)
+            change = next(changes, None)
+        yield most or dict(live)
+
+
+def _held(module: nn.Module) -> int:
+    storages = {}
+    for group in _groups(module):
+        if group.family.stage:
+            tensors = [group.shard] if group.replica is None else [group.shard, group.replica]
+        else:
+            tensors = [group.parameter(slot) for slot in group.layout.slots]
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes() // holders_of(tensor, group)
+    return sum(storages.values())
+
+
+def _held_by(records: list[GraphRecord]) -> int:
+    """The same, by the layouts (zerofx.state.group has the table)."""
+    context = next(trace.context for record in records for trace in record.traces())
+    held = 0
+    for layout in layouts_of(records):
+        whole, shard = layout.numel * (context.param_dtype or layout.dtype).itemsize, layout.nbytes // layout.world_size
+        if context.stage == 0:
+            held += sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
+        elif context.gathers:
+            held += shard
+        else:  # in the parameters' own dtype the shard is a part of the replica
+            held += whole // (layout.world_size if context.one_copy else 1)
+            held += shard if context.param_dtype not in (None, layout.dtype) else 0
+    return held
+
+
+def _cells(what: PhasePrediction | Prediction, peak: LiveBytes) -> list[str]:
+    times = ["" if x is None else f"{1e3 * x:.1f} ms" for x in (what.time_s, what.exposed_s)]
+    sizes = [what.wire_bytes, sum(peak.values()), *(peak[kind] for kind in KINDS)]
+    return [*times, *map(format_bytes, sizes)]

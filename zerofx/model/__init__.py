@@ -1,0 +1,1 @@
+"""Facts about a model, without a tensor of any rank."""

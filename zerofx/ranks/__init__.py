@@ -1,0 +1,1 @@
+"""Ranks that talk to each other outside of graphs."""
