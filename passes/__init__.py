@@ -22,6 +22,7 @@ from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
+from zerofx.passes.save_parameters import save_parameters
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.passes.step import step
@@ -45,7 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
 )
 """The passes of stages 1, 2 and 3, in order."""
 
-REPLICATED: tuple[Pass, ...] = (rematerialize, all_reduce, prefetch, lower, verify)
+REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, prefetch, lower, verify)
 """The passes of stage 0."""
 
 
@@ -82,6 +83,7 @@ __all__ = [
     "prefetch",
     "reduce",
     "rematerialize",
+    "save_parameters",
     "save_reads",
     "spare_gathers",
     "step",

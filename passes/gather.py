@@ -30,6 +30,7 @@ from zerofx._torch import OpOverload
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Tag
+from zerofx.passes.save_parameters import save_parameters
 
 
 def gather(gm: GraphModule, ctx: Context) -> int:
@@ -38,7 +39,7 @@ def gather(gm: GraphModule, ctx: Context) -> int:
     placeholders = [n for n in graph.find_nodes(op="placeholder") if n.name in ctx.parameters]
     for node in placeholders:
         _refuse_writes(node, ctx.parameters[node.name])
-    _drop_saved(graph, ctx)
+    save_parameters(gm, ctx)
 
     by_group: dict[GroupLayout, list[Node]] = {}
     order = edit.positions(graph)
@@ -77,15 +78,6 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], l
                 brought[ref] = weight
             node.replace_all_uses_with(brought[ref])
     return buffer
-
-
-def _drop_saved(graph: Graph, ctx: Context) -> None:
-    outputs = edit.output_values(graph)
-    for i in ctx.saved:
-        if isinstance(outputs[i], Node) and outputs[i].name in ctx.parameters:
-            ctx.saved_parameters[i] = ctx.parameters[outputs[i].name]
-            outputs[i] = None
-    edit.set_output_values(graph, outputs)
 
 
 def _refuse_writes(node: Node, ref: ParameterRef) -> None:

@@ -72,6 +72,9 @@ class Backend:
     options: Options
     pretend: Executed | None = None
 
+    def __repr__(self) -> str:
+        return repr(self.options)
+
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()
         _shard_modules_of(gm, example_inputs, self.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,12 @@ class Options:
             object.__setattr__(self, "reduce_group", "")  # refused together with the ranks that are in it
         if self.reduce_group is not None and not isinstance(self.reduce_group, str):
             raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
+
+    def __repr__(self) -> str:
+        """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self)}
+        said = [f"{f.name}={chosen[f.name]!r}" for f in fields(self) if f.name == "stage" or chosen[f.name] != f.default]
+        return f"zerofx({', '.join(said)})"
 
     @staticmethod
     def of(options: dict[str, Any]) -> Options:
