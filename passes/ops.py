@@ -147,7 +147,7 @@ def _exchange(
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     # Where ranks run different collectives gloo would end the process, from a thread of its own, as soon as more comes
-    # than was asked for. Messages of two sizes do not meet: so both wait, and the watchdog (`zerofx.ranks.watch`) says
+    # than was asked for. Messages of two sizes do not meet: so both wait, and the watchdog (`zerofx.runtime.ranks.watch`) says
     # why.
     tag = kind | sent[0].nbytes % 32749 << 16  # a prime: sizes are multiples of powers of two
     others = [(rank + i) % world_size for i in range(1, world_size)]
@@ -172,16 +172,16 @@ def _nobody(process_group: str) -> Mapping[int, Neighbour]:
 
 
 neighbours: Callable[[str], Mapping[int, Neighbour]] = _nobody
-"""By rank, who is on this host; `zerofx.ranks.same_host`, which finds out, puts its own here."""
+"""By rank, who is on this host; `zerofx.runtime.ranks.same_host`, which finds out, puts its own here."""
 
 
 def starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
-    """The next collective is started inside; `zerofx.ranks.watch`, which knows whose it is, puts its own here."""
+    """The next collective is started inside; `zerofx.runtime.ranks.watch`, which knows whose it is, puts its own here."""
     return contextlib.nullcontext()
 
 
 def under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
-    """What to wait for in the place of ``works``; `zerofx.ranks.watch` puts its own here."""
+    """What to wait for in the place of ``works``; `zerofx.runtime.ranks.watch` puts its own here."""
     return works
 
 

@@ -15,7 +15,7 @@ import zerofx
 from tests import models
 from tests.workers import Workers
 from zerofx import ShardedTensor
-from zerofx.eager import ondemand
+from zerofx.runtime.eager import ondemand
 
 EACH_GROUP = zerofx.Grouping(min_bytes=0)
 

@@ -20,8 +20,8 @@ import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
 from zerofx.compiler.shard import groups_of
-from zerofx.ranks import one_copy, watch
-from zerofx.ranks.agree import OutOfStepError
+from zerofx.runtime.ranks import one_copy, watch
+from zerofx.runtime.ranks.agree import OutOfStepError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name, of Linux")
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)

@@ -151,12 +151,12 @@ def test_private_torch_modules_are_named_in_one_folder_alone(package: str) -> No
     "line",
     [
         "import zerofx",
-        "import zerofx.compiler.runtime",
-        "from zerofx.compiler import runtime",
-        "from zerofx.compiler.runtime import Runtime",
-        "from ..compiler import runtime",
-        "from ..compiler.runtime import Runtime",
-        "def f():\n    from ..state.group import Group",
+        "import zerofx.compiler.runners",
+        "from zerofx.compiler import runners",
+        "from zerofx.compiler.runners import Runtime",
+        "from ..compiler import runners",
+        "from ..compiler.runners import Runtime",
+        "def f():\n    from ..runtime.state.group import Group",
     ],
 )
 def test_an_import_of_the_runtime_by_a_pass_is_found(line: str) -> None:
@@ -195,7 +195,7 @@ def test_an_import_that_a_pass_may_make_is_let_through(line: str) -> None:
     ],
 )
 def test_a_private_torch_module_is_found(text: str) -> None:
-    assert private_torch(text, "zerofx.state.group")
+    assert private_torch(text, "zerofx.runtime.state.group")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_private_torch_module_is_found(text: str) -> None:
     ],
 )
 def test_a_public_torch_name_is_let_through(text: str) -> None:
-    assert not private_torch(text, "zerofx.state.group")
+    assert not private_torch(text, "zerofx.runtime.state.group")
 
 
 # ---------------------------------------------------------------------------------------------- the wheel

@@ -26,7 +26,7 @@ from tests.workers import Processes, Workers
 from zerofx.compiler.shard import groups_of
 from zerofx.inspect.predict import cost
 from zerofx.model.layout import GroupLayout
-from zerofx.state.group import ShardGroup
+from zerofx.runtime.state.group import ShardGroup
 
 STAGES = (0, 1, 2, 3)
 BF16 = zerofx.MixedPrecision(param_dtype=torch.bfloat16)

@@ -3,7 +3,6 @@
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, verify
 from zerofx.compiler.shard import shard
-from zerofx.eager.whole import unsharded
 from zerofx.inspect.memory import MemorySummary, memory_summary
 from zerofx.inspect.predict.calibrate import calibrate
 from zerofx.inspect.predict.dry_run import dry_run
@@ -12,12 +11,13 @@ from zerofx.inspect.predict.predict import Prediction, Rates, predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
 from zerofx.model.precision import MixedPrecision
-from zerofx.optim.adamw import AdamW
-from zerofx.optim.step import step_in_backward
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
-from zerofx.ranks.agree import OutOfStepError
-from zerofx.state.parameter import ShardedParameter, ShardedTensor
+from zerofx.runtime.eager.whole import unsharded
+from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.step import step_in_backward
+from zerofx.runtime.ranks.agree import OutOfStepError
+from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor
 
 __version__ = "0.1.0"
 __all__ = [

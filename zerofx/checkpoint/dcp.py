@@ -48,7 +48,7 @@ from torch.futures import Future
 from zerofx._torch import StorageInfo, index_class
 from zerofx.checkpoint.boxes import Box, boxes
 from zerofx.checkpoint.ranks import CheckpointError
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 INDEX = ".metadata"
 

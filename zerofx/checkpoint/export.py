@@ -28,7 +28,7 @@ from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
 from zerofx.checkpoint.state import model_state, names_of, unwrapped
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 

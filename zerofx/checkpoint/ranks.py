@@ -44,7 +44,7 @@ class Ranks:
     """
 
     def __init__(self, group_name: str | None) -> None:
-        self._name = group_name  # see `zerofx.state.group.ShardGroup.group_name`
+        self._name = group_name  # see `zerofx.runtime.state.group.ShardGroup.group_name`
         self.rank = 0 if group_name is None else self._group.rank()
         self.size = 1 if group_name is None else self._group.size()
 

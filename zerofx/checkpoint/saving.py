@@ -35,7 +35,7 @@ from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.state import model_state, names_of, non_finite, optimizer_state
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 @overload

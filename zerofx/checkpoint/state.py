@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

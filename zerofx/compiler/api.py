@@ -13,7 +13,7 @@ from zerofx.compiler.backend import Backend
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, Trace, records_of
 from zerofx.compiler.shard import groups_of, shard_module
-from zerofx.state.group import ShardGroup
+from zerofx.runtime.state.group import ShardGroup
 
 
 def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> nn.Module:

@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, Trace, copy_graph, remember
-from zerofx.compiler.runtime import BackwardCode, backward_runner, forward_runner, refuse_double_backward
+from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner, refuse_double_backward
 from zerofx.compiler.shard import shard_module
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
@@ -37,11 +37,11 @@ from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe
 from zerofx.passes.proof.meaning import Meanings
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
-from zerofx.ranks.agree import Schedule, identity
-from zerofx.ranks.tracing import observed
-from zerofx.ranks.watch import watch_of, watched
-from zerofx.state.group import ShardGroup
-from zerofx.state.parameter import ReplicatedParameter, ShardedTensor
+from zerofx.runtime.ranks.agree import Schedule, identity
+from zerofx.runtime.ranks.tracing import observed
+from zerofx.runtime.ranks.watch import watch_of, watched
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
 
 def zerofx_backend(

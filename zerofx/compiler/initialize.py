@@ -42,9 +42,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import pytree
-from zerofx.eager.whole import Place, WholeParameter, in_place_of
 from zerofx.model.hugging_face import is_model
-from zerofx.state.parameter import ShardedParameter
+from zerofx.runtime.eager.whole import Place, WholeParameter, in_place_of
+from zerofx.runtime.state.parameter import ShardedParameter
 
 Init = Callable[[nn.Module], Any]
 

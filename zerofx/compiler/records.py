@@ -22,7 +22,7 @@ from zerofx.compiler.listing import difference, python_of
 from zerofx.compiler.printing import format_trace
 from zerofx.passes import VerificationError, before_lower, pipeline
 from zerofx.passes.context import Context, Executor
-from zerofx.state.group import ShardGroup
+from zerofx.runtime.state.group import ShardGroup
 
 
 class Trace:

@@ -16,16 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerofx._torch import backend_name, batch_gloo_threads, resolve_process_group
 from zerofx.compiler.initialize import Template, check_init, initialize, replace_by_empty
 from zerofx.compiler.options import Options
-from zerofx.eager.leaf import leaf_names, make_leaves
-from zerofx.eager.ondemand import average_by_hook, not_elementwise, reduce_by_hook
-from zerofx.eager.whole import places_of
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.layout import GroupLayout
-from zerofx.ranks import one_copy, same_host
-from zerofx.ranks.watch import stepped, watch_of, watch_too
-from zerofx.state.group import Family, ShardGroup
-from zerofx.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
+from zerofx.runtime.eager.leaf import leaf_names, make_leaves
+from zerofx.runtime.eager.ondemand import average_by_hook, not_elementwise, reduce_by_hook
+from zerofx.runtime.eager.whole import places_of
+from zerofx.runtime.ranks import one_copy, same_host
+from zerofx.runtime.ranks.watch import stepped, watch_of, watch_too
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:

@@ -40,9 +40,9 @@ from torch import nn
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.compiler.api import _groups
 from zerofx.compiler.printing import format_bytes
-from zerofx.eager.leaf import groups_of_leaves
-from zerofx.state.group import ShardGroup
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.eager.leaf import groups_of_leaves
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerofx._torch import backend_name
 from zerofx.inspect.predict.predict import Rates
 from zerofx.passes.ops import all_gather_pairwise_, under_way
-from zerofx.ranks import same_host
+from zerofx.runtime.ranks import same_host
 
 _c10d = torch.ops._c10d_functional
 SIZES = (1 << 16, 1 << 20, 1 << 23)

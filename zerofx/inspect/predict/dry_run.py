@@ -32,12 +32,12 @@ from zerofx.compiler.backend import Backend
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.compiler.shard import check_module
-from zerofx.eager.ondemand import average_by_hook
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.passes import edit
-from zerofx.ranks import one_copy
-from zerofx.state.group import Family, ShardGroup
-from zerofx.state.parameter import adopt_shell, replicate_parameter
+from zerofx.runtime.eager.ondemand import average_by_hook
+from zerofx.runtime.ranks import one_copy
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
 
 
 def dry_run(

@@ -311,7 +311,7 @@ def _held(module: nn.Module) -> int:
 
 
 def _held_by(records: list[GraphRecord]) -> int:
-    """The same, by the layouts (zerofx.state.group has the table)."""
+    """The same, by the layouts (zerofx.runtime.state.group has the table)."""
     context = next(trace.context for record in records for trace in record.traces())
     held = 0
     for layout in layouts_of(records):

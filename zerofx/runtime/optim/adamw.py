@@ -1,7 +1,7 @@
 """`AdamW`: the optimizer's step on flat shards, with clipping, unscaling and master weights folded in.
 
 What ``torch.optim.AdamW`` with ``clip_grad_norm_`` and a cast does in three walks over lists of tensors is one walk
-over a few flat runs here (`zerofx.optim.spans`)::
+over a few flat runs here (`zerofx.runtime.optim.spans`)::
 
     gradients ──▶ sum of squares ──all-reduce──▶ norm ──▶ found_inf, factor = clip / scale
     gradients, moments, weights ──▶ one update with the factor, or none where found_inf
@@ -18,7 +18,7 @@ bfloat16, float16           4              8        ``state[p]["master"]``
 bfloat16, master="split"    2              8        ``state[p]["remainder"]``
 ==========================  =============  =======  ==============================================
 
-and 4 less with ``moments=torch.bfloat16``, 6 less with ``moments="8bit"`` (`zerofx.optim.moments`: of parameters of
+and 4 less with ``moments=torch.bfloat16``, 6 less with ``moments="8bit"`` (`zerofx.runtime.optim.moments`: of parameters of
 4096 elements or more), both rounded stochastically. Which code runs where:
 
 ======================  ================================================================================
@@ -44,13 +44,13 @@ import torch.distributed as dist
 from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
-from zerofx.optim import moments as _moments
-from zerofx.optim.spans import Member, Run, Span, find_runs, find_spans, meshes_of
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.optim import moments as _moments
+from zerofx.runtime.optim.spans import Member, Run, Span, find_runs, find_spans, meshes_of
+from zerofx.runtime.state.parameter import ShardedTensor
 
 if TYPE_CHECKING:
-    from zerofx.optim.device_step import DeviceStep
-    from zerofx.state.group import ShardGroup
+    from zerofx.runtime.optim.device_step import DeviceStep
+    from zerofx.runtime.state.group import ShardGroup
 
 Master = Literal["float32", "split"] | None
 Moments = torch.dtype | Literal["8bit"]
@@ -72,7 +72,7 @@ class AdamW(torch.optim.AdamW):
             16 bits that a bfloat16 weight lacks: half the memory, the same numbers), or None: none are kept, updates
             are rounded to the weights' dtype.
         moments: what both are kept as: ``torch.float32``, ``torch.bfloat16``, or ``"8bit"``, codes with a float32 scale
-            for each block of 256 elements (Dettmers et al. 2022; `zerofx.optim.moments` says of which parameters).
+            for each block of 256 elements (Dettmers et al. 2022; `zerofx.runtime.optim.moments` says of which parameters).
             The latter two are rounded stochastically.
         seed: of that rounding.
 
@@ -271,7 +271,7 @@ class AdamW(torch.optim.AdamW):
         self._device_step = None
         self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
         if _runs_triton(device):
-            from zerofx.optim.device_step import DeviceStep  # here, because it needs triton
+            from zerofx.runtime.optim.device_step import DeviceStep  # here, because it needs triton
 
             self._device_step = DeviceStep(spans, device, self.seed)
             self._counts = self._device_step.steps

@@ -44,11 +44,11 @@ from zerofx._torch import (
     saved_tensors_are_hooked,
     with_own_code,
 )
-from zerofx.eager.ondemand import reduce_rest
-from zerofx.eager.whole import Place, places_of
 from zerofx.model.layout import Slot
-from zerofx.state.group import ShardGroup
-from zerofx.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.runtime.eager.ondemand import reduce_rest
+from zerofx.runtime.eager.whole import Place, places_of
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
 LeafRule = type[nn.Module] | str
 _OURS = (ShardedParameter, ReplicatedParameter)

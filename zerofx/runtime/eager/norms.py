@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 def norm(tensor: ShardedTensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:

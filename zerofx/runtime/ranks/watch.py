@@ -41,9 +41,9 @@ import torch.distributed as dist
 
 from zerofx import _torch
 from zerofx.passes import ops
-from zerofx.ranks import same_host
-from zerofx.ranks.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
-from zerofx.ranks.tracing import while_profiled
+from zerofx.runtime.ranks import same_host
+from zerofx.runtime.ranks.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
+from zerofx.runtime.ranks.tracing import while_profiled
 
 TICK = 1.0
 """Seconds between two looks."""
@@ -114,7 +114,7 @@ class Watch:
             raise OutOfStepError(self.failure)
 
     def publish(self, schedule: Schedule, what: str) -> None:
-        """A graph was compiled; see `zerofx.ranks.agree.publish`."""
+        """A graph was compiled; see `zerofx.runtime.ranks.agree.publish`."""
         publish(self.store, schedule, what, self.rank, self.world_size)
 
     @contextlib.contextmanager

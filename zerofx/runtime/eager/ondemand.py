@@ -33,11 +33,11 @@ from zerofx._torch import (
 )
 from zerofx.compiler.printing import format_bytes
 from zerofx.model.layout import Slot
-from zerofx.ranks.agree import ON_DEMAND
-from zerofx.ranks.tracing import region
-from zerofx.ranks.watch import alone
-from zerofx.state.group import Family, ShardGroup, averaged
-from zerofx.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.runtime.ranks.agree import ON_DEMAND
+from zerofx.runtime.ranks.tracing import region
+from zerofx.runtime.ranks.watch import alone
+from zerofx.runtime.state.group import Family, ShardGroup, averaged
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
 
 @region("gather", lambda tensor: tensor._slot.name)
@@ -304,7 +304,7 @@ def is_in_place(name: str) -> bool:
 _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
 _IN_PLACE.add("__setitem__")
 
-_HERE = str(Path(__file__).parents[1])
+_HERE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _warned: set[tuple[str, int]] = set()
 

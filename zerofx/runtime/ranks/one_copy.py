@@ -21,11 +21,11 @@ shard is a tensor of its own, the master, and the buffer holds what the model co
 * behind every graph that has read, before its caller may write.
 
 A backward reads what its forward has read: who writes between the two gets autograd's error on that very rank, so
-nobody has to be waited for. Code outside of graphs gathers a copy, as ever (`zerofx.eager.ondemand`,
-`zerofx.eager.leaf`).
+nobody has to be waited for. Code outside of graphs gathers a copy, as ever (`zerofx.runtime.eager.ondemand`,
+`zerofx.runtime.eager.leaf`).
 
 The memory is a file without a name (``memfd_create``): rank 0 makes it, the others open it through ``/proc``, which the
-kernel allows to those who may read that process (`zerofx.ranks.same_host`). It is gone when the last of them is.
+kernel allows to those who may read that process (`zerofx.runtime.ranks.same_host`). It is gone when the last of them is.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 
 from zerofx.passes.ops import meet_
-from zerofx.ranks import same_host
-from zerofx.ranks.watch import alone
+from zerofx.runtime.ranks import same_host
+from zerofx.runtime.ranks.watch import alone
 
 
 def check(device: torch.device) -> None:

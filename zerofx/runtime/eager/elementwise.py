@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zerofx._torch import call_plainly, gradient_edge, pytree
-from zerofx.eager.norms import all_reduce, norm, norms
-from zerofx.eager.ondemand import gather_tensor, is_in_place, readonly, unshard
-from zerofx.state.parameter import ShardedParameter, ShardedTensor, count_write, detach
+from zerofx.runtime.eager.norms import all_reduce, norm, norms
+from zerofx.runtime.eager.ondemand import gather_tensor, is_in_place, readonly, unshard
+from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write, detach
 
 _NAMED = """
     abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign

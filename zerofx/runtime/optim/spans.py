@@ -15,7 +15,7 @@ in their step count split a span. A parameter that is not sharded is a span of i
 
 Padding between neighbours is in spans and runs: weights, gradients and moments are zero there and stay so.
 
-An optimizer that keeps a scale for each block of 256 elements (`zerofx.optim.moments`) asks for spans of which all
+An optimizer that keeps a scale for each block of 256 elements (`zerofx.runtime.optim.moments`) asks for spans of which all
 members have *blocks*, or none has. There every member starts on a multiple of 256, so blocks are a regular grid over
 the span, and no two parameters share one::
 
@@ -34,8 +34,8 @@ import torch
 
 from zerofx.kernels.blockwise import BLOCK, blocks_in
 from zerofx.model.layout import BLOCKED_NUMEL, Slot
-from zerofx.state.group import ShardGroup
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 @dataclass

@@ -37,9 +37,9 @@ import torch
 from torch.optim import Optimizer
 
 from zerofx._torch import DisableTorchFunction, post_accumulate_hooks, profiler_is_on
-from zerofx.optim.adamw import AdamW
-from zerofx.state.group import Family, ShardGroup
-from zerofx.state.parameter import ShardedParameter
+from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ShardedParameter
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ class Stepper:
         parameters = list(itertools.chain.from_iterable(members.values()))
         if any(
             post_accumulate_hooks(p) > 1 for p in parameters
-        ):  # one is ours (`zerofx.eager.ondemand.reduce_by_hook`)
+        ):  # one is ours (`zerofx.runtime.eager.ondemand.reduce_by_hook`)
             return
         if isinstance(self.optimizer, AdamW):
             self.optimizer.step_group(group)

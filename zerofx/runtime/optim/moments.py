@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from zerofx.kernels import blockwise
-from zerofx.optim.spans import Span, in_memory_order
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.optim.spans import Span, in_memory_order
+from zerofx.runtime.state.parameter import ShardedTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CODES = {"exp_avg_codes": torch.int8, "exp_avg_sq_codes": torch.uint8}

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from zerofx.kernels import adamw as _adamw
 from zerofx.kernels import norm as _norm
 from zerofx.kernels.segments import CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
-from zerofx.optim.moments import operands
-from zerofx.optim.spans import Member, Run, Span, meshes_of
+from zerofx.runtime.optim.moments import operands
+from zerofx.runtime.optim.spans import Member, Run, Span, meshes_of
 
 _SET_BY_HOST = [HYPER_COLUMNS.index(name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")]
 

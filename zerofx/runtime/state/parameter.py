@@ -42,7 +42,7 @@ from zerofx._torch import (
 from zerofx.model.layout import Slot
 
 if TYPE_CHECKING:
-    from zerofx.state.group import ShardGroup
+    from zerofx.runtime.state.group import ShardGroup
 
 
 _ASKED = "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
@@ -70,7 +70,7 @@ class ShardedTensor(torch.Tensor):
             return call_plainly(func, types, args, kwargs or {})
         if torch.jit.is_tracing():
             pytree.tree_map(_refuse_argument, (args, kwargs))
-        from zerofx.eager.elementwise import dispatch
+        from zerofx.runtime.eager.elementwise import dispatch
 
         return dispatch(func, args, kwargs or {})
 
@@ -80,7 +80,7 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
-        from zerofx.eager.ondemand import gather_tensor
+        from zerofx.runtime.eager.ondemand import gather_tensor
 
         return gather_tensor(self)
 
@@ -239,7 +239,7 @@ def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtyp
 
 def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
     """Whether ``func`` brings parameters and activations of ``dtype``, or indices, together, and writes to neither."""
-    from zerofx.eager.ondemand import is_in_place
+    from zerofx.runtime.eager.ondemand import is_in_place
 
     name = getattr(func, "__name__", "").split(".")[0]
     if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):

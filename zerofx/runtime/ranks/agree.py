@@ -6,7 +6,7 @@ Compared are
 
 * at compile time: schedules of graphs with the same operators for the same parameters. A rank that compiles alone, for
   an input of another shape, must get what the others have published;
-* at run time: which schedules ran, in order (`zerofx.ranks.watch`).
+* at run time: which schedules ran, in order (`zerofx.runtime.ranks.watch`).
 
 ::
 

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import uncompiled
-from zerofx.eager.ondemand import gather_tensor
 from zerofx.model.hugging_face import each_by_itself
-from zerofx.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter
+from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter
 
 Place = tuple[nn.Module, str]
 """Where a parameter stands: the module that holds it, and its name there."""

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from zerofx._torch import DisableTorchFunction
-from zerofx.eager.ondemand import reduce_rest
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
 from zerofx.passes.ops import stepping
-from zerofx.ranks.one_copy import reading
-from zerofx.ranks.watch import skip_collective
-from zerofx.state.group import Family, ShardGroup
-from zerofx.state.parameter import ReplicatedParameter, ShardedTensor
+from zerofx.runtime.eager.ondemand import reduce_rest
+from zerofx.runtime.ranks.one_copy import reading
+from zerofx.runtime.ranks.watch import skip_collective
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
 
 def forward_runner(
@@ -173,7 +173,7 @@ def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[S
 def _reading(
     groups: Sequence[weakref.ref[ShardGroup]], phase: str, *, written: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """A graph reads ``groups`` inside; see `zerofx.ranks.one_copy.reading`."""
+    """A graph reads ``groups`` inside; see `zerofx.runtime.ranks.one_copy.reading`."""
     group = groups[0]() if groups else None
     if group is None or not group.common:
         return contextlib.nullcontext()

@@ -46,10 +46,10 @@ from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.passes.context import Buckets
 from zerofx.passes.ops import all_gather_pairwise_, under_way
-from zerofx.ranks.watch import alone
+from zerofx.runtime.ranks.watch import alone
 
 if TYPE_CHECKING:
-    from zerofx.state.parameter import ShardedParameter, ShardedTensor
+    from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor
 
 _c10d = torch.ops._c10d_functional
 
@@ -61,12 +61,12 @@ class Family:
         stage: what is sharded (see `zerofx.compiler.options.Options`).
         precision: the dtypes of weights and gradients.
         buckets: what one all-reduce of stage 0 takes.
-        one_copy: whether the ranks have replicas in common (`zerofx.ranks.one_copy`).
+        one_copy: whether the ranks have replicas in common (`zerofx.runtime.ranks.one_copy`).
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
         reduce_group: the name of the process group of reductions, where that is another (`Options.reduce_group`).
-        norms: norms of gradients that were computed ahead, see `zerofx.eager.norms`.
+        norms: norms of gradients that were computed ahead, see `zerofx.runtime.eager.norms`.
         casts: the module's hooks under mixed precision.
         rewritable: whether an operation that needs the whole of a parameter may write it
             (`zerofx.compiler.initialize`).
@@ -156,7 +156,7 @@ class ShardGroup:
         replica: 1-D, ``layout.numel`` elements in what the model computes in. None in stages 0 and 3; with
             ``one_copy`` a part of what the ranks have in common.
         common: whether other ranks are there to write to the replica. Not so for one rank, and in a dry run.
-        leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.eager.leaf`).
+        leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.runtime.eager.leaf`).
         pending: uses whose gradient is still to come: forwards of graphs less their backwards, and all uses outside of
             graphs. Those that never get a backward are forgotten as `zerofx.step_in_backward` ends.
         stepped: this backward has updated it (`zerofx.step_in_backward`).
