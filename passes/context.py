@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx.model.layout import GroupLayout, Slot
+from zerofx.passes.travel import Travel, travel_of
 
 if TYPE_CHECKING:
     from zerofx.passes.proof.meaning import Meanings
@@ -141,7 +142,7 @@ class Context:
     reduce_group: str = ""
     """Name of the one that reductions run in; by default the same."""
     backend: str = "gloo"
-    """Communication backend of that group: decides how `lower` spells a reduce-scatter."""
+    """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
     parameters: dict[str, ParameterRef] = field(default_factory=dict)
     """Placeholder name -> the parameter it brings."""
@@ -153,7 +154,7 @@ class Context:
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3
     one_copy: bool = False
-    """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.ranks.one_copy`)."""
+    """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.state.one_copy`)."""
     lookups: bool = False
     """Stage 3: of tables that are only looked up, rows travel (`lookup`); indices have one shape on all ranks."""
     buckets: Buckets = "group"
@@ -201,6 +202,11 @@ class Context:
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
         return self.stage == 3 and not self.one_copy
+
+    @property
+    def travel(self) -> Travel:
+        """How buffers travel between the ranks."""
+        return travel_of(self.backend)
 
     @property
     def ways(self) -> list[str]:

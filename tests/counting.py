@@ -12,8 +12,8 @@ Why not a Python ``ProcessGroup`` that delegates: torch's trampoline class has n
 ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall``, ``gather``, ``scatter`` and ``reduce``; and it
 would have to be *the* group of the run, while this counts on any group there is (gloo, NCCL, the fake one).
 
-What ranks of one host read out of each other's memory (`zerofx.runtime.ranks.same_host`) passes no process group. It is counted
-where it starts, as the receive and the send that gloo would have been asked for.
+What ranks of one host read out of each other's memory (`zerofx.runtime.ranks.same_host`) passes no process group. It
+is counted where it starts, as the receive and the send that gloo would have been asked for.
 """
 
 from __future__ import annotations

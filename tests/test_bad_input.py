@@ -397,7 +397,7 @@ def test_a_function_around_the_backend_is_known_by_functools_wraps(fake_world: C
 
 
 def refuse_gloo_on_a_gpu() -> str:
-    from zerofx.compiler.shard import check_backend
+    from zerofx.compiler.checks import check_backend
 
     check_backend(dist.group.WORLD, torch.device("cpu"))
     with pytest.raises(ValueError, match=r'parameters on cuda with the backend gloo: .*init_process_group\("nccl"\)'):

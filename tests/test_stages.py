@@ -12,7 +12,7 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from zerofx.compiler import backend
-from zerofx.compiler.shard import groups_of
+from zerofx.runtime.state.group import groups_of
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 STAGES = [0, 1, 2, 3]

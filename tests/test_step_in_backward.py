@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
-from zerofx.compiler.shard import groups_of
+from zerofx.runtime.state.group import groups_of
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 MIXED = zerofx.MixedPrecision(torch.bfloat16, torch.float32)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import zerofx
 from tests import counting
 from tests.models import GPT
-from zerofx.compiler.shard import groups_of
-from zerofx.passes import edit, ops
+from zerofx.passes import edit, pairwise
 from zerofx.passes.ops import ALL_GATHER_TAG
+from zerofx.runtime.state.group import groups_of
 
 LAYERS, DIM, VOCAB, LENGTH, BATCH = 4, 64, 131, 32, 3
 MATRICES = {
@@ -178,7 +178,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
 
     model, x = build(executor, memory_budget=memory_budget)
     outputs: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
-    most, exchange = 0, ops._exchange
+    most, exchange = 0, pairwise.exchange
 
     def live(address: int, ref: StorageWeakRef, nbytes: int) -> int:
         if ref.expired():
@@ -203,7 +203,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     model(x, x).backward()  # compiles
     (record,) = zerofx.graphs(model)
     said = max(trace.context.gathered_bytes for trace in record.traces())
-    with unittest.mock.patch.object(ops, "_exchange", watch):
+    with unittest.mock.patch.object(pairwise, "exchange", watch):
         model(x, x).backward()
     storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}
     full = [p.untyped_storage().nbytes() for p in model.parameters()]

@@ -23,10 +23,9 @@ import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Processes, Workers
-from zerofx.compiler.shard import groups_of
 from zerofx.inspect.predict import cost
 from zerofx.model.layout import GroupLayout
-from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.group import ShardGroup, groups_of
 
 STAGES = (0, 1, 2, 3)
 BF16 = zerofx.MixedPrecision(param_dtype=torch.bfloat16)

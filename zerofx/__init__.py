@@ -13,6 +13,7 @@ from zerofx.model.grouping import Grouping
 from zerofx.model.precision import MixedPrecision
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
+from zerofx.runtime import corners as _corners
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.step import step_in_backward
@@ -52,4 +53,5 @@ __all__ = [
     "unsharded",
     "verify",
 ]
-del _ops
+_corners.furnish()
+del _ops, _corners

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-import zerofx.passes.ops  # noqa: F401  # it registers two of these
 from zerofx.model.layout import GroupLayout
 
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
 OWN_ROWS, SUM_ROWS = _zerofx.own_rows.default, _zerofx.sum_rows.default
-GATHERS = (_c10d.all_gather_into_tensor.default, _zerofx.all_gather_pairwise.default)
-SCATTERS = (_c10d.reduce_scatter_tensor.default, _zerofx.all_to_all_pairwise.default)
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 

@@ -20,10 +20,8 @@ from zerofx.passes.ops import release
 from zerofx.passes.proof import rows
 from zerofx.passes.proof.facts import (
     ALL_REDUCES,
-    GATHERS,
     OWN_ROWS,
     REFRESH,
-    SCATTERS,
     STEP,
     Everyones,
     Flat,
@@ -36,6 +34,7 @@ from zerofx.passes.proof.facts import (
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Meanings, Number, Op, Original, input_number, write
 from zerofx.passes.proof.refusal import refuse
+from zerofx.passes.travel import GATHERS, SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 _c10d = torch.ops._c10d_functional
@@ -188,7 +187,7 @@ class Reader:
             rows.read_rows(self, op, fact)
         elif isinstance(fact, (Pack, Share)):
             self._read_pack(op, fact)
-        elif op.target in SCATTERS + ALL_REDUCES + GATHERS and not self._theirs(node):
+        elif (op.target in SCATTERS or op.target in GATHERS or op.target in ALL_REDUCES) and not self._theirs(node):
             self._start_reduction(op)
         elif op.target is _OWN_PART:
             self._read_own_part(op)
@@ -304,15 +303,15 @@ class Reader:
             return
         pack = self.pack(op.args[0])
         layout = self._layout_of(pack, node)
-        operation = op.args[1] if name is not _zerofx.all_to_all_pairwise.default else "sum"
+        operation = op.args[1] if isinstance(op.args[1], str) else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
         self.check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
         if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
         if name in SCATTERS and self._is_reshape(op.args[0]):
             self._travels_from_where_it_is(op.args[0])
-        states = {_c10d.reduce_scatter_tensor.default: "shard", _zerofx.all_to_all_pairwise.default: "parts"}
-        self.facts[node] = Started(node, replace(pack, state=states.get(name, "whole")))
+        state = "parts" if name is _zerofx.all_to_all_pairwise.default else "shard" if name in SCATTERS else "whole"
+        self.facts[node] = Started(node, replace(pack, state=state))
         self.waits[node] = []
 
     def _read_own_part(self, op: Op) -> None:

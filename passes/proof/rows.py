@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerofx.passes.context import ParameterRef
-from zerofx.passes.proof.facts import OWN_ROWS, SCATTERS, SUM_ROWS, Everyones, Flat, Pack, Part, Rows, Started
+from zerofx.passes.proof.facts import OWN_ROWS, SUM_ROWS, Everyones, Flat, Pack, Part, Rows, Started
 from zerofx.passes.proof.meaning import Numbered, Op
+from zerofx.passes.travel import SCATTERS
 
 if TYPE_CHECKING:
     from zerofx.passes.proof.reader import Reader

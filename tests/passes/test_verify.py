@@ -33,7 +33,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     tables,
     values,
 )
-from zerofx.compiler.records import copy_graph
+from zerofx.compiler.rewriting import copy_graph
 from zerofx.passes import VerificationError, edit, pipeline, verify
 from zerofx.passes.schedule import groups_ahead
 

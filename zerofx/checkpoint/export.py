@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import resolve_process_group
 from zerofx.checkpoint.folder import sync, writing
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.saving import wait_for_pending
@@ -182,7 +181,7 @@ def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | Non
     if everywhere:
         return tensor.full_tensor().cpu()
     group, slot, layout = tensor._group, tensor._slot, tensor._group.layout
-    process_group = resolve_process_group(group.group_name)
+    process_group = group.process_group
     if group.rank != 0:
         if tensor._local.numel():
             # As bytes: gloo does not know every dtype.

@@ -14,6 +14,7 @@ stands as it stood.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import pickle
 import threading
 import warnings
@@ -317,6 +318,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _version() -> str:
-    import zerofx
-
-    return zerofx.__version__
+    try:
+        return importlib.metadata.version("zerofx")
+    except importlib.metadata.PackageNotFoundError:  # of sources that were never installed
+        return "unknown"

@@ -25,7 +25,6 @@ from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
-from zerofx.runtime.ranks.one_copy import reading
 from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
@@ -53,13 +52,13 @@ def forward_runner(
         for group in used:
             group().use(trained=trained)  # type: ignore[union-attr]
         for group in live:
-            group().refresh()  # type: ignore[union-attr]
+            group().weights.refresh()  # type: ignore[union-attr]
         with _reading(live, "forward", written=True):
             outputs = list(compiled(_inputs(args, kept, live)))
         for i, ref in saved_refs.items():
             outputs[i] = ref()
         for i, group in left.items():
-            group().leave_gathered(outputs[i])  # type: ignore[union-attr]
+            group().gathered.leave(outputs[i])  # type: ignore[union-attr]
         return outputs
 
     forward._boxed_call = True  # type: ignore[attr-defined]
@@ -114,7 +113,7 @@ class BackwardCode:
         gathered = self._take_gathered(args)
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:
-            kept = group().take_kept(slot)  # type: ignore[union-attr]
+            kept = group().gradients.take_kept(slot)  # type: ignore[union-attr]
             inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
         inputs += gathered
         gathered.clear()
@@ -128,7 +127,7 @@ class BackwardCode:
             if self.steps:
                 continue
             if self.keeps:
-                live.keep(slots[0], gradient)
+                live.gradients.keep(slots[0], gradient)
             else:
                 live.accumulate(slots, gradient)
         return outputs[:n_outputs]
@@ -143,7 +142,7 @@ class BackwardCode:
         """`zerofx.passes.ops.Stepper`"""
         live, _ = self._reduced(group)
         if live.stepped:
-            live.refresh(inside=True)
+            live.weights.refresh(inside=True)
         else:
             skip_collective(live.group_name)
 
@@ -156,7 +155,7 @@ class BackwardCode:
     def _take_gathered(self, args: list[Any]) -> list[Any]:
         """A function of its own, so that no local variable holds a buffer while the graph runs."""
         for i, group in self.gathered:
-            group().check_gathered(args[i])  # type: ignore[union-attr]
+            group().gathered.check(args[i])  # type: ignore[union-attr]
         return [args[i] for i, _ in self.gathered]
 
 
@@ -167,17 +166,17 @@ def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[S
     for x in inputs:
         if isinstance(x, ShardedTensor):
             raise RuntimeError(f"{x!r} reaches compiled code that did not expect it: please report this.")
-    return inputs + [group().buffer for group in groups]  # type: ignore[union-attr]
+    return inputs + [group().weights.buffer for group in groups]  # type: ignore[union-attr]
 
 
 def _reading(
     groups: Sequence[weakref.ref[ShardGroup]], phase: str, *, written: bool
-) -> contextlib.AbstractContextManager[None]:
-    """A graph reads ``groups`` inside; see `zerofx.runtime.ranks.one_copy.reading`."""
-    group = groups[0]() if groups else None
-    if group is None or not group.common:
+) -> contextlib.AbstractContextManager[Any]:
+    """A graph reads the weights of ``groups`` inside: `zerofx.runtime.state.weights.Weights.reading`."""
+    if not groups:
         return contextlib.nullcontext()
-    return reading(group.group_name, phase, written=written)
+    weights = [group().weights for group in groups]  # type: ignore[union-attr]
+    return weights[0].reading(weights, phase, written=written)
 
 
 def refuse_double_backward(compiled: Callable) -> Callable:

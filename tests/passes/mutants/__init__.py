@@ -33,7 +33,8 @@ from torch.fx import GraphModule, Node
 
 import zerofx
 from zerofx import _torch
-from zerofx.compiler.records import GraphRecord, _copy_context, copy_graph
+from zerofx.compiler.records import GraphRecord
+from zerofx.compiler.rewriting import copy_context, copy_graph
 from zerofx.passes import Context, Tag, edit, pipeline, verify
 from zerofx.passes.proof.meaning import Meanings
 
@@ -122,7 +123,7 @@ def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
     graphs: dict[str, Graph] = {}
     for trace in (record.forward, record.backward):
         assert trace is not None
-        gm, ctx = copy_graph(trace.before), replace(_copy_context(trace._initial), **shared, **changes)
+        gm, ctx = copy_graph(trace.before), replace(copy_context(trace._initial), **shared, **changes)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
             for pass_ in pipeline(ctx.stage)[:-1]:
@@ -135,7 +136,7 @@ def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
 def another(graph: Graph) -> Graph:
     """A copy that may be broken."""
     gm, ctx = graph
-    return copy_graph(gm), replace(_copy_context(ctx), meanings=copy.deepcopy(ctx.meanings))
+    return copy_graph(gm), replace(copy_context(ctx), meanings=copy.deepcopy(ctx.meanings))
 
 
 def breaks(rule: str, places: Places) -> Callable[[Break], Break]:

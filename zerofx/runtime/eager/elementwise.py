@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from zerofx._torch import call_plainly, gradient_edge, pytree
 from zerofx.runtime.eager.norms import all_reduce, norm, norms
-from zerofx.runtime.eager.ondemand import gather_tensor, is_in_place, readonly, unshard
-from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write, detach
+from zerofx.runtime.eager.ondemand import gather_tensor, readonly, unshard
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write, detach, is_in_place
 
 _NAMED = """
     abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
@@ -213,8 +214,7 @@ def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sh
     )
     result = func(*local_args, **local_kwargs)
     if name.startswith("_amp_foreach_non_finite_check"):
-        found_inf, group = args[1], sharded[0]._group
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group.process_group)
+        all_reduce(args[1], dist.ReduceOp.MAX, sharded[0])
     if name.endswith("_"):
         for x in sharded:
             count_write(x)
@@ -296,6 +296,9 @@ def _check_leaf(tensor: Any) -> None:
             f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
             "torch.no_grad()."
         )
+
+
+DOORS.operation = dispatch
 
 
 class _Mismatch(Exception):

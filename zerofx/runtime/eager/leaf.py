@@ -220,7 +220,7 @@ class _Call:
         """All groups, whole, in one collective each; nothing where they are."""
         if self.stage == 0 or self.buffers:
             return
-        started = {group: group.start_gather() for group in self.groups}
+        started = {group: group.gathered.start() for group in self.groups}
         self.buffers = {g: torch.ops._c10d_functional.wait_tensor(buffer) for g, buffer in started.items()}
 
     def let_go(self) -> None:

@@ -21,7 +21,7 @@ from zerofx.runtime.state.parameter import ShardedTensor
 def norm(tensor: ShardedTensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """The norm of the whole ``tensor``, a scalar on every rank. A collective, unless it was computed ahead."""
     group, slot = tensor._group, tensor._slot
-    owner = group.live_parameter(slot)
+    owner = group.members.live(slot)
     if owner is None or owner.grad is not tensor or tensor._local.is_inference():
         return norms([tensor], order, dtype)[0]
     ahead = group.family.norms
@@ -70,8 +70,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
 
 def all_reduce(value: torch.Tensor, op: Any, like: Any) -> None:
     """All-reduce ``value`` in place over the ranks that share the sharded tensor ``like``."""
-    if like._group.layout.world_size > 1:
-        dist.all_reduce(value, op=op, group=like._group.process_group)
+    like._group.sharing.optimizer.sum_(value, op)
 
 
 class _Norm:

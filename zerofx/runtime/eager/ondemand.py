@@ -31,24 +31,26 @@ from zerofx._torch import (
     pytree,
     saved_tensors_are_hooked,
 )
-from zerofx.compiler.printing import format_bytes
 from zerofx.model.layout import Slot
+from zerofx.model.units import format_bytes
 from zerofx.runtime.ranks.agree import ON_DEMAND
 from zerofx.runtime.ranks.tracing import region
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.group import Family, ShardGroup, averaged
-from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.gradients import averaged
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor, is_in_place
 
 
 @region("gather", lambda tensor: tensor._slot.name)
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
-    if group.holds(tensor._local):
+    if group.weights.holds(tensor._local):
         group.use(trained=False)
-    replica = group.own_replica
-    if replica is not None and replica.dtype == group.layout.dtype and group.holds(tensor._local):
-        group.refresh()
+    replica = group.weights.own_replica
+    if replica is not None and replica.dtype == group.layout.dtype and group.weights.holds(tensor._local):
+        group.weights.refresh()
         whole = torch.ops._c10d_functional.wait_tensor(replica)
         return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
@@ -64,6 +66,9 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     return flat.view(slot.shape)
 
 
+DOORS.gather = gather_tensor
+
+
 @region("reduce", lambda parameter, gradient: parameter._slot.name)
 def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None:
     """Add the average over ranks of the whole ``gradient`` to ``parameter.grad``. A collective.
@@ -75,11 +80,11 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
         leaf.collect(group, slot, gradient)
         return
     if not group.family.sync:
-        group.keep(slot, gradient)
+        group.gradients.keep(slot, gradient)
         return
     reduce_rest(group.family)
     flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or group.layout.dtype, copy=True)
-    if (kept := group.take_kept(slot)) is not None:
+    if (kept := group.gradients.take_kept(slot)) is not None:
         flat += kept.reshape(-1)
     group.accumulate((slot,), _average(group, slot, flat))
 
@@ -103,10 +108,10 @@ def reduce_rest(family: Family) -> bool:
 def reduce_kept(family: Family) -> None:
     """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
     for group in family.groups():
-        if group.kept_unevenly:
+        if group.gradients.kept_unevenly:
             group.reduce({}, checked=True)
-        for slot in group.kept_slots():
-            kept = group.take_kept(slot)
+        for slot in group.gradients.kept_slots():
+            kept = group.gradients.take_kept(slot)
             assert kept is not None
             flat = kept.reshape(-1).to(group.layout.dtype, copy=True)
             group.accumulate((slot,), _average(group, slot, flat), checked=True)
@@ -149,11 +154,11 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
             leaf.collect(group, slot, gradient)
             return torch.zeros_like(gradient)
         if not group.family.sync:
-            group.keep(slot, gradient)
+            group.gradients.keep(slot, gradient)
             return torch.zeros_like(gradient)
         reduce_rest(group.family)
         flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or gradient.dtype, copy=True)
-        if (kept := group.take_kept(slot)) is not None:
+        if (kept := group.gradients.take_kept(slot)) is not None:
             flat += kept.reshape(-1)
         return _average(group, slot, flat)
 
@@ -249,7 +254,7 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
 
 
 def _whole(tensor: ShardedTensor) -> torch.Tensor:
-    leaf = leaf_of(tensor._group) if tensor._group.holds(tensor._local) else None
+    leaf = leaf_of(tensor._group) if tensor._group.weights.holds(tensor._local) else None
     return gather_tensor(tensor) if leaf is None else leaf.whole(tensor)
 
 
@@ -293,16 +298,6 @@ def readonly(result: Any, inputs: Any) -> Any:
 
     return pytree.tree_map(mark, result)
 
-
-def is_in_place(name: str) -> bool:
-    """Whether the operation of this name writes to its first argument."""
-    if name.startswith("__"):
-        return name in _IN_PLACE
-    return name.endswith("_")
-
-
-_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
-_IN_PLACE.add("__setitem__")
 
 _HERE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)

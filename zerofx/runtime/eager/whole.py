@@ -159,9 +159,7 @@ def _agree(places: dict[Any, list[Place]], wholes: dict[Any, WholeParameter], ve
                 "writeback=False"
             )
     group = next(iter(wholes))._group
-    everyone: list[Any] = [(error, edited)] * group.layout.world_size
-    if group.layout.world_size > 1:
-        dist.all_gather_object(everyone, (error, edited), group=group.process_group)
+    everyone = group.sharing.weights.told((error, edited))
     for rank, (text, theirs) in enumerate(everyone):
         if not text and (alone := sorted(theirs - everyone[0][1])):
             text = f"{alone[0]!r} was edited there and not on rank 0, whose values are taken: edit on rank 0 too"

@@ -18,8 +18,8 @@ bfloat16, float16           4              8        ``state[p]["master"]``
 bfloat16, master="split"    2              8        ``state[p]["remainder"]``
 ==========================  =============  =======  ==============================================
 
-and 4 less with ``moments=torch.bfloat16``, 6 less with ``moments="8bit"`` (`zerofx.runtime.optim.moments`: of parameters of
-4096 elements or more), both rounded stochastically. Which code runs where:
+and 4 less with ``moments=torch.bfloat16``, 6 less with ``moments="8bit"`` (`zerofx.runtime.optim.moments`: of
+parameters of 4096 elements or more), both rounded stochastically. Which code runs where:
 
 ======================  ================================================================================
 device                  path
@@ -39,13 +39,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
 from zerofx.runtime.optim import moments as _moments
-from zerofx.runtime.optim.spans import Member, Run, Span, find_runs, find_spans, meshes_of
+from zerofx.runtime.optim.spans import Member, Run, Span, at_hand, find_runs, find_spans, ranks_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ class AdamW(torch.optim.AdamW):
             16 bits that a bfloat16 weight lacks: half the memory, the same numbers), or None: none are kept, updates
             are rounded to the weights' dtype.
         moments: what both are kept as: ``torch.float32``, ``torch.bfloat16``, or ``"8bit"``, codes with a float32 scale
-            for each block of 256 elements (Dettmers et al. 2022; `zerofx.runtime.optim.moments` says of which parameters).
-            The latter two are rounded stochastically.
+            for each block of 256 elements (Dettmers et al. 2022; `zerofx.runtime.optim.moments` says of which
+            parameters). The latter two are rounded stochastically.
         seed: of that rounding.
 
     Attributes:
@@ -140,6 +139,10 @@ class AdamW(torch.optim.AdamW):
         self._update(self._spans_of[group], None, None)
 
     def _update(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        with at_hand(spans):
+            self._update_at_hand(spans, scale, found_inf)
+
+    def _update_at_hand(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         self._prepare(spans)
         active = [member for span in spans for member in span.members if member.gradient is not None]
         if self._device_step is None:
@@ -253,9 +256,9 @@ class AdamW(torch.optim.AdamW):
         if weights.dtype.itemsize >= 4 or self.master is None:
             return
         if self.master == "split" and weights.dtype == torch.bfloat16:
-            span.state["remainder"] = torch.zeros(span.numel, dtype=torch.int16, device=weights.device)
+            span.state["remainder"] = span.zeros(span.numel, torch.int16)
         else:
-            span.state["master"] = weights.float()
+            span.state["master"] = span.keep(weights.float())
         span.version = weights._version
 
     def _flatten(self) -> None:
@@ -275,25 +278,28 @@ class AdamW(torch.optim.AdamW):
 
             self._device_step = DeviceStep(spans, device, self.seed)
             self._counts = self._device_step.steps
-        for span in spans:
-            for member in span.members:
-                state = self.state.get(member.parameter)
-                if not state:
-                    continue
-                self._ensure_state(span)
-                self._adopt_masters(span, member, state)
-                if span.blocks and "exp_avg" in state:
-                    _quantize(member, state)
-                for name, flat in span.state.items():
-                    mine = member.like(flat, name)
-                    if name in state and state[name] is not mine:
-                        _copy(mine, state[name])
-                    state[name] = mine
-                for name in ({"master", "remainder"} & set(state)) - set(span.state):
-                    del state[name]
-                state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
-                if self._device_step is None:
-                    member.updates = float(state["step"])
+        with at_hand(spans):
+            for span in spans:
+                for member in span.members:
+                    if state := self.state.get(member.parameter):
+                        self._adopt_state(span, member, state)
+
+    def _adopt_state(self, span: Span, member: Member, state: dict[str, Any]) -> None:
+        """What a parameter has as state becomes its part of the span's flat buffers."""
+        self._ensure_state(span)
+        self._adopt_masters(span, member, state)
+        if span.blocks and "exp_avg" in state:
+            _quantize(member, state)
+        for name, flat in span.state.items():
+            mine = member.like(flat, name)
+            if name in state and state[name] is not mine:
+                _copy(mine, state[name])
+            state[name] = mine
+        for name in ({"master", "remainder"} & set(state)) - set(span.state):
+            del state[name]
+        state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
+        if self._device_step is None:
+            member.updates = float(state["step"])
 
     def _adopt_masters(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         """Masters that were kept another way are made into this optimizer's."""
@@ -325,8 +331,9 @@ class AdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``, with float32 moments where they are kept in 8 bits (a copy; no collective)."""
         kept = self.state
-        self.state = defaultdict(dict, {p: _moments.in_float32(state) for p, state in kept.items()})
         try:
+            with at_hand(self._spans or ()):
+                self.state = defaultdict(dict, {p: _moments.in_float32(state) for p, state in kept.items()})
             return super().state_dict()
         finally:
             self.state = kept
@@ -362,14 +369,13 @@ def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
 
 
 def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
-    """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per mesh."""
-    totals = {name: torch.zeros(1, dtype=torch.float64) for name in (None, *meshes_of(spans))}
+    """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
+    shared = ranks_of(spans)
+    totals = {name: torch.zeros(1, dtype=torch.float64) for name in (None, *shared)}
     for run in runs:
-        group = run.span.group
-        totals[None if group is None else group.group_name] += cpu.sum_of_squares(run.flat_gradient())
-    for name, group in meshes_of(spans).items():
-        if group.layout.world_size > 1:
-            dist.all_reduce(totals[name], group=group.process_group)
+        totals[run.span.ranks] += cpu.sum_of_squares(run.flat_gradient())
+    for name, ranks in shared.items():
+        ranks.sum_(totals[name])
     return sum(total.item() for total in totals.values())
 
 

@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerofx.kernels import adamw as _adamw
 from zerofx.kernels import norm as _norm
 from zerofx.kernels.segments import CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
 from zerofx.runtime.optim.moments import operands
-from zerofx.runtime.optim.spans import Member, Run, Span, meshes_of
+from zerofx.runtime.optim.spans import Member, Run, Span, ranks_of
 
 _SET_BY_HOST = [HYPER_COLUMNS.index(name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")]
 
@@ -46,7 +45,7 @@ class DeviceStep:
         self._index_of = {id(member): span.index for span in spans for member in span.members}
         indices = range(1 + max((span.index for span in spans), default=0))
         self._seeds = torch.tensor([(seed << 40) + (i << 24) for i in indices], device=device)
-        self._meshes = meshes_of(spans)
+        self._ranks = ranks_of(spans)
         self._tiles: dict[tuple[int, ...], torch.Tensor] = {}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -122,15 +121,14 @@ class DeviceStep:
             self._hyper[row, column] = x.squeeze().to(torch.float64)
 
     def _sum_of_squares(self, runs: Sequence[Run]) -> torch.Tensor:
-        """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per mesh."""
+        """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
         parts = torch.zeros(len(runs), _norm.PARTIAL_SUMS, dtype=torch.float64, device=self.steps.device)
-        totals = {name: parts.new_zeros(1) for name in (None, *self._meshes)}
+        totals = {name: parts.new_zeros(1) for name in (None, *self._ranks)}
         for part, run in zip(parts, runs, strict=True):
             _norm.partial_sums(run.flat_gradient(), self._tiles_of(run), part)
-            totals[None if run.span.group is None else run.span.group.group_name] += part.sum()
-        for name, group in self._meshes.items():
-            if group.layout.world_size > 1:
-                dist.all_reduce(totals[name], group=group.process_group)
+            totals[run.span.ranks] += part.sum()
+        for name, ranks in self._ranks.items():
+            ranks.sum_(totals[name])
         return torch.stack(list(totals.values())).sum(dim=0)
 
     def _tiles_of(self, run: Run) -> torch.Tensor:

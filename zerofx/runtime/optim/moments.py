@@ -36,11 +36,10 @@ _SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 
 def zeros(span: Span, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Flat buffers for the moments of ``span``: in 8 bits if it has blocks, else of ``dtype``."""
-    device = span.weights().device
     if not span.blocks:
-        return {name: torch.zeros(span.numel, dtype=dtype, device=device) for name in MOMENTS}
-    state = {name: torch.zeros(span.numel, dtype=codes, device=device) for name, codes in _CODES.items()}
-    return state | {name: torch.zeros(blockwise.blocks_in(span.numel), device=device) for name in _SCALES}
+        return {name: span.zeros(span.numel, dtype) for name in MOMENTS}
+    state = {name: span.zeros(span.numel, codes) for name, codes in _CODES.items()}
+    return state | {name: span.zeros(blockwise.blocks_in(span.numel), torch.float32) for name in _SCALES}
 
 
 def operands(

@@ -15,9 +15,9 @@ in their step count split a span. A parameter that is not sharded is a span of i
 
 Padding between neighbours is in spans and runs: weights, gradients and moments are zero there and stay so.
 
-An optimizer that keeps a scale for each block of 256 elements (`zerofx.runtime.optim.moments`) asks for spans of which all
-members have *blocks*, or none has. There every member starts on a multiple of 256, so blocks are a regular grid over
-the span, and no two parameters share one::
+An optimizer that keeps a scale for each block of 256 elements (`zerofx.runtime.optim.moments`) asks for spans of
+which all members have *blocks*, or none has. There every member starts on a multiple of 256, so blocks are a regular
+grid over the span, and no two parameters share one::
 
     span        |<------ attn.weight ------>|<-attn.bias->|<------ mlp.weight ------>|
     blocks      |  0  |  1  |  2  |  3  |  4|    none     |  0  |  1  |  2  |  3  |  4
@@ -25,6 +25,7 @@ the span, and no two parameters share one::
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,9 @@ import torch
 
 from zerofx.kernels.blockwise import BLOCK, blocks_in
 from zerofx.model.layout import BLOCKED_NUMEL, Slot
+from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -113,6 +116,22 @@ class Span:
     def position(self) -> int:
         """Where in the group's whole flat buffer the span starts, on this rank: what randomness may depend on."""
         return self.origin if self.group is None else self.group.rank * self.group.layout.shard_numel + self.origin
+
+    @property
+    def ranks(self) -> str | None:
+        """The process group of the ranks that its state is divided over; None where it is not divided."""
+        return None if self.group is None else self.group.sharing.optimizer.name
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """New state."""
+        device = self.weights().device
+        if self.group is None:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self.group.home.new("moment", numel, dtype, device)
+
+    def keep(self, state: torch.Tensor) -> torch.Tensor:
+        """State that was computed, as it is to be held."""
+        return state if self.group is None else self.group.home.keep("moment", state)
 
     def weights(self) -> torch.Tensor:
         """The span's weights, flat: a view, so that what is written there is written to the parameters."""
@@ -195,9 +214,15 @@ def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]], index:
     return Span(members, group, origin, end - origin, index, blocks)
 
 
-def meshes_of(spans: Iterable[Span]) -> dict[str, ShardGroup]:
-    """One group of each mesh that the spans' shards are spread over, by the name of the mesh's process group."""
-    return {span.group.group_name: span.group for span in spans if span.group is not None}
+def ranks_of(spans: Iterable[Span]) -> dict[str, RankGroup]:
+    """The ranks that the spans' state is divided over, by the name of their process group."""
+    shared = (span.group.sharing.optimizer for span in spans if span.group is not None)
+    return {ranks.name: ranks for ranks in shared}
+
+
+def at_hand(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
+    """The weights, gradients and state of ``spans`` can be computed with inside."""
+    return all_at_hand(span.group.home for span in spans if span.group is not None)
 
 
 def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:

@@ -87,7 +87,7 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
             # A collective that starts under PyTorch's profiler and is waited for after it has stopped was seen to
             # corrupt the heap (torch 2.13, gloo).
             for group in stepper.groups:
-                group.land()
+                group.weights.land()
     finally:
         for family in stepper.families:
             family.stepper = None

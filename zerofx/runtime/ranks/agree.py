@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from zerofx.passes.context import Context
-from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, REFRESH, SCATTERS
+from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH
 from zerofx.passes.proof.meaning import Op
+from zerofx.passes.travel import GATHERS, SCATTERS
 
-_KINDS = {**dict.fromkeys(GATHERS, "all-gather"), **dict.fromkeys(SCATTERS, "reduce-scatter")}
-_KINDS |= dict.fromkeys(ALL_REDUCES, "all-reduce")
+_KINDS = (("all-gather", GATHERS), ("reduce-scatter", SCATTERS), ("all-reduce", ALL_REDUCES))
 ON_DEMAND = "on demand"
 """The phase of what eager code gathers."""
 
@@ -81,7 +81,7 @@ class Schedule:
         found = []
         for node in gm.graph.nodes:
             op = Op.of(node) if node.op == "call_function" else None
-            kind = _KINDS.get(op.target) if op else None
+            kind = next((kind for kind, targets in _KINDS if op and op.target in targets), None)
             if op is not None and op.target is REFRESH:
                 layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
                 dtype = ctx.param_dtype or layout.dtype

@@ -40,8 +40,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerofx import _torch
-from zerofx.passes import ops
-from zerofx.runtime.ranks import same_host
+from zerofx.passes import pairwise
 from zerofx.runtime.ranks.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
 from zerofx.runtime.ranks.tracing import while_profiled
 
@@ -246,7 +245,7 @@ class Watch:
         if not self.store.check(["failed"]):
             self.store.set("failed", why)
         for name in self.names:
-            same_host.give_up(name)
+            pairwise.give_up(name)
             _torch.abort_collectives(name)
 
 
@@ -328,14 +327,16 @@ def skip_collective(name: str) -> None:
         watch.skip()
 
 
-def _starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
-    watch = _watches.get(process_group)
-    return contextlib.nullcontext() if watch is None else watch.starting()
+class _Exchanges:
+    """Hears of every pairwise exchange (`zerofx.passes.pairwise.Watcher`)."""
 
+    def starting(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        watch = _watches.get(name)
+        return contextlib.nullcontext() if watch is None else watch.starting()
 
-def _under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
-    watch = _watches.get(process_group)
-    return works if watch is None else watch.started(works)
+    def under_watch(self, works: list[dist.Work], name: str) -> list[dist.Work]:
+        watch = _watches.get(name)
+        return works if watch is None else watch.started(works)
 
 
 def stepped(name: str) -> None:
@@ -352,4 +353,4 @@ def _stop_all() -> None:
         watch.stop()
 
 
-ops.under_watch, ops.starting = _under_watch, _starting
+pairwise.WATCHERS.append(_Exchanges())

@@ -24,7 +24,7 @@ reaches one except through this table, and what would go around it (``.data =``,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,10 +40,8 @@ from zerofx._torch import (
     watch_arguments,
 )
 from zerofx.model.layout import Slot
-
-if TYPE_CHECKING:
-    from zerofx.runtime.state.group import ShardGroup
-
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.group import ShardGroup
 
 _ASKED = "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
 _QUESTIONS = frozenset([*(getattr(torch.Tensor, name).__get__ for name in _ASKED), torch.is_complex])
@@ -70,9 +68,7 @@ class ShardedTensor(torch.Tensor):
             return call_plainly(func, types, args, kwargs or {})
         if torch.jit.is_tracing():
             pytree.tree_map(_refuse_argument, (args, kwargs))
-        from zerofx.runtime.eager.elementwise import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return DOORS.operation(func, args, kwargs or {})
 
     def to_local(self) -> torch.Tensor:
         """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor."""
@@ -80,9 +76,7 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
-        from zerofx.runtime.eager.ondemand import gather_tensor
-
-        return gather_tensor(self)
+        return DOORS.gather(self)
 
     def like(self, local: torch.Tensor) -> ShardedTensor:
         """A sharded tensor of the same slot that holds ``local`` (any dtype)."""
@@ -93,20 +87,14 @@ class ShardedTensor(torch.Tensor):
     # What torch.distributed.checkpoint asks of a tensor; see `zerofx.checkpoint.dcp`.
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
-        from zerofx.checkpoint.dcp import write_items
-
-        return write_items(self, name)
+        return DOORS.write_items(self, name)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from zerofx.checkpoint.dcp import chunk_list
-
         count_write(self)  # what is asked for here is written to next, on some ranks: all must refresh replicas alike
-        return chunk_list(self)
+        return DOORS.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from zerofx.checkpoint.dcp import tensor_shard
-
-        return tensor_shard(self, index)
+        return DOORS.tensor_shard(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held, ranks = self._local.numel(), self._group.layout.world_size
@@ -185,12 +173,12 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
     yet to be initialised: there is nothing to copy.
     """
     piece = group.layout.piece(slot, group.rank)
-    local = group.local(slot, group.shard)
-    with torch.no_grad():
+    local, replica = group.local(slot, group.shard), group.weights.own_replica
+    with torch.no_grad(), group.home.at_hand():
         whole = parameter.detach()
         if whole.shape == torch.Size(slot.shape):
-            if group.own_replica is not None:
-                group.layout.view(group.own_replica, slot).copy_(whole)
+            if replica is not None:
+                group.layout.view(replica, slot).copy_(whole)
             local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
         else:
             local.fill_(torch.nan)
@@ -222,7 +210,7 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
     }
     static_shape(parameter)
     parameter.__class__ = type(cls.__name__, (cls,), members)
-    group.add(slot, parameter)  # type: ignore[arg-type]
+    group.members.add(slot, parameter)
 
 
 def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
@@ -239,14 +227,23 @@ def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtyp
 
 def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
     """Whether ``func`` brings parameters and activations of ``dtype``, or indices, together, and writes to neither."""
-    from zerofx.runtime.eager.ondemand import is_in_place
-
     name = getattr(func, "__name__", "").split(".")[0]
     if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):
         return False
     met = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
     others = [x for x in met if not isinstance(x, ReplicatedParameter)]
     return any(x.dtype == dtype or not (x.is_floating_point() or x.is_complex()) for x in others)
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the operation of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name in _IN_PLACE
+    return name.endswith("_")
+
+
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+_IN_PLACE.add("__setitem__")
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
@@ -259,9 +256,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 @run_while_tracing
 def _check_backend(what: str) -> None:
-    from zerofx.compiler.backend import is_zerofx
-
-    if not traced_for(is_zerofx):
+    if not traced_for(DOORS.is_zerofx):
         raise RuntimeError(
             f"{what} is being compiled by another backend than zerofx, whose code would read memory that is not there. "
             'Use zerofx.compile(module), or torch.compile(..., backend="zerofx"); keep optimizer steps out of compiled '
