@@ -23,8 +23,7 @@ from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
-from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
-from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.context import Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.runtime.ranks.agree import Schedule, identity

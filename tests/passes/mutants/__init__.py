@@ -36,7 +36,7 @@ from zerofx import _torch
 from zerofx.compiler.records import GraphRecord
 from zerofx.compiler.rewriting import copy_context, copy_graph
 from zerofx.passes import Context, Tag, edit, pipeline, verify
-from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.context import Meanings
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Graph = tuple[GraphModule, Context]
