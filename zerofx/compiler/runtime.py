@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from zerofx._torch import DisableTorchFunction
 from zerofx.eager.ondemand import reduce_rest
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
@@ -28,7 +27,7 @@ from zerofx.passes.ops import stepping
 from zerofx.ranks.one_copy import reading
 from zerofx.ranks.watch import skip_collective
 from zerofx.state.group import Family, ShardGroup
-from zerofx.state.parameter import ReplicatedParameter, ShardedTensor
+from zerofx.state.parameter import ShardedTensor
 
 
 def forward_runner(
@@ -161,8 +160,7 @@ class BackwardCode:
 
 
 def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[ShardGroup]]) -> list[Any]:
-    with DisableTorchFunction():  # some operators take plain tensors alone (mkldnn's recurrent layers)
-        inputs = [x.detach() if isinstance(x := args[i], ReplicatedParameter) else x for i in kept]
+    inputs = [args[i] for i in kept]
     args.clear()  # boxed: what is not an input any more may be freed while the graph runs
     for x in inputs:
         if isinstance(x, ShardedTensor):
