@@ -51,7 +51,8 @@ class Reader:
         facts: of nodes that are no values of the model's (facts.py).
         numbers: of those that are (meaning.py).
         memory: of nodes that may be views of gathered buffers: which.
-        weights: nodes that may share memory with a shard, a replica or a gathered buffer.
+        weights: nodes that may share memory with a shard, a replica or a gathered buffer, and the byte of it where the
+            weight begins that they look at.
         buffers: the gathered ones, by the node that yields them.
         derived: the nodes that are a weight, or views and casts of one.
         waits: for each collective's start.
@@ -70,7 +71,7 @@ class Reader:
         self.facts: dict[Node, Any] = {}
         self.numbers: dict[Node, Number] = {}
         self.memory: dict[Node, list[Buffer]] = {}
-        self.weights: set[Node] = set()
+        self.weights: dict[Node, int] = {}
         self.buffers: dict[Node, Buffer] = {}
         self.derived: set[Node] = set()
         self.waits: dict[Node, list[Node]] = {}
@@ -193,15 +194,16 @@ class Reader:
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:
-            self.numbers[node] = self.meanings.of(op, self.numbers, self._calls)
+            start = next((self.weights[x] for x in inputs if x in self.weights), None)
+            self.numbers[node] = self.meanings.of(op, self.numbers, self._calls, start or 0)
             write(op, self.numbers, self.writes)
             memory = [b for x in inputs for b in self.memory.get(x, ())]
             if op.shares_memory():
                 if memory:
                     self.memory[node] = memory
-                if not self.weights.isdisjoint(inputs):
-                    self.weights.add(node)
-            if len(inputs) == 1 and inputs[0] in self.derived and op.target in edit.VIEWS_AND_CASTS:
+                if start is not None:
+                    self.weights[node] = start
+            if len(inputs) == 1 and inputs[0] in self.derived and edit.views_or_casts(op.target):
                 self.derived.add(node)
 
     def _theirs(self, node: Node) -> bool:
@@ -276,7 +278,7 @@ class Reader:
             self.fail("gather", op.node, twice, "one gather of each parameter")
         self.numbers[op.node] = number
         self.derived.add(op.node)
-        self.weights.add(op.node)
+        self.weights[op.node] = offset * op.value.dtype.itemsize
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
 
