@@ -198,7 +198,7 @@ class Context:
     saved_names: dict[int, str] = field(default_factory=dict)
     """Set by `rematerialize`: output position -> the name that backward knows a saved value by."""
     saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
-    """Set by `gather`: output positions, now None, at which the caller puts the parameter itself."""
+    """Set by `save_parameters`: output positions, now None, at which the caller puts the parameter itself."""
     kept: list[ParameterRef] = field(default_factory=list)
     """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
     gathered: list[str] = field(default_factory=list)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import _torch
-from zerofx.passes.ops import ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG
+from zerofx.passes.pairwise import ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG
 from zerofx.runtime.ranks import same_host
 
 

@@ -17,7 +17,7 @@ import zerofx
 from tests import counting
 from tests.models import GPT
 from zerofx.passes import edit, pairwise
-from zerofx.passes.ops import ALL_GATHER_TAG
+from zerofx.passes.pairwise import ALL_GATHER_TAG
 from zerofx.runtime.state.group import groups_of
 
 LAYERS, DIM, VOCAB, LENGTH, BATCH = 4, 64, 131, 32, 3

@@ -27,7 +27,8 @@ class Known:
         facts: of nodes that are no values of the model's (facts.py).
         numbers: of those that are (meaning.py).
         memory: of nodes that may be views of gathered buffers: which.
-        weights: nodes that may share memory with a shard, a replica or a gathered buffer.
+        weights: nodes that may share memory with a shard, a replica or a gathered buffer, and the byte of it where the
+            weight begins that they look at.
         buffers: the gathered ones, by the node that yields them.
         derived: the nodes that are a weight, or views and casts of one.
         waits: for each collective's start.
@@ -47,7 +48,7 @@ class Known:
         self.facts: dict[Node, Any] = {}
         self.numbers: dict[Node, Number] = {}
         self.memory: dict[Node, list[Buffer]] = {}
-        self.weights: set[Node] = set()
+        self.weights: dict[Node, int] = {}
         self.buffers: dict[Node, Buffer] = {}
         self.derived: set[Node] = set()
         self.waits: dict[Node, list[Node]] = {}

@@ -8,12 +8,13 @@ compares a rewritten graph with the graph it was made of, and a backward with it
     y = mm(x, t)             #2        t = permute(w)    #1, because primals_3 is "h.0.weight" too
     return y                           y = mm(x, t)      #2
 
-Four laws are known, those that passes rest on; by all others a node with other inputs has another value:
+Five laws are known, those that passes rest on; by all others a node with other inputs has another value:
 
 * a parameter has one number, however it comes: as an input, or as a part of a gathered buffer;
 * a cast of a part is a part of the cast;
 * widening a float and narrowing it again gives the same float;
-* where weights are read from a replica in a narrower dtype, a parameter is what is left of it there.
+* where weights are read from a replica in a narrower dtype, a parameter is what is left of it there;
+* ``as_strided`` of a weight counts from where the memory begins that the weight is in.
 
 What draws random numbers has a number per call, in the order of calls. What an operator writes to has another number
 from then on.
@@ -138,14 +139,23 @@ class Numbering:
         """Of an operator on numbers (as `Numbered`) and constants."""
         return hash((target, _key(args, {}), _key(kwargs, {})))
 
-    def of(self, op: Op, numbers: dict[Node, Number], calls: dict[Any, int]) -> Number:
-        """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers."""
+    def of(self, op: Op, numbers: dict[Node, Number], calls: dict[Any, int], start: int = 0) -> Number:
+        """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers.
+
+        ``start``: the byte of memory where the weight begins that it looks at, if any.
+        """
         to = op.cast_to()
         if to is not None:
             (source,) = op.inputs
             return self.cast(numbers[source], source.meta["val"].dtype, to)
         if op.target is torch.ops.aten.embedding.default:
             return self.looked_up(*(numbers[x] for x in op.args[:2]))
+        if op.target is edit.AS_STRIDED:
+            source, size, stride = op.args[:3]
+            begins = edit.strided_from(op)
+            if start:
+                begins -= start // source.meta["val"].dtype.itemsize
+            return self.call(op.target, Numbered(numbers[source]), *_key((size, stride, begins), numbers))
         key: tuple[Any, ...] = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
         if isinstance(op.target, OpOverload) and torch.Tag.nondeterministic_seeded in op.target.tags:
             calls[op.target] = calls.get(op.target, 0) + 1

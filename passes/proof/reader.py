@@ -152,15 +152,16 @@ class Reader(Known):
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:
-            self.numbers[node] = self.numbering.of(op, self.numbers, self._calls)
+            start = next((self.weights[x] for x in inputs if x in self.weights), None)
+            self.numbers[node] = self.numbering.of(op, self.numbers, self._calls, start or 0)
             write(op, self.numbers, self.writes)
             memory = [b for x in inputs for b in self.memory.get(x, ())]
             if op.shares_memory():
                 if memory:
                     self.memory[node] = memory
-                if not self.weights.isdisjoint(inputs):
-                    self.weights.add(node)
-            if len(inputs) == 1 and inputs[0] in self.derived and op.target in edit.VIEWS_AND_CASTS:
+                if start is not None:
+                    self.weights[node] = start
+            if len(inputs) == 1 and inputs[0] in self.derived and edit.views_or_casts(op.target):
                 self.derived.add(node)
 
     def _theirs(self, node: Node) -> bool:
@@ -235,7 +236,7 @@ class Reader(Known):
             self.fail("gather", op.node, twice, "one gather of each parameter")
         self.numbers[op.node] = number
         self.derived.add(op.node)
-        self.weights.add(op.node)
+        self.weights[op.node] = offset * op.value.dtype.itemsize
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
 

@@ -30,7 +30,7 @@ from tests.passes.graphs import (
 from tests.passes.test_pipeline_numerics import check_close, run_both
 from tests.workers import Workers
 from zerofx import _torch
-from zerofx.passes import Context, all_reduce, edit, pipeline, prefetch, rematerialize
+from zerofx.passes import Context, all_reduce, edit, pipeline, prefetch, rematerialize, save_parameters
 
 BUCKETS = ("group", "parameter", "all")
 COLLECTIVE = ("all_reduce", "wait_grad")
@@ -394,8 +394,8 @@ def test_in_a_forward_graph_nothing_is_left_to_lower(executor: str) -> None:
     assert_left_alone(gm, ctx, lower)
 
 
-AVERAGING = tuple(pass_ for pass_ in pipeline(0) if pass_ is not rematerialize)
-"""The passes of stage 0 that are about gradients; `rematerialize` has tests of its own."""
+AVERAGING = tuple(pass_ for pass_ in pipeline(0) if pass_ not in (rematerialize, save_parameters))
+"""The passes of stage 0 that are about gradients; the others have tests of their own."""
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, 64])

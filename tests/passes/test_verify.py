@@ -217,6 +217,27 @@ def test_a_cast_that_the_model_returns_must_not_become_a_view_of_weights(stage: 
     assert caught.value.rule == "write"
 
 
+@pytest.mark.parametrize("complex_numbers", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_as_strided_that_reads_a_weight_from_another_place_is_found(stage: int, complex_numbers: bool) -> None:
+    s = Sketch(stage=stage)
+    _, w = s.parameters("h.0", v=(5,), w=(8, 8))
+    source = s.call(aten.view_as_complex.default, s.call(aten.view.default, w, [8, 4, 2])) if complex_numbers else w
+    strided = s.call(aten.as_strided.default, source, [2, 3], [4, 1], 3)
+    gm, ctx = s.done(s.call(aten.mul.Tensor, strided, 2.0))
+    ctx.before = copy_graph(gm)
+    apply(gm, ctx, *pipeline(stage)[:-1])
+    assert verify(gm, ctx) == 0
+    (view,) = (n for n in gm.graph.nodes if n.target is edit.AS_STRIDED and "zerofx" not in n.meta)
+    *rest, start = view.args
+    assert start == (16 if complex_numbers else 32) + 3
+    for wrong in (3, start - 1, start + 1):
+        view.args = (*rest, wrong)
+        with pytest.raises(VerificationError) as caught:
+            verify(gm, ctx)
+        assert caught.value.rule == "value"
+
+
 def test_the_error_names_rule_node_group_and_line() -> None:
     s = Sketch()
     w, b = s.parameters("h.0", w=(8, 8), b=(8,))

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from zerofx._torch import DisableTorchFunction
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.group import Family, ShardGroup
-from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 def forward_runner(
@@ -160,8 +159,7 @@ class BackwardCode:
 
 
 def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[ShardGroup]]) -> list[Any]:
-    with DisableTorchFunction():  # some operators take plain tensors alone (mkldnn's recurrent layers)
-        inputs = [x.detach() if isinstance(x := args[i], ReplicatedParameter) else x for i in kept]
+    inputs = [args[i] for i in kept]
     args.clear()  # boxed: what is not an input any more may be freed while the graph runs
     for x in inputs:
         if isinstance(x, ShardedTensor):

@@ -153,6 +153,7 @@ class ReplicatedParameter(PlainlyCopied):
     _compute_dtype: torch.dtype | None = None
 
     @classmethod
+    @inlined_alone
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
