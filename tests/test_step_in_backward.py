@@ -317,7 +317,7 @@ def under_way_behind_a_step(profiled: bool) -> tuple[int, float]:
         loss = model(batch(0))
         with zerofx.step_in_backward(optim):
             loss.backward()
-        under_way = sum(bool(group._ahead) for group in groups_of(model))
+        under_way = sum(bool(group.weights.ahead) for group in groups_of(model))
     return under_way, model(batch(1)).item()
 
 

@@ -180,6 +180,11 @@ def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | Non
         return tensor.detach().to("cpu", copy=True)
     if everywhere:
         return tensor.full_tensor().cpu()
+    with tensor._group.home.at_hand():
+        return _bring_slices(tensor)
+
+
+def _bring_slices(tensor: ShardedTensor) -> torch.Tensor | None:
     group, slot, layout = tensor._group, tensor._slot, tensor._group.layout
     process_group = group.process_group
     if group.rank != 0:

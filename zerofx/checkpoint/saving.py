@@ -35,7 +35,7 @@ from zerofx.checkpoint import folder as folders
 from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
-from zerofx.checkpoint.state import model_state, names_of, non_finite, optimizer_state
+from zerofx.checkpoint.state import at_hand, model_state, names_of, non_finite, optimizer_state
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -113,11 +113,12 @@ def save(
             state["optim"] = optimizer_state(module, optimizer)
         _check_finite(module, state)
 
-    ranks.together(f"Saving to {target}", collect)
-    run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
-    if not background:
-        return run()
-    run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
+    with at_hand(module):
+        ranks.together(f"Saving to {target}", collect)
+        run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
+        if not background:
+            return run()
+        run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
     _pending[ranks.key] = saving = Saving(run, ranks)
     return saving
 

@@ -45,6 +45,7 @@ from zerofx._torch import pytree
 from zerofx.model.hugging_face import is_model
 from zerofx.runtime.eager.whole import Place, WholeParameter, in_place_of
 from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.parameter import ShardedParameter
 
 Init = Callable[[nn.Module], Any]
@@ -154,7 +155,9 @@ def initialize(
         for m, owner in _children_first(module):
             if not buffers_alone or any(buffer in blanks for buffer in m.buffers(recurse=False)):
                 _one_module(m, init, owner, templates, done, names, buffers_alone)
-    unwritten = [] if buffers_alone else [n for p, n in names.items() if _is_blank(getattr(p, "_local", p.detach()))]
+    with all_at_hand(p._group.home for p in templates if isinstance(p, ShardedParameter)):
+        blank = [n for p, n in names.items() if _is_blank(getattr(p, "_local", p.detach()))]
+    unwritten = [] if buffers_alone else blank
     for name, b in module.named_buffers():
         if b.is_meta or (b in blanks and b._version == blanks[b] and _is_blank(b)):
             unwritten.append(name)

@@ -16,6 +16,7 @@ from zerofx._torch import call_plainly, gradient_edge, pytree
 from zerofx.runtime.eager.norms import all_reduce, norm, norms
 from zerofx.runtime.eager.ondemand import gather_tensor, readonly, unshard
 from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.home import Home, all_at_hand
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write, detach, is_in_place
 
 _NAMED = """
@@ -59,17 +60,22 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`.
+    """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`; their state is at hand for it."""
+    if not Home.any_away:
+        return _dispatch(func, args, kwargs)
+    with all_at_hand(x._group.home for x in _sharded([*args, *kwargs.values()])):
+        return _dispatch(func, args, kwargs)
 
-    An optimizer comes here several times per parameter and step: what it does most is done first.
-    """
+
+def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An optimizer comes here several times per parameter and step: what it does most is done first."""
     if func in _IN_PLACE and isinstance(args[0], ShardedTensor) and not torch.is_grad_enabled():
         result = _on_slices(func, args, kwargs, args[0], args[0])
         if result is not NotImplemented:
             return result
     if func == _SET_GRAD and args[1] is None:  # `zero_grad`
         return _as_is(func, args, kwargs)
-    name = getattr(func, "__name__", str(func)).split(".")[0]
+    name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     if name in ("__get__", "__set__", "__delete__"):
@@ -110,6 +116,11 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if reduced is not NotImplemented:
             return reduced
     return _on_full(func, name, args, kwargs, written, tracked)
+
+
+def name_of(func: Callable) -> str:
+    """The name of an operation, whatever it is called as."""
+    return getattr(func, "__name__", str(func)).split(".")[0]
 
 
 def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
@@ -197,7 +208,7 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
         return like
     if result.device != like._local.device and isinstance(like, ShardedParameter):
         like._refuse(f"moving to {result.device}", "move the module before zerofx.compile or zerofx.shard")
-    made = like.like(result)
+    made = like.like(like._group.home.keep("moment", result) if name_of(func) in CREATION else result)
     made._compute_dtype = like._compute_dtype  # what is gathered of it later is what the model computes with
     return made
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -41,7 +42,11 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
     Raises:
         ValueError: an order that is not above 0.
     """
-    order = float(order)
+    with all_at_hand(x._group.home for x in tensors if isinstance(x, ShardedTensor)):
+        return _norms(tensors, float(order), dtype)
+
+
+def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     if not order > 0:
         raise ValueError(f"norms of order {order}: expected an order above 0 (inf is the maximum).")
     largest = order == float("inf")

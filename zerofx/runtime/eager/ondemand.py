@@ -54,7 +54,8 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
         whole = torch.ops._c10d_functional.wait_tensor(replica)
         return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
-    with alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype):
+    told = alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype)
+    with group.home.at_hand(), told:
         for rank in range(group.layout.world_size):
             piece = group.layout.piece(slot, rank)
             part = flat.narrow(0, piece.in_parameter, piece.length)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -32,9 +32,11 @@ class Home:
 
     Attributes:
         away: whether state has to be brought to where it is computed with.
+        any_away: whether that is so of any home there is.
     """
 
     away = False
+    any_away: ClassVar[bool] = False
 
     @classmethod
     def takes(cls, stage: int, device: torch.device) -> bool:
@@ -77,7 +79,9 @@ HOMES: list[type[Home]] = [OnDevice]
 
 def home_of(stage: int, device: torch.device) -> Home:
     """A home for one group."""
-    return next(home for home in HOMES if home.takes(stage, device))()
+    home = next(home for home in HOMES if home.takes(stage, device))()
+    Home.any_away |= home.away
+    return home
 
 
 def all_at_hand(homes: Iterable[Home]) -> contextlib.AbstractContextManager[Any]:
