@@ -60,7 +60,7 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on arguments of which at least one is, or holds, a `ShardedTensor`; their state is at hand for it."""
+    """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it."""
     if not Home.any_away:
         return _dispatch(func, args, kwargs)
     with all_at_hand(x._group.home for x in _sharded([*args, *kwargs.values()])):
