@@ -1,1 +1,15 @@
-"""What happens to sharded tensors outside of graphs."""
+"""Eager: what sharded tensors do outside of graphs.
+
+============  ==================================================================
+elementwise   which operations run on slices, and which need the whole tensor
+ondemand      the whole tensor for one operation, and its gradient's way back
+norms         norms of many tensors with one all-reduce
+leaf          modules that are gathered whole when they are entered
+whole         whole weights for a while: `zerofx.unsharded`
+============  ==================================================================
+
+Imports `zerofx.runtime.state` and what is below it::
+
+    state ◀── ondemand ◀── whole ◀── leaf
+    state ◀── norms, ondemand ◀── elementwise
+"""
