@@ -17,7 +17,15 @@ from zerofx.runtime.eager.norms import all_reduce, norm, norms
 from zerofx.runtime.eager.ondemand import gather_tensor, readonly, unshard
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.home import Home, all_at_hand
-from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write, detach, is_in_place
+from zerofx.runtime.state.parameter import (
+    ShardedParameter,
+    ShardedTensor,
+    check_conversion,
+    count_write,
+    detach,
+    is_in_place,
+    same_device,
+)
 
 _NAMED = """
     abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
@@ -25,7 +33,7 @@ _NAMED = """
     full_like ge gt half heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and
     logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
     ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract
-    tanh to true_divide trunc type_as where zero zeros_like absolute divide _to_copy
+    tanh to true_divide trunc type type_as where zero zeros_like absolute divide _to_copy
     """.split()
 _OPERATORS = """
     abs neg eq ne lt le gt ge and iand or ior xor ixor add iadd radd sub isub rsub mul imul rmul div idiv rdiv
@@ -33,6 +41,9 @@ _OPERATORS = """
     """.split()
 ELEMENTWISE = frozenset([*_NAMED, *(f"__{name}__" for name in _OPERATORS)])
 """Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
+
+_CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type type_as".split())
+"""Those that give the tensor itself where device and dtype stay, which is what ``module.to(...)`` relies on."""
 
 _IN_PLACE = frozenset(function for name in _NAMED if (function := getattr(torch.Tensor, name + "_", None)))
 
@@ -80,7 +91,7 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
-    if name in METADATA:
+    if name in METADATA or (name == "type" and len(args) == 1 and not kwargs):  # `type()` is a question
         return _as_is(func, args, kwargs)
     if name == "data_ptr":
         return 0  # there is no memory of this shape: whoever copies memory must copy the slice
@@ -97,7 +108,11 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             "torch.autograd.grad with respect to sharded parameters: their gradients are shards and go to .grad. Call "
             "loss.backward() and read parameter.grad."
         )
-    if name in ("register_hook", "detach_", "share_memory_", "set_", "resize_", "resize_as_", "backward"):
+    if name == "share_memory_":
+        args[0]._refuse(
+            "share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call"
+        )
+    if name in ("register_hook", "detach_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
 
     sharded = _sharded([*args, *kwargs.values()])
@@ -155,7 +170,9 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
     if name == "data":
         if isinstance(args[1], ShardedTensor) and args[1]._local is tensor._local:
             return None  # `module.to(...)` that changed nothing
-        tensor._refuse("assigning .data", "use `with torch.no_grad(): parameter.copy_(full_tensor)`")
+        check_conversion(tensor, args[1])
+        way_out = "use `with torch.no_grad(): parameter.copy_(full_tensor)`"
+        tensor._refuse("assigning .data (as module.to_empty and module._apply do)", way_out)
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return _on_full(func, name, args, {}, written=None, tracked=torch.is_grad_enabled() and tensor.requires_grad)
     if name == "grad" and action == "__set__" and args[1] is not None:
@@ -204,13 +221,19 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
     if written is not None:
         count_write(like)
         return like
-    if result is like._local:
+    if result is like._local or _changes_nothing(func, result, like._local, kwargs):
         return like
     if result.device != like._local.device and isinstance(like, ShardedParameter):
         like._refuse(f"moving to {result.device}", "move the module before zerofx.compile or zerofx.shard")
     made = like.like(like._group.home.keep("moment", result) if name_of(func) in CREATION else result)
     made._compute_dtype = like._compute_dtype  # what is gathered of it later is what the model computes with
     return made
+
+
+def _changes_nothing(func: Callable, result: torch.Tensor, local: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` was to convert, and there was nothing to: PyTorch copies from ``cpu`` to ``cpu:0`` all the same."""
+    converts = getattr(func, "__name__", "") in _CONVERSIONS and not kwargs.get("copy")
+    return converts and result.dtype == local.dtype and same_device(result.device, local.device)
 
 
 def _same_slot(a: ShardedTensor, b: ShardedTensor) -> bool:

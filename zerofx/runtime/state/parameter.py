@@ -145,7 +145,8 @@ class ReplicatedParameter(PlainlyCopied):
     """A parameter of a module under plain data parallelism (stage 0): whole, with its own memory, in all plain code.
 
     Like a `ShardedParameter` it has a class of its own, and Dynamo sees it cast to what the model computes in. Where
-    code that is not compiled uses it, its gradient is averaged by a hook.
+    code that is not compiled uses it, its gradient is averaged by a hook. Its memory may be replaced (``.data =``), for
+    compiled code gets it anew at each call; its dtype and device may not, for groups and compiled code have them.
     """
 
     _group: ShardGroup
@@ -160,11 +161,33 @@ class ReplicatedParameter(PlainlyCopied):
         if torch.compiler.is_compiling():
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
         kwargs = kwargs or {}
+        if func in _CONVERTED and isinstance(args[0], ReplicatedParameter):
+            check_conversion(args[0], args[1])
         with DisableTorchFunction():
             if cls._compute_dtype is not None and _meets(func, args, kwargs, cls._compute_dtype):
                 args = _cast(args, cls._compute_dtype)
                 kwargs = {name: _cast(value, cls._compute_dtype) for name, value in kwargs.items()}
             return func(*args, **kwargs)
+
+
+# Where ``module.to(...)`` puts what a parameter was converted to: ``parameter.data``, or a new parameter after asking this.
+_CONVERTED = (torch.Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether both are one device: ``cpu:0`` is the CPU."""
+    return a.type == b.type and (a.index == b.index or a.type == "cpu")
+
+
+def check_conversion(parameter: ShardedTensor | ReplicatedParameter, new: torch.Tensor) -> None:
+    """Raise where ``new``, which is to take the parameter's place, has another dtype or is on another device."""
+    if parameter.dtype != new.dtype or not same_device(parameter.device, new.device):
+        raise RuntimeError(
+            f"converting {parameter._slot.name!r} from {parameter.dtype} on {parameter.device} to {new.dtype} on "
+            f"{new.device}: its group, its optimizer and compiled code are bound to the dtype and device it has. Convert "
+            "the module before zerofx.compile or zerofx.shard; to compute in 16 bits pass "
+            "mixed_precision=zerofx.MixedPrecision(torch.bfloat16)."
+        )
 
 
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
