@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.recipe import CONTAINERS, LENGTH, VOCAB, WIDTH, Layer, Recipe
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.recipe import CONTAINERS, COUNTERS, LENGTH, VOCAB, WIDTH, Layer, Recipe
 
 
 def fit(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -59,8 +60,9 @@ class Leaf(nn.Module):
                 self.width = layer.width
         elif kind == "conv":
             self.inner, self.width = nn.Conv1d(width, layer.width, 3, padding=1, bias=layer.bias), layer.width
-        elif kind == "gru":
-            self.inner, self.width = nn.GRU(width, layer.width, bias=layer.bias, batch_first=True), layer.width
+        elif kind in KINDS:
+            self.inner = KINDS[kind](layer, width)
+            self.width = self.inner.width
         elif kind == "attention":
             self.inner = nn.MultiheadAttention(width, 1, bias=layer.bias, batch_first=True)
         elif kind == "norm":
@@ -79,7 +81,7 @@ class Leaf(nn.Module):
             others = [
                 leaf
                 for leaf in earlier
-                if leaf.kind in ("linear", "strided") or (kind == "again" and leaf.kind != "count")
+                if leaf.kind in ("linear", "strided") or (kind == "again" and leaf.kind not in COUNTERS)
             ]
             other = others[layer.of % len(others)] if others else None
             # Not a submodule where it is called again: the parameters keep their one name.
@@ -107,8 +109,8 @@ class Leaf(nn.Module):
             return torch.tanh(self.inner(x.transpose(1, 2)).transpose(1, 2))
         if kind == "batch_norm":
             return self.inner(x.flatten(0, 1)).view(x.shape)
-        if kind == "gru":
-            return self.inner(x)[0]
+        if kind in KINDS:
+            return self.inner(x, tokens)
         if kind == "attention":
             return self.inner(x, x, x, need_weights=False)[0]
         if kind == "norm":

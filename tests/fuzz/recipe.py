@@ -8,13 +8,20 @@ to layer. Where two widths must agree (residuals, branches, shared weights) the 
     linear, strided    a matrix and tanh; ``strided``: the weight is a transposed view
     single             the same in float32, in a model that is float64
     norm, batch_norm   normalisations; the second has buffers
-    conv, gru          over positions; Dynamo does not trace a GRU
+    conv               over positions
+    channels_last      the same with weight and input in that memory format
+    gru, lstm, rnn     over positions; Dynamo does not trace them
     attention          nn.MultiheadAttention, one head
-    embedding          + a row per token
+    embedding, bag     + a row per token; + one for all tokens
     positions          + a bare parameter, sliced
     scalar, scale      * a parameter of no dimensions; of one
     empty              + the sum of a parameter without elements
     custom, stash      a torch.autograd.Function with a weight; ``stash``: not by ``save_for_backward``
+    function           the same in the newer style (``setup_context``), with a matrix
+    complex            * a complex view of a parameter, among frequencies
+    weight_norm,       matrices that are computed at each use; the second has buffers that change
+    spectral_norm
+    vmap               a matrix under ``torch.vmap``
     sometimes          a matrix that only some calls use
     unused             a matrix that no call uses
     tied, transposed   an earlier layer's weight under a second name, as it is or transposed
@@ -40,7 +47,10 @@ SHARERS = ("tied", "transposed", "again", "peek")
 LEAVES = (
     *("linear", "strided", "single", "norm", "batch_norm", "conv", "gru", "attention", "embedding", "positions"),
     *("scalar", "scale", "empty", "custom", "stash", "sometimes", "unused", *SHARERS, "break", "count", "stop"),
+    *("channels_last", "lstm", "rnn", "bag", "function", "complex", "weight_norm", "spectral_norm", "vmap"),
 )
+COUNTERS = ("count", "spectral_norm")
+"""What comes of them depends on how often they ran: a checkpoint, which runs them again, would change it."""
 
 # What a training loop does between two optimizer steps, one name after another.
 CALLS = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe, kinds
+from tests.fuzz.recipe import CALLS, CONTAINERS, COUNTERS, LEAVES, Layer, Recipe, kinds
 
 leaves = st.builds(
     Layer,
@@ -70,8 +70,8 @@ def allowed(
 ) -> tuple[Layer, ...]:
     """``layers`` without what does not mean the same on ranks, or compiled, as in one process; see docs/models.md.
 
-    A normalisation stands for the kinds ``without``, for a counter in a checkpoint, which would count its calls twice,
-    and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts
+    A normalisation stands for the kinds ``without``, for what counts its calls in a checkpoint, which would count them
+    twice, and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts
     gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
     them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
     torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one
@@ -83,7 +83,7 @@ def allowed(
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and bool(around & {"frozen", "no_grad"})
         again = layer.kind == "again" and "no_grad" in around
-        if layer.kind in without or again or (checkpointed and (layer.kind == "count" or attention)):
+        if layer.kind in without or again or (checkpointed and (layer.kind in COUNTERS or attention)):
             layer = replace(layer, kind="norm")
         if {"no_grad", "reentrant"} <= around and layer.kind in ("no_grad", "reentrant"):
             layer = replace(layer, kind="sequence")
@@ -98,8 +98,8 @@ def without(recipe: Recipe) -> frozenset[str]:
     there, or checkpointed): the graph writes its statistics, which the other has saved for backward, and PyTorch
     refuses, under plain ``torch.compile`` too.
 
-    With weights that compute in another dtype than the module's: buffers, which stay in float64; a GRU, which outside
-    of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of a weight and
+    With weights that compute in another dtype than the module's: buffers, which stay in float64; a recurrence, which
+    outside of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of a weight and
     a number, and a part of a weight, which are in the master's dtype.
     """
     left_out = set()
@@ -107,6 +107,6 @@ def without(recipe: Recipe) -> frozenset[str]:
     if two_forwards and {"again", "reentrant"} & kinds(recipe.layers):
         left_out |= {"batch_norm"}
     if recipe.precision == "low":
-        left_out |= {"batch_norm", "gru", "count"}
+        left_out |= {"batch_norm", "gru", "lstm", "rnn", *COUNTERS}
         left_out |= {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
     return frozenset(left_out)

@@ -1,79 +1,102 @@
-"""``make zoo``: trains every architecture and writes docs/zoo.md."""
+"""``make zoo``: trains every architecture in every stage with both executors, and writes docs/zoo.md.
+
+    make zoo                                            # all of it, anew: hours
+    make zoo ARGS=--resume                              # what a run that was cut off has left
+    make zoo ARGS="--stages 0 1 2 --executors eager"    # these cells; the page keeps the others
+    make zoo ARGS="--models lstm --minutes 10"
+    make zoo ARGS=--page                                # the page alone, of what was measured before
+
+The page is written anew after each cell. Exit status 1 if a cell that was run is not equal.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from pathlib import Path
+import time
+from dataclasses import asdict
 
 import torch
 import transformers
 
+from tests.pairwise import EXECUTORS, STAGES
 from tests.workers import Processes, Workers
 from tests.zoo.architectures import ARCHITECTURES
-from tests.zoo.predicted import Figures, measure
-from tests.zoo.run import Outcome, train
+from tests.zoo.predicted import measure
+from tests.zoo.run import train
+from tests.zoo.table import PAGE, Line, cell, page, read, reason, write
 
-PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
-HEAD = f"""# Models that train
+TIMEOUT = {"eager": 250, "inductor": 600}
 
-`make zoo` wrote this page. Every model is what transformers {transformers.__version__} ships, small and with random
-weights (`lstm` and `unet` are plain PyTorch): three steps of SGD with momentum, stage 3, two ranks, against one
-process, with torch {torch.__version__.partition("+")[0]}. A model works when every loss is
-within 1e-5 of the single process's and every weight within 1e-4 at the end, both relative.
 
-*Graphs*: how many Dynamo made of the model; 1 is a model that is captured whole. *Gathered on demand*: the places
-outside of any graph that use a weight. They are right but slow, and each warns once. *Peak*: the most bytes that a step
-has allocated, counted at the allocator; *off*: how far from it `zerofx.predict(model, probe=True)` is; *received*:
-bytes from the other rank in a step, counted at the process group; *said*: what was predicted for that. What is computed
-outside of graphs (the loss of `wav2vec2` and `hubert`, all of `lstm`) is not predicted. Losses and weights of
-`mobilenet_v2` are compared in 64 bits: it makes much of a rounding error.
-
-| model | family | parameters | works | graphs | gathered on demand | loss | weights | peak | off | received | said |
-|---|---|---|---|---|---|---|---|---|---|---|---|
-"""
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make zoo ARGS=...")
+    here = [name for name, architecture in ARCHITECTURES.items() if architecture.is_here]
+    parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=here, metavar="MODEL")
+    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
+    parser.add_argument("--executors", nargs="+", choices=EXECUTORS, default=EXECUTORS)
+    parser.add_argument("--resume", action="store_true", help="keep what was measured, run what was not")
+    parser.add_argument("--minutes", type=float, default=10**6, help="begin no cell after so many")
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    return parser.parse_args()
 
 
 def main() -> int:
-    chosen = sys.argv[1:] or [name for name, architecture in ARCHITECTURES.items() if architecture.is_here]
-    processes, rows, failed = Processes(), [], 0
-    for name in chosen:
-        figures = None
-        try:
-            outcome = Workers(2, processes).run(train, name, 3, timeout=250)[0]
-            figures = Workers(2, processes).run(measure, name, timeout=250)[0]
-        except AssertionError as e:
-            reason = next((line for line in reversed(str(e).splitlines()) if "Error" in line), "no answer")
-            outcome, failed = None, failed + 1
-            print(f"{name}: {e}", file=sys.stderr)
-        rows.append(row(name, outcome, "" if outcome else reason) + cells(figures))
-        print(rows[-1], flush=True)
-    processes.stop()
-    if not sys.argv[1:]:
-        works = sum("| yes |" in r for r in rows)
-        PAGE.write_text(HEAD + "\n".join(rows) + f"\n\n{works} of {len(rows)} work.\n")
+    args = arguments()
+    lines, failed = read(), 0
+    if not args.page:
+        todo = cells(args)
+        if not args.resume:
+            lines = {name: line for name, line in lines.items() if name not in todo}
+        failed = run({name: what for name, what in todo.items() if name not in lines}, lines, 60 * args.minutes)
+    PAGE.write_text(page(lines))
     return failed > 0
 
 
-def row(name: str, outcome: Outcome | None, reason: str) -> str:
-    family = ARCHITECTURES[name].family
-    if outcome is None:
-        return f"| {name} | {family} | | no: {reason[:120].replace('|', '/')} | | | | |"
-    works = "yes" if outcome.loss < 1e-5 and outcome.weights < 1e-4 else "no: other numbers"
-    places = ", ".join(f"`{place}`" for place in outcome.places)
-    return (
-        f"| {name} | {family} | {outcome.parameters:,} | {works} | {outcome.graphs} | {places} | "
-        f"{outcome.loss:.0e} | {outcome.weights:.0e} |"
-    )
+def cells(args: argparse.Namespace) -> dict[str, tuple[str, int, str]]:
+    """What to run, by name. The cheap executor goes first: half of a table tells more than half of its rows."""
+    return {
+        cell(model, stage, executor): (model, stage, executor)
+        for executor in sorted(args.executors)
+        for model in args.models
+        for stage in args.stages
+    }
 
 
-def cells(figures: Figures | None) -> str:
-    if figures is None:
-        return " | | | |"
-    peak, received = "", ""
-    if figures.predicted_peak is not None:
-        peak = f"{figures.off:+.2%}"
-        received = "exactly" if figures.wire == figures.predicted_wire else f"{figures.predicted_wire:,}"
-    return f" {figures.peak:,} | {peak} | {figures.wire:,} | {received} |"
+def run(todo: dict[str, tuple[str, int, str]], lines: dict[str, Line], seconds: float) -> int:
+    """Runs cells and keeps what came of each at once; how many are not equal."""
+    processes, end, failed = Processes(), time.monotonic() + seconds, 0
+    try:
+        for i, (name, what) in enumerate(todo.items()):
+            if time.monotonic() > end:
+                print(f"{len(todo) - i} cells are left: make zoo ARGS=--resume")
+                break
+            lines |= measured(name, *what, processes)
+            failed += lines[name]["verdict"] != "equal"
+            print(f"{i + 1} of {len(todo)}: {name}: {lines[name]['verdict']}", flush=True)
+            write(lines)
+            PAGE.write_text(page(lines))
+    finally:
+        processes.stop()
+    return failed
+
+
+def measured(name: str, model: str, stage: int, executor: str, processes: Processes) -> dict[str, Line]:
+    """A cell's line; of stage 3 with the eager executor one on the bytes of a step, too."""
+    start, workers, found = time.monotonic(), Workers(2, processes), {}
+    versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    try:
+        outcomes = workers.run(train, model, stage, executor, timeout=TIMEOUT[executor])
+    except AssertionError as e:  # raised, hung, died
+        verdict = reason(str(e))
+        print(e, file=sys.stderr)
+    else:
+        verdict = next((outcome.verdict for outcome in outcomes if outcome.verdict != "equal"), "equal")
+        if (stage, executor) == (3, "eager"):
+            first = outcomes[0]
+            counts = {"parameters": first.parameters, "graphs": first.graphs, "places": first.places}
+            found[f"{model}, a step"] = counts | asdict(workers.run(measure, model, timeout=250)[0])
+    return found | {name: {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), **versions}}
 
 
 if __name__ == "__main__":
