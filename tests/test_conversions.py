@@ -1,4 +1,4 @@
-"""``module.to(...)`` and its like: where nothing is to change nothing happens, in every stage; else they are refused."""
+"""``module.to(...)`` and its like, in every stage: nothing happens where nothing is to change; else refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_changes_nothing_does_nothing(workers2: Workers, stage: int, dtype:
 
 
 def refusals(actions: str, stage: int) -> dict[str, str]:
-    """What each of the ``actions``, by their table's name, raises, once it is clear that all parameters are as before; "" if it is let through."""
+    """What each of the ``actions`` raises, "" for none. All parameters must be as before then."""
     found = {}
     for what, action in globals()[actions].items():
         module = zerofx.shard(Net(), stage=stage)
