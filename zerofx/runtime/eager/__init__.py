@@ -2,7 +2,8 @@
 
 ============  ==================================================================
 elementwise   which operations run on slices, and which need the whole tensor
-ondemand      the whole tensor for one operation, and its gradient's way back
+ondemand      one parameter at a time: its slices gathered, its gradient reduced
+unshard       the whole tensor for one operation
 norms         norms of many tensors with one all-reduce
 leaf          modules that are gathered whole when they are entered
 whole         whole weights for a while: `zerofx.unsharded`
@@ -11,5 +12,5 @@ whole         whole weights for a while: `zerofx.unsharded`
 Imports `zerofx.runtime.state` and what is below it::
 
     state ◀── ondemand ◀── whole ◀── leaf
-    state ◀── norms, ondemand ◀── elementwise
+    state ◀── norms, ondemand ◀── unshard ◀── elementwise
 """

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from zerofx._torch import call_plainly, gradient_edge, pytree
 from zerofx.runtime.eager.norms import all_reduce, norm, norms
-from zerofx.runtime.eager.ondemand import gather_tensor, readonly, unshard
+from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.eager.unshard import readonly, unshard
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.home import Home, all_at_hand
 from zerofx.runtime.state.parameter import (

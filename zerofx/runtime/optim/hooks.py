@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofx.runtime.eager.ondemand import not_elementwise
+from zerofx.runtime.eager.unshard import not_elementwise
 from zerofx.runtime.ranks.watch import stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor

@@ -14,7 +14,7 @@ while anything else traces            refused: its code would read memory that i
 metadata (shape, grad, ...)           answered as is
 elementwise, among one slot           runs on the slices: optimizers, scaling, clipping (`elementwise`)
 reductions to a scalar, norms         slices, then one all-reduce
-anything else                         the full tensor is gathered first, differentiably (`ondemand`)
+anything else                         the full tensor is gathered first, differentiably (`unshard`)
 ====================================  ==============================================================================
 
 The full-shape tensor's own memory is freed, and some kernels read freed memory without asking. So no operation
