@@ -94,7 +94,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             "loss.backward() and read parameter.grad."
         )
     if name == "share_memory_":
-        args[0]._refuse("share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call")
+        args[0]._refuse(
+            "share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call"
+        )
     if name in ("register_hook", "detach_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
 
