@@ -1,4 +1,4 @@
-"""``module.to(...)`` and its like: where nothing is to change nothing happens, in every stage; else they are refused."""
+"""``module.to(...)`` and its like: what changes nothing does nothing, in every stage; the rest is refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def test_what_changes_nothing_does_nothing(workers2: Workers, stage: int, dtype:
 
 
 def refusals(actions: str, stage: int) -> dict[str, str]:
-    """What each of the ``actions``, by their table's name, raises, once it is clear that all parameters are as before; "" if it is let through."""
+    """What each of the ``actions``, by their table's name, raises; "" if it is let through.
+
+    After an error all parameters are as they were.
+    """
     found = {}
     for what, action in globals()[actions].items():
         module = zerofx.shard(Net(), stage=stage)

@@ -7,13 +7,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
 @contextlib.contextmanager
-def memory_profile() -> Iterator[profile]:
+def memory_profile() -> Iterator[Any]:
     """A profile of what is allocated on the CPU (2.11, 2.13, 2.15).
 
     Kineto says on stderr where it starts and stops, at every log level (2.13). These lines are kept from the terminal.
