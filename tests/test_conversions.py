@@ -1,4 +1,4 @@
-"""``module.to(...)`` and its like, in every stage: nothing happens where nothing is to change; else refused."""
+"""``module.to(...)`` and its like: what changes nothing does nothing, in every stage; the rest is refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def test_what_changes_nothing_does_nothing(workers2: Workers, stage: int, dtype:
 
 
 def refusals(actions: str, stage: int) -> dict[str, str]:
-    """What each of the ``actions`` raises, "" for none. All parameters must be as before then."""
+    """What each of the ``actions``, by their table's name, raises; "" if it is let through.
+
+    After an error all parameters are as they were.
+    """
     found = {}
     for what, action in globals()[actions].items():
         module = zerofx.shard(Net(), stage=stage)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zerofx
 from tests import counting
 from tests.models import GPT
+from zerofx._torch import memory_profile
 from zerofx.passes import edit, pairwise
 from zerofx.passes.pairwise import ALL_GATHER_TAG
 from zerofx.runtime.state.group import groups_of
@@ -245,9 +246,9 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order(workers3) -> N
 
 def most_extra_bytes_while_sharding() -> tuple[int, int]:
     """The most that allocations outweigh releases by during zerofx.shard, and the bytes of the largest group."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import record_function
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with memory_profile() as prof:
         model = GPT(LAYERS, DIM, 4, 40 * VOCAB, LENGTH)  # an embedding far larger than a block
         with record_function("shard"):
             # Broadcasts are in place, but gloo's thread may hold on to one tensor for a moment: not counted here.

@@ -1,4 +1,4 @@
-"""Of a parameter any view that aten has may be taken: it is never saved whole, and gradients are as on one process."""
+"""Every view that aten has may be taken of a parameter: it is not saved whole, and gradients are as on one process."""
 
 from __future__ import annotations
 
