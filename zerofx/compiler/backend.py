@@ -34,6 +34,7 @@ from zerofx.compiler.shard import shard_module
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.proof.code import Promise
 from zerofx.passes.proof.meaning import Meanings
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
@@ -117,6 +118,8 @@ class _CompiledGraph:
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings = Meanings()
+        self.written: dict[str, str] = {}
+        """What forward's code writes to and returns for backward: `zerofx.passes.proof.code.check_code`."""
         self.names = frozenset(layout.name for layout in self.groups)
 
     def before_cut(self, joint: GraphModule) -> None:
@@ -264,10 +267,13 @@ class _CompiledGraph:
             family = next(iter(self.groups.values())).family
             watch.publish(schedule, identity(trace.before, ctx, family.number))
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
+        promise = Promise.of(gm, ctx) if self.options.executor == "inductor" and self.pretend is None else None
         with _torch.donated_inputs(theirs):
             compiled = execute(gm, inputs, fixed)
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
+        if promise is not None:
+            self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
         return compiled, kept, trace

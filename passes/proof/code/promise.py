@@ -117,6 +117,11 @@ class Promise:
                 promise.rereads[node.name] = i
         return promise
 
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything that code could do wrong."""
+        return bool(self.starts or self.arriving or self.weights or self.steps)
+
     def place_of(self, place: Place) -> Node | None:
         """The node of the graph that a place is."""
         if place is None:
