@@ -105,14 +105,20 @@ def code_of(gm: GraphModule, **options: Any) -> str:
     return found[0]
 
 
-def generated(model: str, *, world_size: int = 2, steps: bool = False, **options: Any) -> list[Generated]:
+def generated(
+    model: str | tuple[nn.Module, torch.Tensor], *, world_size: int = 2, steps: bool = False, **options: Any
+) -> list[Generated]:
     """Forward and backward of a model, as gloo ranks get them."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    build, inputs = MODELS[model]
-    record = zerofx.dry_run(
-        build(), *inputs(), world_size=world_size, groups=zerofx.Grouping(min_bytes=0), **options
-    )
+    if isinstance(model, str):
+        build, draw = MODELS[model]
+        module, inputs = build(), draw()
+    else:
+        module, *inputs = model  # type: ignore[assignment]
+        model = type(module).__name__
+    groups = zerofx.Grouping(min_bytes=0)
+    record = zerofx.dry_run(module, *inputs, world_size=world_size, groups=groups, **options)
     found = []
     for phase, (gm, ctx) in rewritten(record, steps=steps, executor="inductor", backend="gloo").items():
         promise = Promise.of(gm, ctx)

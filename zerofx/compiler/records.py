@@ -75,8 +75,8 @@ class Trace:
             raise e.saved_in(self._save(self.final)) from None
         if found is None and promise.asks:
             warnings.warn(
-                f"the code that Inductor generated for {self.name} was not checked, for it is no Python that zerofx can "
-                "read (cpp_wrapper?). The graph was checked. See docs/debugging.md.",
+                f"the code that Inductor generated for {self.name} was not checked, for it is no Python that zerofx "
+                "can read (cpp_wrapper?). The graph was checked. See docs/debugging.md.",
                 stacklevel=2,
             )
         self.seconds["check_code"] = time.perf_counter() - start

@@ -1,9 +1,9 @@
 """The code that Inductor wrote for a graph, read once before it runs: does it do what the graph says, in its order?
 
-`verify` proves the graph. The code generator then orders, fuses and renames once more, by heuristics of its own, and two
-of its errors were silent (docs/architecture.md). So the wrapper's function ``call`` is read too, line by line, with what
-each kernel reads and writes. Nothing is known of the passes, nor of Inductor but the text it wrote: it would have to be
-wrong in the same way as this reader. It stands beside the graph's proof for that reason, and raises the same error.
+`verify` proves the graph. The code generator then orders, fuses and renames once more, by heuristics of its own. Two of
+its errors were silent (docs/architecture.md). So the wrapper's function ``call`` is read too, line by line, with what
+each kernel reads and writes. The reader knows nothing of the passes, and of Inductor only the text. It is a package of
+its own beside the graph's proof, since it proves the same things of another text, and raises the same error.
 
 ===========  ============================================================================================
 rule         what must hold
@@ -15,16 +15,18 @@ discard      nothing touches a gathered buffer whose name is deleted, nor is it 
              it is let go after its last use, before the next collective starts
 order        collectives start in the order of the graph, each with what the graph gives it
 copy         no weight is copied that a matrix product reads, but where the graph says so
-step         a group is updated as often as in the graph, which is once, by its gradient, after whatever reads its weights
+step         a group is updated as often as in the graph, which is once; by its gradient; after all readers of its weights
 reread       backward reads no input that forward has written to since
-read         every line that names what a collective brings or sends is one that this reader knows
+read         the code takes the graph's inputs; a line names what is there; a statement of a kind that is not known names
+             nothing that a collective brings or sends
 ===========  ============================================================================================
 
 ===========  ==============================================================
 file         what is in it
 ===========  ==============================================================
 kernel.py    a kernel's text: what it reads, writes and copies
-wrapper.py   the wrapper's lines: what each does to memory
+line.py      one line: what it does to memory
+wrapper.py   the wrapper, walked line by line
 promise.py   what the graph asks for
 rules.py     the table above
 ===========  ==============================================================

@@ -126,9 +126,13 @@ _CONVERT = re.compile(
     r"\b(tmp\d+) = (?:[\w:<>, ]*\bconvert<[^()]*>|static_cast<[^()]*>|float|double|half)\((tmp\d+)\);"
 )
 _TO = re.compile(r"\b(tmp\d+) = (tmp\d+)\.to\([\w.]+\)\s*$")
-_STORE = re.compile(rf"\b(\w+)\.store\((\w+) \+|{_POINTER}\[.*\] = (?:[\w:<>]+\()?(\w+)\)?;")
-_STORE_OF_TRITON = re.compile(rf"\btl\.store\((?:tl\.make_block_ptr\()?{_POINTER}\b.*?, (?:tl\.broadcast_to\()?(\w+)[,.)]")
-_TRANSPOSE = re.compile(r"\btranspose_mxn<[^(]*>\((\w+)(?: \+ .*?)?, static_cast<int64_t>\([^)]*\), (\w+)\b")
+_STORE = re.compile(rf"\b(tmp\w*)\.store\((\w+) \+|{_POINTER}\[.*\] = (?:[\w:<>]+\()?(\w+)\)?;")
+_STORE_OF_TRITON = re.compile(
+    rf"\btl\.store\((?:tl\.make_block_ptr\()?{_POINTER}\b.*?, (?:tl\.broadcast_to\()?(\w+)[,.)]"
+)
+_TRANSPOSE = re.compile(
+    r"\btranspose_mxn<(?:[^<>]|<[^<>]*>)*>\((\w+)(?: \+ .*?)?, (?:static_cast<int64_t>\([^)]*\)|\w+), ([a-z]\w*)\b"
+)
 
 
 def _stored(text: str) -> dict[str, set[str | None]]:

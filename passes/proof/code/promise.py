@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,7 +20,7 @@ from zerofx.passes.context import Context
 from zerofx.passes.proof.facts import GATHERS, REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
 
-Place = Union[tuple[str, int], None]
+Place = tuple[str, int] | None
 """("start", i): what the collective i brings; ("input", i): what input i holds."""
 
 
@@ -71,7 +71,8 @@ class Promise:
         weights: by place.
         homes: group -> the inputs that its update writes to.
         steps: the groups that are updated.
-        outputs: output -> the collectives whose sum it is; and for groups that are updated, of what they are updated by.
+        outputs: output -> the collectives whose sum it is.
+        updates: the same of what groups are updated by.
         saved: output -> the name under which backward gets an input that forward returns.
         rereads: inputs that backward reads where no checkpoint has said so, by name.
     """
@@ -151,8 +152,7 @@ class Promise:
                 node = todo.pop()
                 value = node.meta.get("val")
                 numel = value.numel() if isinstance(value, torch.Tensor) else None
-                known = isinstance(numel, int)
-                if known:
+                if isinstance(numel, int):
                     asked[numel] += 0
                 for op in users.get(node, ()):
                     if op.node in found:
@@ -160,7 +160,7 @@ class Promise:
                     if op.target is _WAIT or op.shares_memory():
                         found.add(op.node)
                         todo.append(op.node)
-                    elif known and not _is_product(op):
+                    elif isinstance(numel, int) and not _is_product(op):
                         asked[numel] += 1
             self.weights[place] = Weights(root, _group(root), asked)
 
@@ -172,7 +172,7 @@ class Promise:
             if value.op == "placeholder" and i in ctx.saved:
                 self.saved[i] = value.name
             first = len(values) - len(ctx.reductions)
-            if i >= first and (found := _behind([value], ops, started)):
+            if i >= first and not ctx.steps and (found := _behind([value], ops, started)):
                 self.outputs[i] = found
 
 

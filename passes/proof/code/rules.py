@@ -8,8 +8,9 @@ from typing import NoReturn
 
 from torch.fx import Node
 
-from zerofx.passes.proof.code.promise import Place, Promise, Start, plain_name
-from zerofx.passes.proof.code.wrapper import Line, Memory, Walk, Wrapper
+from zerofx.passes.proof.code.line import Line, Memory
+from zerofx.passes.proof.code.promise import Place, Promise, plain_name
+from zerofx.passes.proof.code.wrapper import Walk, Wrapper
 from zerofx.passes.proof.refusal import VerificationError, place_in_model
 
 
@@ -120,15 +121,18 @@ class _Reading:
     def _lost(self, line: Line) -> None:
         known = {**self.came, **{memory: buffer.place for memory, buffer in self.buffers.items()}}
         place = next((known[m] for m in line.reads if m in known), None)
+        if "wait_tensor" in line.text:
+            self._refuse("wait", place, "it waits for what is not under way", "one wait, behind the start")
         if line.reads:
             self._refuse("discard", place, "it names what was deleted before", "nothing after the last use")
-        if "wait_tensor" in line.text:
-            self._refuse("wait", None, "it waits for what has not been started", "the start first")
         self._refuse("read", None, "it names what is not there yet", "what was made in a line before")
 
     def _touch(self, line: Line) -> None:
         """The rules of what any line may not touch."""
         for memory in line.reads | line.writes:
+            if line.strange and (memory in self.came or memory in self.buffers or self.sent.get(memory)):
+                place = self.came.get(memory)
+                self._refuse("read", place, "it names a collective's memory, and is of no known kind", "a known one")
             if memory in self.under_way:
                 self._refuse(
                     "wait", self.under_way[memory], "it touches what is still under way", "the wait for it before"
@@ -157,7 +161,7 @@ class _Reading:
     def _overwrite(self, memory: Memory) -> None:
         """Memory that nobody reads as weights any more may be used for something else, under a name of its own."""
         buffer, names = self.buffers[memory], self.walk.names_of(memory)
-        if len(names) != 1 or names[0] in buffer.names or (buffer.place or "?")[0] == "input" and not buffer.last:
+        if len(names) != 1 or names[0] in buffer.names or ((buffer.place or "?")[0] == "input" and not buffer.last):
             self._refuse("discard", buffer.place, "it writes over gathered weights", "no writes to them")
         del self.buffers[memory]
 
@@ -174,7 +178,9 @@ class _Reading:
         numel = sent[0].numel if sent else None
         other = numel is not None and asked.numel is not None and numel != asked.numel
         if other or not {("input", k) for k in asked.inputs} <= origins:
-            self._refuse("order", place, f"as collective number {i + 1} it sends something else", "what the graph sends")
+            self._refuse(
+                "order", place, f"as collective number {i + 1} it sends something else", "what the graph sends"
+            )
         if asked.operator == "refresh":
             return
         brings = set(line.writes) | ({line.result} if line.result is not None else set())
@@ -325,8 +331,8 @@ class _Reading:
         raise VerificationError(
             f"the code that Inductor generated breaks the rule {rule!r} at line {line.number}, "
             f"{line.text[:200]!r}{of}: {found}; expected: {expected}. The code was not run. This is a bug of zerofx or "
-            "of Inductor, not of the model: please report it. docs/debugging.md says what to send, and what to try until "
-            "it is mended.",
+            "of Inductor, not of the model: please report it. docs/debugging.md says what to send, and what to try "
+            "until it is mended.",
             rule,
             node.name if node is not None else "",
             group,

@@ -13,8 +13,8 @@ A wrapper is a Python module: kernels as text, and a function ``call``. It is pa
         cpp_fused_gelu_0(buf2)                                      call    as the kernel's arguments say
         return (buf2, )                                             return
 
-What a name stands for is a set of memories (`Value`): one; those of a list; or, where nobody can say, all that came into
-a line. Operators say through their schemas what they write and what their results are views of, kernels through their
+What a name stands for is a set of memories (`Value`): one; those of a list; or, where nobody can say, all that came
+into a line. Operators say through their schemas what they write and what their results are views of, kernels through their
 arguments (kernel.py). A line of any other form is taken to read and write all that it names.
 
 Functions of the module, graph partitions and the bodies of ``torch.cond``, are read where they are called. Of branches
@@ -27,68 +27,14 @@ import ast
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, Union
+from typing import Any
 
 import torch
 
 from zerofx._torch import OpOverload
 from zerofx.passes import edit
 from zerofx.passes.proof.code.kernel import Argument, Kernel, read_kernel
-
-Memory = Union[int, tuple["Memory", int]]
-"""A number for each memory; one of the results of a call that returns several has theirs and its place."""
-Value = Union[frozenset[Memory], tuple["Value", ...]]
-NOTHING: frozenset[Memory] = frozenset()
-Kind = Literal["call", "start", "wait", "step", "return", "lost"]
-
-
-@dataclass
-class Passed:
-    """One argument of a call: its memories, what the call does with them, its elements where they are known."""
-
-    memories: frozenset[Memory]
-    reads: bool = True
-    writes: bool = False
-    numel: int | None = None
-    names: frozenset[str] = frozenset()
-
-
-@dataclass
-class Line:
-    """What one line does to memory.
-
-    Attributes:
-        kind: "start" and "wait" of a collective, "step" of a group, "lost" for a name that stands for nothing (any
-            more), else "call" or "return".
-        number, text: of the line.
-        name: of the kernel; or of the operator, without ``torch.ops``.
-        passed: its arguments.
-        result: a memory that it makes.
-        group: the last string among the arguments.
-        sure: whether its form is known.
-        values: what is returned.
-        kernel: which.
-    """
-
-    kind: Kind
-    number: int
-    text: str
-    name: str = ""
-    passed: list[Passed] = field(default_factory=list)
-    result: Memory | None = None
-    group: str = ""
-    sure: bool = True
-    values: list[frozenset[Memory]] = field(default_factory=list)
-    kernel: Kernel | None = None
-
-    @property
-    def reads(self) -> frozenset[Memory]:
-        return NOTHING.union(*(p.memories for p in self.passed if p.reads))
-
-    @property
-    def writes(self) -> frozenset[Memory]:
-        return NOTHING.union(*(p.memories for p in self.passed if p.writes))
+from zerofx.passes.proof.code.line import NOTHING, Kind, Line, Memory, Passed, Value, flat
 
 
 class Wrapper:
@@ -210,10 +156,18 @@ class Walk:
                 for inner in [*body, *other]:
                     yield from self._statement(inner)
                 self._loose -= 1
+            case ast.For(target=target, iter=over, body=body, orelse=other):
+                yield from self._evaluate(over)
+                everything = flat(self._value)
+                self._unpack([target], (everything,))
+                self._loose += 1
+                for inner in [*body, *other]:
+                    yield from self._statement(inner)
+                self._loose -= 1
             case _:
                 named = [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id in self.names]
                 everything = NOTHING.union(*(flat(self.names[name]) for name in named))
-                yield self._line("call", "", [Passed(everything, writes=True)], sure=False)
+                yield self._line("call", "", [Passed(everything, writes=True)], sure=False, strange=True)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> Iterator[Line]:
         yield from self._evaluate(value)
@@ -319,6 +273,9 @@ class Walk:
         """A call that is no function of the module: a kernel, an operator, a method, or something unknown."""
         everything = NOTHING.union(flat(of), *map(flat, given), *map(flat, named.values()))
         last = name.rpartition(".")[2]
+        if last == "assert_size_stride" and len(call.args) > 1 and isinstance(call.args[0], ast.Name):
+            if call.args[0].id in self.names and (numel := _product(call.args[1])) is not None:
+                self.numel[call.args[0].id] = numel
         if name in _VIEWS or (name.startswith(".") and last in _VIEW_METHODS):
             self._value = everything if name.startswith(".") or not given else flat(given[0])
         elif last.startswith(("assert_", "empty_strided")) or (name.startswith(".") and last in _OF_SHAPES):
@@ -346,15 +303,13 @@ class Walk:
             for argument, value, node in zip(known, given, call.args)
         ]
 
-    def _extern(
-        self, name: str, call: ast.Call, of: Value, given: list[Value], named: dict[str, Value]
-    ) -> Line:
+    def _extern(self, name: str, call: ast.Call, of: Value, given: list[Value], named: dict[str, Value]) -> Line:
         passed = [Passed(flat(v), numel=self._numel(n), names=_names(n)) for v, n in zip(given, call.args)]
         nodes = {k.arg: k.value for k in call.keywords}
         for key, value in named.items():
             node = nodes.get(key)
             out = key == "out"
-            passed.append(Passed(flat(value), not out, out, node and self._numel(node), _names(node)))
+            passed.append(Passed(flat(value), not out, out, self._numel(node), _names(node)))
         if name.startswith("."):
             assert isinstance(call.func, ast.Attribute)
             target = call.func.value
@@ -372,8 +327,11 @@ class Walk:
 
     def _operator(self, name: str, call: ast.Call, given: list[Value], named: dict[str, Value]) -> Line:
         schemas = _schemas(name)
-        nodes: dict[int | str, ast.expr] = {**dict(enumerate(call.args)), **{k.arg or "**": k.value for k in call.keywords}}
-        values: dict[int | str, Value] = {**dict(enumerate(given)), **named}
+        nodes: dict[int | str, ast.expr] = {
+            **dict(enumerate(call.args)),
+            **{k.arg or "**": k.value for k in call.keywords},
+        }
+        values: dict[int | str, Value] = {**dict(enumerate(given)), **{key: v for key, v in named.items()}}
         passed, views = [], NOTHING
         for key, value in values.items():
             found = [a for s in schemas for i, a in enumerate(s.arguments) if key in (i, a.name)]
@@ -451,11 +409,6 @@ class Walk:
         return self._line("lost", name, [Passed(flat(self._gone.get(name, NOTHING)))])
 
 
-def flat(value: Value) -> frozenset[Memory]:
-    """All memories of a value."""
-    return NOTHING.union(*map(flat, value)) if isinstance(value, tuple) else value
-
-
 def _loads(name: ast.Name) -> bool:
     return not isinstance(name.ctx, ast.Store)
 
@@ -496,7 +449,9 @@ def _kind(name: str) -> Kind:
         return "wait"
     if name.startswith("zerofx.step."):
         return "step"
-    return "start" if namespace == "_c10d_functional" or (namespace == "zerofx" and operator in _COLLECTIVES) else "call"
+    return (
+        "start" if namespace == "_c10d_functional" or (namespace == "zerofx" and operator in _COLLECTIVES) else "call"
+    )
 
 
 _COLLECTIVES = ("all_gather_pairwise", "all_to_all_pairwise", "refresh")
