@@ -15,10 +15,10 @@ discard      nothing touches a gathered buffer whose name is deleted, nor is it 
              it is let go after its last use, before the next collective starts
 order        collectives start in the order of the graph, each with what the graph gives it
 copy         no weight is copied that a matrix product reads, but where the graph says so
-step         a group is updated as often as in the graph, which is once; by its gradient; after all readers of its weights
+step         a group is updated as often as in the graph, which is once; by its gradient; after its weights' readers
 reread       backward reads no input that forward has written to since
-read         the code takes the graph's inputs; a line names what is there; a statement of a kind that is not known names
-             nothing that a collective brings or sends
+read         the code takes the graph's inputs; a line names what is there; no statement of an unknown kind names
+             what a collective brings or sends
 ===========  ============================================================================================
 
 ===========  ==============================================================

@@ -14,7 +14,7 @@ A wrapper is a Python module: kernels as text, and a function ``call``. It is pa
         return (buf2, )                                             return
 
 What a name stands for is a set of memories (`Value`): one; those of a list; or, where nobody can say, all that came
-into a line. Operators say through their schemas what they write and what their results are views of, kernels through their
+into a line. Operators say by their schemas what they write and what their results are views of; kernels by their
 arguments (kernel.py). A line of any other form is taken to read and write all that it names.
 
 Functions of the module, graph partitions and the bodies of ``torch.cond``, are read where they are called. Of branches
