@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -89,7 +90,7 @@ class Walk:
         self.numel: dict[str, int] = {}
         self.inputs: list[Memory] = []
         self._gone: dict[str, Value] = {}
-        self._bound_later: set[str] = set()
+        self._own: set[str] = set()
         self._memories = 0
         self._depth = self._loose = 0
         self._returned: Value = ()
@@ -109,10 +110,10 @@ class Walk:
     # ---- statements -------------------------------------------------------------------------------------------------
 
     def _function(self, function: ast.FunctionDef, given: Value | None) -> Iterator[Line]:
-        outer, gone, later = self.names, self._gone, self._bound_later
+        outer, gone, later = self.names, self._gone, self._own
         self._depth += 1
         self.names, self._gone = {}, {}
-        self._bound_later = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and not _loads(n)}
+        self._own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and _is_own(n)}
         parameter = function.args.args[-1].arg if function.args.args else "args"
         if given is not None:
             self._bind(parameter, given)
@@ -123,7 +124,7 @@ class Walk:
                 break
         for name in list(self.names):
             self._unbind(name)
-        self.names, self._gone, self._bound_later = outer, gone, later
+        self.names, self._gone, self._own = outer, gone, later
         self._depth -= 1
 
     def _statement(self, statement: ast.stmt) -> Iterator[Line]:
@@ -194,7 +195,7 @@ class Walk:
             if target.id in self.names:
                 self._gone[target.id] = self.names[target.id]
                 self._unbind(target.id)
-            elif target.id in self._gone or target.id in self._bound_later:
+            elif target.id in self._gone or target.id in self._own:
                 yield self._lost(target.id)
 
     def _return(self, value: ast.expr | None) -> Iterator[Line]:
@@ -220,7 +221,7 @@ class Walk:
             case ast.Name(id=name):
                 if name in self.names:
                     self._value = self.names[name]
-                elif name in self._gone or (name in self._bound_later and self._depth == 1):
+                elif name in self._gone or (name in self._own and self._depth == 1):
                     yield self._lost(name)
                     self._value = flat(self._gone.get(name, NOTHING))
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
@@ -409,8 +410,9 @@ class Walk:
         return self._line("lost", name, [Passed(flat(self._gone.get(name, NOTHING)))])
 
 
-def _loads(name: ast.Name) -> bool:
-    return not isinstance(name.ctx, ast.Store)
+def _is_own(name: ast.Name) -> bool:
+    """Whether a name belongs to the function: it is bound or deleted there, or is called as Inductor calls memory."""
+    return not isinstance(name.ctx, ast.Load) or re.fullmatch(r"buf\d+", name.id) is not None
 
 
 def _names(node: ast.expr | None) -> frozenset[str]:

@@ -108,7 +108,7 @@ def what_is_under_way_is_gathered(text: Text, each: Collective) -> None:
     text.insert(each.wait, f"buf900 = torch.ops.zerofx.own_part.default({each.brought}, 2, '0')", "buf900.zero_()")
 
 
-@breaks("wait", lambda text: not_updated(text) and text.collectives()[-1:])
+@breaks("wait", lambda text: not_updated(text) and reductions(text)[-1:])
 def what_is_under_way_is_returned(text: Text, each: Collective) -> None:
     text.lines[text.end] = text.lines[text.end].replace("return (", f"return ({each.brought}, ")
     for i in [each.wait, *text.calls(each.brought), *text.dels(each.brought)]:
@@ -274,7 +274,8 @@ def two_sums_exchanged(text: Text, place: tuple[str, str]) -> None:
 def a_refresh_behind_the_next_start(text: Text, place: tuple[int, int]) -> None:
     result = re.search(r"(\w+) =", text.lines[place[0]])[1]  # type: ignore[index]
     line = text.lines[place[0]].strip()
-    for i in text.find(rf"\b{result}\b", 0, place[1]):
+    aliases = [re.search(r"(\w+) =", text.lines[i])[1] for i in text.find(rf"= {result}$")]  # type: ignore[index]
+    for i in text.find(rf"\b(?:{'|'.join([result, *aliases])})\b", 0, place[1]):
         text.lines[i] = ""
     argument = re.search(r"default\((\w+),", line)[1]  # type: ignore[index]
     for i in text.dels(argument):
@@ -290,7 +291,7 @@ def a_statement_of_an_unknown_kind(text: Text, each: Collective) -> None:
     text.insert(each.wait + 1, f"buf900: object = {each.brought}")
 
 
-@breaks("read", lambda text: text.find(r"^\s*\w+ = empty_strided"))
+@breaks("read", lambda text: text.find(r"^\s*\w+ = empty_strided")[::8])
 def memory_that_is_not_there(text: Text, i: int) -> None:
     del text.lines[i]
 
