@@ -24,6 +24,7 @@ from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runne
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.proof.code import Promise
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.runtime.ranks.agree import Schedule, identity
@@ -57,6 +58,8 @@ class CompiledGraph:
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings = Meanings()
+        self.written: dict[str, str] = {}
+        """What forward's code writes to and returns for backward: `zerofx.passes.proof.code.check_code`."""
         self.names = frozenset(layout.name for layout in self.groups)
 
     def before_cut(self, joint: GraphModule) -> None:
@@ -194,10 +197,13 @@ class CompiledGraph:
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
         _torch.forget_output_strides(gm, moved)
+        promise = Promise.of(gm, ctx) if self.options.executor == "inductor" and self.pretend is None else None
         with _torch.donated_inputs(theirs):
             compiled = execute(gm, _examples(gm, ctx, placeholders, example_inputs, kept), _fixed(ctx, kept, static))
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
+        if promise is not None:
+            self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
         return compiled, kept, trace

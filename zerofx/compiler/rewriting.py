@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 from zerofx import _torch
 from zerofx.passes import VerificationError, before_lower, pipeline
 from zerofx.passes.context import Context, Executor
+from zerofx.passes.proof.code import Promise, check_code
 
 
 class Rewriting:
@@ -26,7 +28,8 @@ class Rewriting:
     Attributes:
         before: the graph that AOTAutograd handed over.
         edits: pass name -> number of edits it made.
-        seconds: pass name -> how long it took; "record": the copy that is ``before``.
+        seconds: pass name -> how long it took; "record": the copy that is ``before``; "check_code": the reading of
+            ``code``.
         context: what the passes knew and found out.
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
         pretended: no executor got the graph: it is of `zerofx.dry_run`.
@@ -58,11 +61,28 @@ class Rewriting:
                 raise e.saved_in(self._save(gm)) from None
             self.seconds[pass_.__name__] = time.perf_counter() - start
 
+    def check_code(self, promise: Promise, written: dict[str, str]) -> dict[str, str]:
+        """Check ``self.code``: see `zerofx.passes.proof.code.check_code`, which says what is given and returned."""
+        start = time.perf_counter()
+        try:
+            found = check_code(self.code, promise, written) if self.code is not None else None
+        except VerificationError as e:
+            raise e.saved_in(self._save(self.final)) from None
+        if found is None and promise.asks:
+            warnings.warn(
+                f"the code that Inductor generated for {self.name} was not checked, for it is no Python that zerofx "
+                "can read (cpp_wrapper?). The graph was checked. See docs/debugging.md.",
+                stacklevel=2,
+            )
+        self.seconds["check_code"] = time.perf_counter() - start
+        return found or {}
+
     def _save(self, gm: GraphModule) -> str:
-        """Write the graph before and after the passes to a file that can be sent; returns its path."""
+        """Write the graph before and after the passes, and its code, to a file that can be sent; returns its path."""
         gm.recompile()
         with tempfile.NamedTemporaryFile("w", prefix="zerofx-", suffix=".txt", delete=False) as file:
             file.write(f"torch {torch.__version__}\n\nbefore:{self.before.code}\nafter:{gm.code}\n{self.context}\n")
+            file.write(f"\ncode:\n{self.code}\n" if self.code is not None else "")
         return file.name
 
     def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
