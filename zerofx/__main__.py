@@ -6,8 +6,8 @@
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB --bandwidth 400Gbit \
           --node-bandwidth 450GB --ranks-per-node 8 --flops 400T --tokens 8192 --sequence-length 4096
 
-``--version`` says which zerofx and which PyTorch. What ``plan`` prints is `zerofx.plan`; errors go to stderr, and the exit
-status is 2 then, or 1 if no stage fits.
+``--version`` says which zerofx and which PyTorch. What ``plan`` prints is `zerofx.plan`; errors go to stderr, and the
+exit status is 2 then, or 1 if no stage fits.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
 
 
 def _changes_nothing(func: Callable, result: torch.Tensor, local: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` was to convert, and there was nothing to: PyTorch copies from ``cpu`` to ``cpu:0`` all the same."""
+    """Whether ``func`` converts, and there was nothing to convert: PyTorch copies from ``cpu`` to ``cpu:0``."""
     converts = getattr(func, "__name__", "") in _CONVERSIONS and not kwargs.get("copy")
     return converts and result.dtype == local.dtype and same_device(result.device, local.device)
 

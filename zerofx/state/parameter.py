@@ -182,7 +182,7 @@ class ReplicatedParameter(PlainlyCopied):
             return func(*args, **kwargs)
 
 
-# Where ``module.to(...)`` puts what a parameter was converted to: ``parameter.data``, or a new parameter after asking this.
+# Where ``module.to(...)`` puts what it made of a parameter: in ``.data``, or where this says no, in a new parameter.
 _CONVERTED = (torch.Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
 
 
@@ -196,8 +196,8 @@ def check_conversion(parameter: ShardedTensor | ReplicatedParameter, new: torch.
     if parameter.dtype != new.dtype or not same_device(parameter.device, new.device):
         raise RuntimeError(
             f"converting {parameter._slot.name!r} from {parameter.dtype} on {parameter.device} to {new.dtype} on "
-            f"{new.device}: its group, its optimizer and compiled code are bound to the dtype and device it has. Convert "
-            "the module before zerofx.compile or zerofx.shard; to compute in 16 bits pass "
+            f"{new.device}: its group, its optimizer and compiled code are bound to the dtype and device it has. "
+            "Convert the module before zerofx.compile or zerofx.shard; to compute in 16 bits pass "
             "mixed_precision=zerofx.MixedPrecision(torch.bfloat16)."
         )
 
