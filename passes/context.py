@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.fx import GraphModule
 
 from zerofx.model.layout import GroupLayout, Slot
-
-if TYPE_CHECKING:
-    from zerofx.passes.proof.meaning import Meanings
 
 Phase = Literal["forward", "backward", "inference"]
 Executor = Literal["inductor", "eager"]
@@ -121,6 +118,23 @@ class Gathered(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class Meanings:
+    """What forward's `verify` tells backward's: values, by the numbers that `zerofx.passes.proof.meaning` gives them.
+
+    Attributes:
+        saved: what forward saved before all passes, by the name under which backward receives it.
+        brought: what it hands over after them: what backward is given under that name.
+        kept: by group, what was left gathered (`zerofx.passes.proof.facts.Flat`).
+        widened: of what was cast to a wider dtype, what it was cast from.
+    """
+
+    saved: dict[str, int] = field(default_factory=dict)
+    brought: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
 
 
 class _Chain:

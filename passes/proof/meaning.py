@@ -24,7 +24,7 @@ from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx._torch import OpOverload, pinned, pytree
 from zerofx.passes import edit
-from zerofx.passes.context import Context, ParameterRef
+from zerofx.passes.context import Context, Meanings, ParameterRef
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,11 @@ class Op:
 Number = int
 
 
-@dataclass
-class Meanings:
-    """Numbers of values. One object serves a forward and its backward.
+@dataclass(frozen=True)
+class Numbering:
+    """Gives values their numbers. ``meanings``: what a forward and its backward have in common."""
 
-    Attributes:
-        saved: what forward saved before all passes, by the name under which backward receives it.
-        brought: what it hands over after them: what backward is given under that name.
-        kept: by group, what was left gathered (`zerofx.passes.verify.Flat`).
-    """
-
-    saved: dict[str, Number] = field(default_factory=dict)
-    brought: dict[str, Number] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
-    _widened: dict[Number, tuple[Number, torch.dtype]] = field(default_factory=dict)
+    meanings: Meanings
 
     def parameter(self, ref: ParameterRef, ctx: Context) -> Number:
         """Of a parameter where the model's own graph reads it."""
@@ -124,13 +115,13 @@ class Meanings:
     def cast(self, number: Number, source: torch.dtype, to: torch.dtype) -> Number:
         """Of a value converted from ``source``."""
         narrow, dtype = number, source
-        while dtype != to and narrow in self._widened:
-            narrow, dtype = self._widened[narrow]
+        while dtype != to and narrow in self.meanings.widened:
+            narrow, dtype = self.meanings.widened[narrow]
         if dtype == to:
             return narrow
         cast = hash(("cast", number, to))
         if source.is_floating_point and to.is_floating_point and source.itemsize < to.itemsize:
-            self._widened[cast] = number, source
+            self.meanings.widened[cast] = number, source
         return cast
 
     def casts(self, number: Number, source: torch.dtype, dtypes: Iterable[torch.dtype]) -> Number:
@@ -164,7 +155,7 @@ class Meanings:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A number in the place of a node, for `Meanings.call`."""
+    """A number in the place of a node, for `Numbering.call`."""
 
     number: Number
 
@@ -193,7 +184,7 @@ class Original:
     """Outputs that may share memory with a parameter."""
 
     @staticmethod
-    def read(gm: GraphModule, ctx: Context, meanings: Meanings) -> Original:
+    def read(gm: GraphModule, ctx: Context, numbering: Numbering) -> Original:
         """Read the graph that AOTAutograd made."""
         numbers: dict[Node, Number] = {}
         calls: dict[Any, int] = {}
@@ -203,14 +194,14 @@ class Original:
             if node.op == "output":
                 break
             if node.op == "placeholder":
-                numbers[node] = input_number(node, ctx, meanings)
+                numbers[node] = input_number(node, ctx, numbering)
                 if node.name in ctx.parameters:
                     weights.add(node)
             elif node.op == "get_attr":
                 numbers[node] = hash(("attribute", node.target))
             else:
                 op = Op(node, node.target, node.args, node.kwargs)
-                numbers[node] = meanings.of(op, numbers, calls)
+                numbers[node] = numbering.of(op, numbers, calls)
                 write(op, numbers, writes)
                 if op.shares_memory() and not weights.isdisjoint(node.all_input_nodes):
                     weights.add(node)
@@ -221,12 +212,12 @@ class Original:
         return Original({node.name: number for node, number in numbers.items()}, outputs, writes, inputs, lent)
 
 
-def input_number(node: Node, ctx: Context, meanings: Meanings) -> Number:
+def input_number(node: Node, ctx: Context, numbering: Numbering) -> Number:
     """Of what the model's graph gets as an input: what forward saved, a parameter, or something new."""
-    if ctx.phase == "backward" and node.name in meanings.saved:
-        return meanings.saved[node.name]
+    if ctx.phase == "backward" and node.name in numbering.meanings.saved:
+        return numbering.meanings.saved[node.name]
     if node.name in ctx.parameters:
-        return meanings.parameter(ctx.parameters[node.name], ctx)
+        return numbering.parameter(ctx.parameters[node.name], ctx)
     return hash(("input", node.name))
 
 

@@ -37,6 +37,7 @@ class Outputs:
 
     def __init__(self, reader: Reader) -> None:
         self.reader, self.gm, self.ctx, self.meanings = reader, reader.gm, reader.ctx, reader.meanings
+        self.numbering = reader.numbering
         self.before, self.facts, self.numbers, self.derived = (
             reader.before,
             reader.facts,
@@ -81,7 +82,7 @@ class Outputs:
             self.reader.fail("saved", value, "it leaves where the caller puts a parameter", "None there")
         if value is None:
             if i in ctx.saved_parameters:
-                self.meanings.brought[name] = self.meanings.parameter(ctx.saved_parameters[i], ctx)
+                self.meanings.brought[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
             elif was is not None:
                 self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
         elif i in ctx.saved:
@@ -185,9 +186,9 @@ class Outputs:
     def _prepared(self, ref: ParameterRef, number: Number, dtype: torch.dtype) -> Number:
         ctx = self.ctx
         if ctx.reduce_dtype is not None:
-            number = self.meanings.cast(number, dtype, ctx.reduce_dtype)
+            number = self.numbering.cast(number, dtype, ctx.reduce_dtype)
         if ctx.sync == "merge":
-            number = self.meanings.call(_aten.add.Tensor, Numbered(number), Numbered(self.reader.kept(ref)))
+            number = self.numbering.call(_aten.add.Tensor, Numbered(number), Numbered(self.reader.kept(ref)))
         return number
 
     def _averaged(self, value: Node, layout: GroupLayout) -> Share:
@@ -242,10 +243,10 @@ class Outputs:
             )
 
     def _divided(self, number: Number, by: float) -> Number:
-        return self.meanings.call(_aten.mul.Tensor, Numbered(number), by)
+        return self.numbering.call(_aten.mul.Tensor, Numbered(number), by)
 
     def _sum(self, numbers: list[Any]) -> Number:
         total = numbers[0]
         for number in numbers[1:]:
-            total = self.meanings.call(_aten.add.Tensor, Numbered(total), Numbered(number))
+            total = self.numbering.call(_aten.add.Tensor, Numbered(total), Numbered(number))
         return total

@@ -1,20 +1,20 @@
 """The walk over a finished graph: what each node is, and the rules that concern one operation.
 
 The rules are the table in `zerofx.passes.verify`. Those of outputs are in outputs.py, of the whole graph in live.py.
+What is found out stays in known.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
-from zerofx.passes.context import Context, ParameterRef
+from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
 from zerofx.passes.proof import rows
@@ -33,57 +33,17 @@ from zerofx.passes.proof.facts import (
     Share,
     Started,
 )
+from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.live import Buffer
-from zerofx.passes.proof.meaning import Meanings, Number, Op, Original, input_number, write
-from zerofx.passes.proof.refusal import refuse
+from zerofx.passes.proof.meaning import Number, Op, input_number, write
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 _c10d = torch.ops._c10d_functional
 _WAIT, _OWN_PART = _c10d.wait_tensor.default, _zerofx.own_part.default
 
 
-class Reader:
-    """One walk over a graph.
-
-    Attributes:
-        nodes, order: of the graph; each node's place.
-        before: the graph before all passes, read; None where it is not known.
-        facts: of nodes that are no values of the model's (facts.py).
-        numbers: of those that are (meaning.py).
-        memory: of nodes that may be views of gathered buffers: which.
-        weights: nodes that may share memory with a shard, a replica or a gathered buffer.
-        buffers: the gathered ones, by the node that yields them.
-        derived: the nodes that are a weight, or views and casts of one.
-        waits: for each collective's start.
-        travelling: gradients that are sent from where they are, and what shares their memory.
-        ops: of all calls.
-        homes: by group, the inputs that hold its weights.
-        updates: the operations that change these.
-        tables: the starts of collectives that are about rows of tables.
-    """
-
-    def __init__(self, gm: GraphModule, ctx: Context) -> None:
-        self.gm, self.ctx, self.meanings = gm, ctx, ctx.meanings or Meanings()
-        self.nodes = list(gm.graph.nodes)
-        self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.before = Original.read(ctx.before, ctx, self.meanings) if ctx.before is not None else None
-        self.facts: dict[Node, Any] = {}
-        self.numbers: dict[Node, Number] = {}
-        self.memory: dict[Node, list[Buffer]] = {}
-        self.weights: set[Node] = set()
-        self.buffers: dict[Node, Buffer] = {}
-        self.derived: set[Node] = set()
-        self.waits: dict[Node, list[Node]] = {}
-        self.travelling: set[Node] = set()
-        self.started: dict[Flat, Node] = {}
-        self.ops: dict[Node, Op] = {}
-        self.writes: list[Number] = []
-        self.homes: dict[str, list[Node]] = {}
-        self.updates: list[Op] = []
-        self.tables: set[Node] = set()
-        self._calls: dict[Any, int] = {}
-        self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
-        self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
+class Reader(Known):
+    """One walk over a graph."""
 
     def read(self) -> None:
         """Read inputs and operations, and check the rules that they alone can break."""
@@ -112,7 +72,7 @@ class Reader:
             self.fail("inputs", odd, f"the inputs are not the model's and {promised} more", "shards for parameters")
         for node in theirs:
             brought = self.meanings.brought if ctx.phase == "backward" else {}
-            self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.meanings)
+            self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.numbering)
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)
         for layout, node in zip(ctx.shards, ours):
@@ -193,7 +153,7 @@ class Reader:
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:
-            self.numbers[node] = self.meanings.of(op, self.numbers, self._calls)
+            self.numbers[node] = self.numbering.of(op, self.numbers, self._calls)
             write(op, self.numbers, self.writes)
             memory = [b for x in inputs for b in self.memory.get(x, ())]
             if op.shares_memory():
@@ -270,7 +230,7 @@ class Reader:
         if slot is None or tuple(stride) != slot.stride:
             where = f"{shape} with strides {tuple(stride)} from element {offset} on"
             self.fail("slice", op.node, f"it takes {where}", f"one of {layout.name!r}'s parameters as it is laid out")
-        number = self.meanings.casts(self.meanings.stored(ParameterRef(layout, slot)), layout.dtype, flat.dtypes)
+        number = self.numbering.casts(self.numbering.stored(ParameterRef(layout, slot)), layout.dtype, flat.dtypes)
         if numel and self._brought.setdefault((layout.name, slot.name), full) is not full:
             twice = f"{slot.name!r} is read from {self._brought[layout.name, slot.name].name!r} too"
             self.fail("gather", op.node, twice, "one gather of each parameter")
@@ -279,12 +239,6 @@ class Reader:
         self.weights.add(op.node)
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
-
-    def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
-        """The parameter that lies there, if it is all of it."""
-        if layout.name not in self._slots:
-            self._slots[layout.name] = {(slot.offset, slot.shape): slot for slot in layout.slots}
-        return self._slots[layout.name].get((offset, shape))
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
@@ -327,18 +281,6 @@ class Reader:
         while edit.may_alias(node) and len(sources := edit.sources(node)) == 1:
             (node,) = sources
             self.travelling.add(node)
-
-    def check_collective(
-        self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"
-    ) -> None:
-        found = (world_size, process_group, operation)
-        wanted = (layout.world_size, right, "sum")
-        if found != wanted:
-            self.fail(
-                "group", op.node, "it runs over {} ranks of {!r} ({})".format(*found), "{} of {!r} ({})".format(*wanted)
-            )
-        if type(op.value.numel()) is not int:
-            self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
 
     def _layout_of(self, pack: Pack, node: Node) -> GroupLayout:
         layouts = {ref.layout.name: ref.layout for ref in self.ctx.gradients.values()}
@@ -386,24 +328,3 @@ class Reader:
                 self.facts[node] = Share(fact, rest[0] if rest else 0, op.value.numel())
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
-
-    def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
-        """Whether it is one of the steps from the others' parts to the sum of all."""
-        ranks, state = fact.state.split()[-1], ""
-        if fact.state == "parts":
-            n = op.value.shape[0] + 1 if op.value.dim() == 2 else 0
-            if op.target is _aten.view.default and n * op.value.shape[1] == fact.numel:
-                state = f"parts of {n}"
-        elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
-            state = f"others of {ranks}"
-        elif fact.state.startswith(("own of", "others of")):
-            both = [self.facts.get(x) for x in op.args] if op.target is _aten.add.Tensor and not op.kwargs else []
-            if both == [replace(fact, state=f"{kind} of {ranks}") for kind in ("own", "others")]:
-                state = f"shard of {ranks}"
-        if state:
-            self.facts[op.node] = replace(fact, state=state)
-        return bool(state)
-
-    def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
-        tag = node.meta.get("zerofx")
-        refuse(rule, node, found, expected, tag.group if tag else None)

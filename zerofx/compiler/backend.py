@@ -33,8 +33,7 @@ from zerofx.compiler.runtime import BackwardCode, backward_runner, forward_runne
 from zerofx.compiler.shard import shard_module
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
-from zerofx.passes.context import Context, Gathered, ParameterRef, Phase, Recipe, Sync
-from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.context import Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.ranks.agree import Schedule, identity

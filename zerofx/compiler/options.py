@@ -117,7 +117,9 @@ class Options:
     def __repr__(self) -> str:
         """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self)}
-        said = [f"{f.name}={chosen[f.name]!r}" for f in fields(self) if f.name == "stage" or chosen[f.name] != f.default]
+        said = [
+            f"{f.name}={chosen[f.name]!r}" for f in fields(self) if f.name == "stage" or chosen[f.name] != f.default
+        ]
         return f"zerofx({', '.join(said)})"
 
     @staticmethod

@@ -35,7 +35,7 @@ import zerofx
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, _copy_context, copy_graph
 from zerofx.passes import Context, Tag, edit, pipeline, verify
-from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.context import Meanings
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Graph = tuple[GraphModule, Context]
