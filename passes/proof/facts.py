@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,7 @@ class Part:
 class Pack:
     """Gradients and zeros end to end, on the way through a reduction.
 
+    ``dtype``: of its elements.
     ``state``: "packed", then "shard" (summed, this rank's) or "whole" (summed); or, by way of an exchange, "parts" (of
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
     and "shard of 4".
@@ -77,6 +79,7 @@ class Pack:
 
     parts: tuple[Part, ...]
     numel: int
+    dtype: torch.dtype
     state: str = "packed"
     scale: float = 1.0
     narrowed: bool = False
@@ -108,11 +111,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Share:
-    """A view of a reduced `Pack`: ``numel`` elements from ``offset``."""
+    """A view of a reduced `Pack`: a tensor of ``shape`` from ``offset`` on, row-major."""
 
     pack: Pack
     offset: int
-    numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

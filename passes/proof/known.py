@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -59,7 +60,7 @@ class Known:
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
         self.tables: set[Node] = set()
-        self._calls: dict[Any, int] = {}
+        self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
 
@@ -83,20 +84,30 @@ class Known:
 
     def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
         """Whether it is one of the steps from the others' parts to the sum of all."""
-        ranks, state = fact.state.split()[-1], ""
+        ranks, state, dtype = fact.state.split()[-1], "", fact.dtype
         if fact.state == "parts":
-            n = op.value.shape[0] + 1 if op.value.dim() == 2 else 0
-            if op.target is _aten.view.default and n * op.value.shape[1] == fact.numel:
-                state = f"parts of {n}"
+            others, part = op.args[1] if op.target is _aten.view.default and len(op.args[1]) == 2 else (0, 0)
+            if (others + 1) * part == fact.numel:
+                state = f"parts of {others + 1}"
         elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
-            state = f"others of {ranks}"
-        elif fact.state.startswith(("own of", "others of")):
-            both = [self.facts.get(x) for x in op.args] if op.target is _aten.add.Tensor and not op.kwargs else []
-            if both == [replace(fact, state=f"{kind} of {ranks}") for kind in ("own", "others")]:
+            dtype = op.kwargs.get("dtype", dtype)
+            if dtype.itemsize >= fact.dtype.itemsize:  # a sum over ranks, in a narrower one, may overflow
+                state = f"others of {ranks}"
+        elif fact.state.startswith(("own of", "others of")) and op.target is _aten.add.Tensor and not op.kwargs:
+            own, others = (self.facts.get(x) for x in op.args)
+            if (
+                type(own) is type(others) is type(fact)
+                and own.state == f"own of {ranks}"
+                and others == replace(own, state=f"others of {ranks}", dtype=others.dtype)
+            ):
+                fact, dtype = own, torch.promote_types(own.dtype, others.dtype)
                 state = f"shard of {ranks}"
-        if state:
-            self.facts[op.node] = replace(fact, state=state)
-        return bool(state)
+        if not state:
+            return False
+        if isinstance(fact, Rows) and state.startswith("shard"):
+            fact = replace(fact, table=self.numbering.cast(fact.table, fact.dtype, dtype))
+        self.facts[op.node] = replace(fact, state=state, dtype=dtype)
+        return True
 
     def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
         tag = node.meta.get("zerofx")

@@ -16,15 +16,16 @@ Five laws are known, those that passes rest on; by all others a node with other 
 * where weights are read from a replica in a narrower dtype, a parameter is what is left of it there;
 * ``as_strided`` of a weight counts from where the memory begins that the weight is in.
 
-What draws random numbers has a number per call, in the order of calls. What an operator writes to has another number
-from then on.
+What draws random numbers has a number per call, in the order of all such calls: they draw from one generator. What an
+operator writes to has another number from then on.
 
 ``pin_order`` of `lower` hides an operator in a subgraph: `Op` shows what is inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,12 @@ class Op:
     def cast_to(self) -> torch.dtype | None:
         """The dtype, where the operation does nothing but convert to it."""
         if self.target is edit.CAST:
-            return self.value.dtype
+            return self.args[1]
         if self.target is not torch.ops.aten._to_copy.default or self.kwargs.get("dtype") is None:
             return None
         same = {"device": self.args[0].meta["val"].device, "layout": torch.strided}
         others = {k: v for k, v in self.kwargs.items() if k != "dtype" and v is not None}
-        return self.value.dtype if all(same.get(k) == v for k, v in others.items()) else None
+        return self.kwargs["dtype"] if all(same.get(k) == v for k, v in others.items()) else None
 
     def written(self) -> list[Node]:
         """What it writes to, by its schema."""
@@ -139,7 +140,7 @@ class Numbering:
         """Of an operator on numbers (as `Numbered`) and constants."""
         return hash((target, _key(args, {}), _key(kwargs, {})))
 
-    def of(self, op: Op, numbers: dict[Node, Number], calls: dict[Any, int], start: int = 0) -> Number:
+    def of(self, op: Op, numbers: dict[Node, Number], calls: Iterator[int], start: int = 0) -> Number:
         """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers.
 
         ``start``: the byte of memory where the weight begins that it looks at, if any.
@@ -158,8 +159,7 @@ class Numbering:
             return self.call(op.target, Numbered(numbers[source]), *_key((size, stride, begins), numbers))
         key: tuple[Any, ...] = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
         if isinstance(op.target, OpOverload) and torch.Tag.nondeterministic_seeded in op.target.tags:
-            calls[op.target] = calls.get(op.target, 0) + 1
-            key += (calls[op.target],)
+            key += (next(calls),)
         return hash(key)
 
 
@@ -192,14 +192,17 @@ class Original:
     inputs: list[str]
     lent: frozenset[int]
     """Outputs that may share memory with a parameter."""
+    roots: list[ParameterRef | None]
+    """Of each output that is a parameter, or views and casts of one: which."""
 
     @staticmethod
     def read(gm: GraphModule, ctx: Context, numbering: Numbering) -> Original:
         """Read the graph that AOTAutograd made."""
         numbers: dict[Node, Number] = {}
-        calls: dict[Any, int] = {}
+        calls = itertools.count()
         writes: list[Number] = []
         weights: set[Node] = set()
+        roots: dict[Any, ParameterRef] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
                 break
@@ -207,6 +210,7 @@ class Original:
                 numbers[node] = input_number(node, ctx, numbering)
                 if node.name in ctx.parameters:
                     weights.add(node)
+                    roots[node] = ctx.parameters[node.name]
             elif node.op == "get_attr":
                 numbers[node] = hash(("attribute", node.target))
             else:
@@ -215,11 +219,14 @@ class Original:
                 write(op, numbers, writes)
                 if op.shares_memory() and not weights.isdisjoint(node.all_input_nodes):
                     weights.add(node)
+                if edit.is_view_or_cast(node) and (root := roots.get(edit.sources(node)[0])) is not None:
+                    roots[node] = root
         values = edit.output_values(gm.graph)
         lent = frozenset(i for i, x in enumerate(values) if isinstance(x, Node) and x in weights)
         outputs = [numbers[x] if isinstance(x, Node) else None for x in values]
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        return Original({node.name: number for node, number in numbers.items()}, outputs, writes, inputs, lent)
+        by_name = {node.name: number for node, number in numbers.items()}
+        return Original(by_name, outputs, writes, inputs, lent, [roots.get(x) for x in values])
 
 
 def input_number(node: Node, ctx: Context, numbering: Numbering) -> Number:

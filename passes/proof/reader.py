@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -297,14 +298,23 @@ class Reader(Known):
     def pack(self, node: Node) -> Pack:
         """``node`` as gradients and zeros, end to end."""
         parts, end = [], 0
-        for x in node.args[0] if node.target is _aten.cat.default else [node]:  # type: ignore[union-attr]
-            numel = x.meta["val"].numel()  # type: ignore[union-attr]
-            if self._is_reshape(x):  # type: ignore[arg-type]
-                parts.append(Part(end, numel, x.args[0]))  # type: ignore[union-attr, arg-type]
-            elif x.target is not _aten.full.default or x.args[1] != 0:  # type: ignore[union-attr]
-                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")  # type: ignore[arg-type]
-            end += numel
-        return Pack(tuple(parts), end)
+        together = node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs
+        dtypes: set[torch.dtype] = set()
+        x: Any
+        for x in node.args[0] if together else [node]:  # type: ignore[union-attr]
+            if self._is_reshape(x) and x.args[1] == [-1]:
+                value = x.args[0].meta["val"]
+                parts.append(Part(end, value.numel(), x.args[0]))
+                end, dtype = end + value.numel(), value.dtype
+            elif x.target is _aten.full.default and x.args[1] == 0 and len(x.args[0]) == 1:
+                end, dtype = end + x.args[0][0], x.kwargs["dtype"]
+            else:
+                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")
+            dtypes.add(dtype)
+        if len(dtypes) != 1:
+            found = f"it mixes {' and '.join(sorted(map(str, dtypes)))}"
+            self.fail("reduction", node, found, "gradients and zeros of one dtype")
+        return Pack(tuple(parts), end, dtypes.pop())
 
     def _read_pack(self, op: Op, fact: Pack | Share) -> None:
         node, to = op.node, op.cast_to()
@@ -314,17 +324,17 @@ class Reader(Known):
             if self.read_exchange(op, fact):
                 return
         elif to is not None and not fact.narrowed:
-            widens = op.inputs[0].meta["val"].dtype.itemsize < to.itemsize
+            widens = fact.dtype.itemsize < to.itemsize
             if not widens and fact.scale == 1.0:
                 self.fail("reduction", node, "a sum over ranks is narrowed: it may overflow", "the scaling before that")
-            self.facts[node] = replace(fact, narrowed=not widens)
+            self.facts[node] = replace(fact, narrowed=not widens, dtype=to)
             return
         elif op.target is _aten.mul.Tensor and isinstance(op.args[1], float):
             self.facts[node] = replace(fact, scale=fact.scale * op.args[1])
             return
         elif op.target is _aten.as_strided.default and fact.state == "whole":
-            (_, shape, stride, *rest) = op.args
+            _, shape, stride, *rest = op.args
             if tuple(stride) == contiguous_stride(shape):
-                self.facts[node] = Share(fact, rest[0] if rest else 0, op.value.numel())
+                self.facts[node] = Share(fact, rest[0] if rest else 0, tuple(shape))
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")

@@ -53,8 +53,9 @@ def read_own_rows(known: Known, op: Op, flat: Flat) -> None:
     _check_group(known, op, process_group, known.ctx.process_group)
     table = known.numbering.stored(ParameterRef(flat.layout, slot))
     table = known.numbering.casts(table, flat.layout.dtype, flat.dtypes)
-    dtype = op.value.dtype
-    known.facts[op.node] = Rows(flat.layout, table, dtype, width, indices.node, op.value.numel())
+    dtype = flat.dtypes[-1] if flat.dtypes else flat.layout.dtype
+    numel = indices.node.meta["val"].numel() * flat.layout.world_size * width
+    known.facts[op.node] = Rows(flat.layout, table, dtype, width, indices.node, numel)
 
 
 def read_rows(known: Known, op: Op, rows: Rows) -> None:
@@ -77,8 +78,8 @@ def read_rows(known: Known, op: Op, rows: Rows) -> None:
         pass
     elif rows.state == f"shard of {rows.layout.world_size}" and op.target is _aten.view.default:
         shape = (*rows.indices.meta["val"].shape, rows.width)
-        if tuple(op.value.shape) != shape:
-            known.fail("value", op.node, f"rows have the shape {tuple(op.value.shape)}", f"{shape}")
+        if tuple(op.args[1]) != shape:
+            known.fail("value", op.node, f"rows have the shape {tuple(op.args[1])}", f"{shape}")
         known.numbers[op.node] = known.numbering.looked_up(rows.table, known.numbers[rows.indices])
     else:
         known.fail("value", op.node, "it does something else with rows of a table", "their sum over ranks")
@@ -107,7 +108,8 @@ def read_everyones(known: Known, op: Op, told: Everyones) -> None:
     gradient = known.numbering.call(_aten.embedding_dense_backward.default, *numbers, length, padding_idx, False)
     dtype = given.node.meta["val"].dtype
     known.numbers[op.node] = known.numbering.casts(gradient, dtype, given.dtypes)
-    known.facts[op.node] = Pack((Part(slot.offset, slot.numel, op.node),), layout.numel, state="shard")
+    part, dtype = Part(slot.offset, slot.numel, op.node), given.dtypes[-1] if given.dtypes else dtype
+    known.facts[op.node] = Pack((part,), layout.numel, dtype, state="shard")
 
 
 def _check_group(known: Known, op: Op, found: str, right: str) -> None:

@@ -28,6 +28,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     gradients,
     inputs,
     record,
+    replicated,
     rewritten,
     steps,
     tables,
@@ -189,6 +190,30 @@ def test_a_dropped_write_and_two_that_change_places_are_found() -> None:
         with pytest.raises(VerificationError) as caught:
             verify(gm, ctx)
         assert caught.value.rule == "write", order
+
+
+def test_a_cast_is_what_its_argument_says_not_what_its_node_says() -> None:
+    s = Sketch(stage=0)
+    gm, ctx = s.done(s.call(edit.CAST, s.input("x", 4), torch.float64))
+    ctx.before = copy_graph(gm)
+    (cast,) = edit.output_values(gm.graph)
+    cast.args = (cast.args[0], torch.float16)
+    with pytest.raises(VerificationError) as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "value"
+
+
+def test_two_draws_from_one_generator_must_not_change_places() -> None:
+    s = Sketch(stage=0)
+    x = s.input("x", 4)
+    gm, ctx = s.done(s.call(aten.rand_like.default, x), s.call(aten.randn_like.default, x))
+    ctx.before = copy_graph(gm)
+    assert verify(gm, ctx) == 0
+    first, second = edit.output_values(gm.graph)
+    first.prepend(second)
+    with pytest.raises(VerificationError) as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "value"
 
 
 @pytest.mark.parametrize("stage", [2, 3])

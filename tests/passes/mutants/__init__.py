@@ -13,6 +13,7 @@ inputs.py        inputs, gather, slice
 collectives.py   wait, group, order
 buffers.py       discard, budget
 gradients.py     saved, reduction
+replicated.py    the same two, in stage 0 and of what the caller is promised
 steps.py         step
 values.py        write, value
 tables.py        several, where rows of tables travel
