@@ -430,6 +430,7 @@ def both_graphs(
     inputs = {names[i]: value for i, value in pair.inputs.items() if i in names}
     received = [n.name for n in backward.graph.find_nodes(op="placeholder")]
     kept: dict[str, torch.Tensor] = {}
+    apply(forward, ctx, save_parameters)
 
     def take(pass_: Pass) -> None:
         code = forward.code
@@ -439,6 +440,8 @@ def both_graphs(
     def results() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         returned = run(forward, ctx, Numbers(inputs, pair.flats))
         (loss,) = (value for i, value in enumerate(returned) if i not in ctx.saved)
+        for i, ref in ctx.saved_parameters.items():  # the caller puts it there
+            returned[i] = ref.layout.view(pair.flats[ref.layout], ref.slot)
         saved = [returned[i] for i in sorted(ctx.saved)]
         numbers = Numbers(dict(zip(received, [*saved, torch.ones(())], strict=True)), pair.flats)
         for ref, node in zip(bctx.kept, edit.tagged(backward.graph, "kept"), strict=True):
