@@ -19,7 +19,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import Context
 from zerofx.passes.proof.facts import REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
-from zerofx.passes.travel import GATHERS
+from zerofx.passes.travel import GATHERS, SCATTERS
 
 Place = tuple[str, int] | None
 """("start", i): what the collective i brings; ("input", i): what input i holds."""
@@ -220,7 +220,8 @@ def plain_name(target: Any) -> str:
 def _starts(op: Op) -> bool:
     if not isinstance(op.target, OpOverload) or op.target is _WAIT:
         return False
-    return op.target.namespace == "_c10d_functional" or op.target in GATHERS or str(op.target) in _EXCHANGES
+    ours = op.target in GATHERS or op.target in SCATTERS or op.target is REFRESH
+    return ours or op.target.namespace == "_c10d_functional"
 
 
 def _is_product(op: Op) -> bool:
@@ -238,5 +239,4 @@ def _group(node: Node) -> str:
 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_EXCHANGES = ("zerofx.all_to_all_pairwise.default", "zerofx.refresh.default")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

@@ -36,6 +36,7 @@ from zerofx._torch import OpOverload
 from zerofx.passes import edit
 from zerofx.passes.proof.code.kernel import Argument, Kernel, read_kernel
 from zerofx.passes.proof.code.line import NOTHING, Kind, Line, Memory, Passed, Value, flat
+from zerofx.passes.travel import GATHERS, SCATTERS
 
 
 class Wrapper:
@@ -451,12 +452,10 @@ def _kind(name: str) -> Kind:
         return "wait"
     if name.startswith("zerofx.step."):
         return "step"
-    return (
-        "start" if namespace == "_c10d_functional" or (namespace == "zerofx" and operator in _COLLECTIVES) else "call"
-    )
+    starts = {str(target).rpartition(".")[0] for target in (*GATHERS, *SCATTERS)} | {"zerofx.refresh"}
+    return "start" if namespace == "_c10d_functional" or f"{namespace}.{operator}" in starts else "call"
 
 
-_COLLECTIVES = ("all_gather_pairwise", "all_to_all_pairwise", "refresh")
 _VIEWS = ("reinterpret_tensor", "alloc_from_pool")
 _VIEW_METHODS = ("as_strided", "detach", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "view")
 _OF_SHAPES = ("size", "stride", "storage_offset", "numel", "dim", "append", "data_ptr")
