@@ -1,8 +1,8 @@
 """The finished graph, read once more from its first node to its last: is it the graph that was to be made?
 
-The passes are not asked. What each node is follows from operators, arguments and shapes, and from what a graph is
-given: which inputs are parameters, which outputs gradients, the layouts. What a pass wrote into the context is read
-only where it is a promise to whoever runs the graph (which inputs are shards, what the extra outputs are), and is
+The passes are not asked. What each node is follows from operators, arguments and inputs' shapes, and from what a
+graph is given: which inputs are parameters, which outputs gradients, the layouts. What a pass wrote into the context is
+read only where it is a promise to whoever runs the graph (which inputs are shards, what the extra outputs are), and is
 checked like the rest. Tags name things in errors.
 
 ===========  ============================================================================================
@@ -17,9 +17,10 @@ group        every collective runs in its process group, over as many ranks as t
 slice        each weight is exactly the part of the gathered buffer where its layout has it
 discard      a gathered buffer is given back right after its last use, and not read afterwards
 budget       gathered bytes never exceed the memory budget
-saved        nothing full-size goes from forward to backward, but what is kept
-reduction    each gradient is reduced once: where its layout has it, times one over the number of ranks; the sum is
-             not narrowed before it is scaled
+saved        nothing full-size goes from forward to backward, but what is kept; where a parameter, or a view of one, was
+             saved, the caller puts that parameter
+reduction    each gradient is reduced once: where its layout has it, all of it and nothing else, times one over the
+             number of ranks; the sum is not narrowed before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights

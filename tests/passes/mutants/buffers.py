@@ -268,10 +268,10 @@ def groups_are_kept_that_the_budget_has_no_room_for(gm: GraphModule, ctx: Contex
 def _not_kept(gm: GraphModule, ctx: Context) -> list[tuple[int, Node]]:
     """The first group of forward, and an output for it, where other groups are gathered later."""
     waits = [w for w in tagged(gm, "wait") if _mark_of(w)]
-    places = sorted(ctx.saved_parameters)
-    if ctx.phase != "forward" or not waits or not places or len({group_of(w) for w in waits}) < 3:
+    if ctx.phase != "forward" or len({group_of(w) for w in waits}) < 3:
         return []
-    return [(places[0], waits[0])]
+    saved = [(i, ref) for i, ref in sorted(ctx.saved_parameters.items()) if i in ctx.saved_names]
+    return [(i, waits[0]) for i, ref in saved if ref.layout.name == group_of(waits[0])][:1]
 
 
 @breaks("budget", when(_as_it_reads, _not_kept))

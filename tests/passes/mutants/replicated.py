@@ -86,7 +86,7 @@ def a_gradient_for_two_parameters(gm: GraphModule, ctx: Context, place: int) -> 
 
 
 @breaks("reduction", lambda gm, ctx: range(len(ctx.reductions)))
-def a_gradient_that_is_not_returned(gm: GraphModule, ctx: Context, place: int) -> None:
+def none_for_a_gradient(gm: GraphModule, ctx: Context, place: int) -> None:
     give(gm, len(outputs_of(gm)) - 1 - place, None)
 
 
