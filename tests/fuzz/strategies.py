@@ -99,8 +99,8 @@ def without(recipe: Recipe) -> frozenset[str]:
     refuses, under plain ``torch.compile`` too.
 
     With weights that compute in another dtype than the module's: buffers, which stay in float64; a recurrence, which
-    outside of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of a weight and
-    a number, and a part of a weight, which are in the master's dtype.
+    outside of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of a
+    weight and a number, and a part of a weight, which are in the master's dtype.
     """
     left_out = set()
     two_forwards = any({"two_forwards", "crossed"} & set(calls) for calls in recipe.steps)
