@@ -110,7 +110,7 @@ class Zerofx(Contender):
         zerofx = importlib.import_module("zerofx")
         self.model = zerofx.shard(model.to(self.dtype))
         self.flat = []
-        for group in importlib.import_module("zerofx.compiler.shard").groups_of(model):
+        for group in importlib.import_module("zerofx.runtime.state.group").groups_of(model):
             self.flat.append(torch.ones_like(group.shard))
             group.accumulate(group.layout.slots, self.flat[-1], checked=True)  # as the end of a backward graph does
         self.optimizer = zerofx.AdamW(model.parameters(), max_grad_norm=self.clip, **self.options)

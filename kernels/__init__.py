@@ -1,1 +1,13 @@
-"""Triton kernels and their CPU counterparts."""
+"""Kernels: the optimizer's arithmetic, in Triton and for CPUs.
+
+============  ==================================================================
+adamw         AdamW over a flat run
+norm          sums of squares, and what clipping makes of them
+segments      flat runs as the kernels see them: tiles of parameters
+blockwise     moments as 8-bit codes with a scale per block
+split         a float32 as a bfloat16 and the rest
+cpu           all of it in PyTorch, for CPUs
+============  ==================================================================
+
+Imports nothing of zerofx.
+"""

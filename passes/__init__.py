@@ -1,8 +1,22 @@
-"""Graph passes: FX graph in, FX graph out. See `PIPELINE` for what runs in which order, and each file for one pass.
+"""Graph passes: FX graph in, FX graph out. `PIPELINE` says what runs in which order.
 
-A pass is a function ``pass_(gm, ctx) -> number of edits``. It changes ``gm`` in place, tags what it inserts
-(``node.meta["zerofx"]``), leaves a graph alone in which there is nothing for it to do, and knows layouts, never
-a process group or a module.
+A pass is a function ``pass_(gm, ctx) -> number of edits``, in a file of its name. It changes ``gm`` in place, tags what
+it inserts (``node.meta["zerofx"]``), leaves a graph alone in which there is nothing for it to do, and knows layouts,
+never a process group or a module. Beside the passes stand
+
+============  ==================================================================
+context       what a pass knows of its graph, and the passes tell each other
+edit          what passes do to graphs
+schedule      where gathers can start, by bytes
+ops           zerofx's own operators
+pairwise      the exchange behind two of them
+travel        how a buffer travels between ranks: a seam
+proof/        what `verify` is made of
+============  ==================================================================
+
+Imports `zerofx.model.layout` and `zerofx._torch`::
+
+    _torch, layout ◀── pairwise ◀── ops ◀── travel ◀── context ◀── edit ◀── every pass
 """
 
 from collections.abc import Callable

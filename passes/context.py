@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.fx import GraphModule
 
 from zerofx.model.layout import GroupLayout, Slot
-
-if TYPE_CHECKING:
-    from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.travel import Travel, travel_of
 
 Phase = Literal["forward", "backward", "inference"]
 Executor = Literal["inductor", "eager"]
@@ -123,6 +121,23 @@ class Gathered(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
+@dataclass
+class Meanings:
+    """What forward's `verify` tells backward's: values, by the numbers that `zerofx.passes.proof.meaning` gives them.
+
+    Attributes:
+        saved: what forward saved before all passes, by the name under which backward receives it.
+        brought: what it hands over after them: what backward is given under that name.
+        kept: by group, what was left gathered (`zerofx.passes.proof.facts.Flat`).
+        widened: of what was cast to a wider dtype, what it was cast from.
+    """
+
+    saved: dict[str, int] = field(default_factory=dict)
+    brought: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
+
+
 class _Chain:
     def __repr__(self) -> str:
         return "CHAIN"
@@ -141,7 +156,7 @@ class Context:
     reduce_group: str = ""
     """Name of the one that reductions run in; by default the same."""
     backend: str = "gloo"
-    """Communication backend of that group: decides how `lower` spells a reduce-scatter."""
+    """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
     parameters: dict[str, ParameterRef] = field(default_factory=dict)
     """Placeholder name -> the parameter it brings."""
@@ -153,7 +168,7 @@ class Context:
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3
     one_copy: bool = False
-    """Stage 3: the ranks have the whole weights in common memory (`zerofx.ranks.one_copy`)."""
+    """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.state.one_copy`)."""
     lookups: bool = False
     """Stage 3: of tables that are only looked up, rows travel (`lookup`); indices have one shape on all ranks."""
     buckets: Buckets = "group"
@@ -183,7 +198,7 @@ class Context:
     saved_names: dict[int, str] = field(default_factory=dict)
     """Set by `rematerialize`: output position -> the name that backward knows a saved value by."""
     saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
-    """Set by `gather`: output positions, now None, at which the caller puts the parameter itself."""
+    """Set by `save_parameters`: output positions, now None, at which the caller puts the parameter itself."""
     kept: list[ParameterRef] = field(default_factory=list)
     """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
     gathered: list[str] = field(default_factory=list)
@@ -201,6 +216,11 @@ class Context:
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
         return self.stage == 3 and not self.one_copy
+
+    @property
+    def travel(self) -> Travel:
+        """How buffers travel between the ranks."""
+        return travel_of(self.backend)
 
     @property
     def ways(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -99,6 +100,8 @@ def finish(gm: GraphModule, edits: int) -> int:
 CAST = torch.ops.prims.convert_element_type.default
 """``CAST(x, dtype)``: what both executors take (Inductor has no kernel for ``aten._to_copy``)."""
 
+AS_STRIDED = torch.ops.aten.as_strided.default
+
 
 def is_cast(node: Node, dtype: torch.dtype | None = None) -> bool:
     """Whether the node only converts its input to another dtype (to ``dtype``)."""
@@ -117,7 +120,25 @@ def is_cast(node: Node, dtype: torch.dtype | None = None) -> bool:
 
 def is_view_or_cast(node: Node) -> bool:
     """Whether the node only looks at its one tensor input another way, or in another dtype."""
-    return node.op == "call_function" and node.target in VIEWS_AND_CASTS and len(sources(node)) == 1
+    return node.op == "call_function" and views_or_casts(node.target) and len(sources(node)) == 1
+
+
+@functools.cache
+def views_or_casts(target: Any) -> bool:
+    """Whether an operator only looks at a tensor another way, or in another dtype, or copies what it sees.
+
+    Views are told by the operators' schemas: what they return shares memory with an argument, and they write nothing.
+    """
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem  # of a split
+    declared = not target._schema.is_mutable and any(r.alias_info is not None for r in target._schema.returns)
+    return declared or torch.Tag.view_copy in target.tags or target in _UNDECLARED_VIEWS or target in _CASTS_AND_COPIES
+
+
+def strided_from(node: Any) -> Any:
+    """The element of memory that an `AS_STRIDED` begins with: it counts from where the memory begins."""
+    given = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    return node.args[0].meta["val"].storage_offset() if given is None else given
 
 
 def sources(node: Node) -> list[Node]:
@@ -184,31 +205,12 @@ _aten = torch.ops.aten
 _UNDECLARED_VIEWS = frozenset(
     {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.reshape.default, _aten.contiguous.default}
 )
-VIEWS_AND_CASTS = frozenset(
+_CASTS_AND_COPIES = frozenset(
     {
-        operator.getitem,  # of a split
-        _aten.alias.default,
-        _aten.as_strided.default,
-        _aten.detach.default,
-        _aten.expand.default,
-        _aten.permute.default,
-        _aten.select.int,
-        _aten.slice.Tensor,
-        _aten.split.Tensor,
-        _aten.split_with_sizes.default,
-        _aten.squeeze.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.unbind.int,
-        _aten.unsqueeze.default,
-        _aten.view.default,
-        _aten.view.dtype,
-        _aten._unsafe_view.default,
+        CAST,
         _aten._to_copy.default,
         _aten.clone.default,
-        _aten.reshape.default,
-        CAST,
+        _aten._conj_physical.default,
+        _aten.conj_physical.default,
     }
 )

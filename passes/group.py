@@ -16,6 +16,10 @@ Inductor might let another kernel write over it while it travels::
 
     rw = zerofx.reduce_grad(dw, 0, S, …)          ─────▶  sums = reduce_scatter_tensor(dw.view(-1), "sum", M, pg)
 
+A model's own ``as_strided`` of a parameter counts from where memory begins, and that is the buffer's now::
+
+    v = as_strided(w, [2, 3], [6, 1], 5)          ─────▶  v = as_strided(w, [2, 3], [6, 1], 5 + w's offset)
+
 In stages 1 and 2, and with ``one_copy``, there is nothing to gather: the flat buffer is an input, the replica. The
 caller started to refresh it before the graph; it is waited for (``wait_tensor(replica)``) where the gather would stand.
 
@@ -86,9 +90,26 @@ def _fuse_gather(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[No
             weight = add(
                 "weight", _aten.as_strided.default, full, list(slot.shape), list(slot.stride), offset, near=node
             )
+            _move_strided(node, slot)
             node.replace_all_uses_with(weight)
     for node in nodes:
         graph.erase_node(node)
+
+
+def _move_strided(weight: Node, slot: Slot) -> None:
+    """What looks at a weight through ``as_strided`` finds it at its ``slot`` in the buffer."""
+    nbytes = slot.offset * weight.meta["val"].dtype.itemsize
+    for view in edit.aliases(weight):
+        if view.target is edit.AS_STRIDED:
+            source, size, stride, *_ = view.args
+            begins = edit.strided_from(view)
+            if isinstance(begins, Node):
+                raise NotImplementedError(
+                    f"{view.format_node()}: as_strided of a parameter from an element that is known when the graph "
+                    "runs alone. Use a number, or parameter.reshape(-1)[start:] and a view of that without an offset."
+                )
+            view.args = (source, size, stride, begins + nbytes // source.meta["val"].dtype.itemsize)  # type: ignore[union-attr]
+            view.kwargs = {}
 
 
 def _fuse_reductions(

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from heapq import heappop, heappush
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -46,6 +47,7 @@ from torch.fx import GraphModule, Node
 from zerofx._torch import OpOverload, pin_order
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
+from zerofx.passes.travel import Call, Travel
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -58,13 +60,10 @@ def lower(gm: GraphModule, ctx: Context) -> int:
         if node.args[0].target is _aten.cat.default:  # type: ignore[union-attr]
             node.target = _c10d.all_reduce_.default
             edits += 1
-    if ctx.backend == "gloo":
-        for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
-            _as_all_to_all(gm, node)
-            edits += 1
-        for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):
-            node.target = torch.ops.zerofx.all_gather_pairwise.default
-            edits += 1
+    for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
+        edits += _spell_reduction(gm, node, ctx.travel)
+    for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):
+        edits += _spell_gather(gm, node, ctx.travel)
     if ctx.executor == "inductor":
         after = _order(gm)
         for node in edit.tagged(gm.graph, "discard"):
@@ -163,29 +162,63 @@ def is_kernel(node: Node) -> bool:
 _KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")
 
 
-def _as_all_to_all(gm: GraphModule, node: Node) -> None:
-    graph, tag = gm.graph, node.meta["zerofx"]
-    pack, _, world_size, process_group = node.args
-    assert isinstance(world_size, int)
+def _spell_gather(gm: GraphModule, node: Node, travel: Travel) -> bool:
+    """Start the gather ``node`` as buffers travel; returns whether anything changed."""
     (wait,) = node.users
-    part, args = wait.meta["val"].numel(), (pack, world_size, process_group)
-    with graph.inserting_before(node):
-        exchange = edit.insert(graph, torch.ops.zerofx.all_to_all_pairwise.default, args, tag=tag, near=node)
-    node.replace_all_uses_with(exchange)
-    graph.erase_node(node)
-    wait.meta["val"] = exchange.meta["val"]
+    shard, world_size, process_group = node.args
+    started = travel.gather(_inserting(gm, node), shard, cast(int, world_size), cast(str, process_group))
+    changed = _take_the_place_of(node, started)
+    readers = list(wait.users)
+    found = travel.gathered(_inserting(gm, wait.next, tag=wait.meta["zerofx"], near=wait), wait)
+    for reader in readers if found is not wait else ():
+        reader.replace_input_with(wait, found)
+    return changed or found is not wait
+
+
+def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
+    """Start the reduction ``node`` as buffers travel, and sum what arrives; returns whether anything changed."""
+    pack, (wait,) = node.args[0], node.users
+    world_size, process_group = cast(int, node.args[2]), cast(str, node.args[3])
     (gradient,) = wait.users  # or the rows of a table
+    numel = wait.meta["val"].numel()
+    started = travel.scatter(_inserting(gm, node), pack, world_size, process_group)
+    wait.meta["val"] = started.meta["val"]
     # Of a low-precision gradient the sum over ranks is taken in the parameter's dtype, if that is wider: `gradient`
     # is the cast to it then, and what is added to a sum in that dtype is promoted to it.
     dtype = gradient.meta["val"].dtype
-    kwargs = {"dtype": dtype} if dtype.itemsize > wait.meta["val"].dtype.itemsize else {}
-    tag = gradient.meta["zerofx"]
-    with graph.inserting_before(gradient):
-        others = edit.insert(graph, _aten.view.default, (wait, [world_size - 1, part]), tag=tag, near=node)
-        others = edit.insert(graph, _aten.sum.dim_IntList, (others, [0]), tag=tag, near=node, **kwargs)
-        own = edit.insert(graph, torch.ops.zerofx.own_part.default, args, tag=tag, near=node)
-        sums = edit.insert(graph, _aten.add.Tensor, (own, others), tag=tag, near=node)
-    gradient.replace_input_with(wait, sums)
-    if kwargs:
-        gradient.replace_all_uses_with(sums)
-        graph.erase_node(gradient)
+    wider = dtype if dtype.itemsize > wait.meta["val"].dtype.itemsize else None
+    call = _inserting(gm, gradient, near=node)
+    sums = travel.summed(call, pack, wait, numel, world_size, process_group, wider)
+    changed = _take_the_place_of(node, started)
+    if sums is not wait:
+        gradient.replace_input_with(wait, sums)
+        if wider is not None:
+            gradient.replace_all_uses_with(sums)
+            gm.graph.erase_node(gradient)
+    return changed or sums is not wait
+
+
+def _inserting(gm: GraphModule, before: Node, near: Node | None = None, tag: Tag | None = None) -> Call:
+    """A `Call` that inserts nodes in front of ``before``, with its tag."""
+
+    def call(target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        with gm.graph.inserting_before(before):
+            return edit.insert(gm.graph, target, args, tag=tag or before.meta["zerofx"], near=near or before, **kwargs)
+
+    return call
+
+
+def _take_the_place_of(node: Node, started: Node) -> bool:
+    """``started`` runs instead of ``node``; returns whether that is another call.
+
+    Where nothing but the operator differs, ``node`` keeps its name.
+    """
+    if started.args == node.args and started.kwargs == node.kwargs:
+        same = started.target is node.target
+        node.target, node.meta["val"] = started.target, started.meta["val"]
+        started.replace_all_uses_with(node)
+        node.graph.erase_node(started)
+        return not same
+    node.replace_all_uses_with(started)
+    node.graph.erase_node(node)
+    return True

@@ -20,11 +20,7 @@ goes with the second:
 ``zerofx.own_part(pack, M, group)``                         that part, as a view of ``pack``: not copied
 ==========================================================  ========================================================
 
-Each rank asks for all it is to receive before it sends anything. That order is the point: gloo has one connection
-for a pair of ranks, and a request to receive that stands behind megabytes of one's own holds the other side up, so
-that only one direction of the link is in use at a time (docs/architecture.md has figures). Sends and receives carry a
-tag of the collective's kind and the message's size, and match in order, so all ranks must start these collectives in
-the same order, as any.
+`zerofx.passes.pairwise` says how the exchange goes.
 
 Two for tables of which rows travel (`lookup`). A shard is any part of a flat buffer, so it may begin and end inside of
 a row; a row that two ranks have in part is the sum of what each says of it:
@@ -55,13 +51,13 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from zerofx._torch import register_work, resolve_process_group
+from zerofx._torch import resolve_process_group
+from zerofx.passes.pairwise import all_gather_pairwise_, all_to_all_pairwise_, under_way
 
 _c10d = torch.ops._c10d_functional
 
@@ -112,90 +108,14 @@ def _reduced(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int,
     return grad.new_empty(shard_numel)
 
 
-ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG = 0x7A66, 0x7A67, 0x7A68
-"""Of the messages of a pairwise exchange: the lower 16 bits; the upper ones go by size."""
-
-
-def all_gather_pairwise_(out: torch.Tensor, shard: torch.Tensor, process_group: str) -> list[dist.Work]:
-    """Start to fill ``out`` with every rank's ``shard`` (of any dtype); returns what to wait for, or `under_way`.
-
-    ``shard`` may be this rank's part of ``out``.
-    """
-    parts = out.chunk(out.numel() // shard.numel())
-    mine = parts[resolve_process_group(process_group).rank()]
-    mine.copy_(shard)
-    return _exchange(parts, [mine] * len(parts), process_group, ALL_GATHER_TAG)
-
-
-def meet_(process_group: str) -> list[dist.Work]:
-    """Start to tell all ranks that this one is here, and to hear the same of them; returns what to wait for."""
-    nothing = [torch.empty(0, dtype=torch.uint8)] * resolve_process_group(process_group).size()
-    return _exchange(nothing, nothing, process_group, MEETING_TAG)
-
-
-def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
-    """``wait_tensor(out)`` waits for ``works``; returns ``out``."""
-    for work in works:
-        register_work(out, work)
-    return out
-
-
-def _exchange(
-    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], process_group: str, kind: int
-) -> list[dist.Work]:
-    """Both by rank; what they have for this one is not looked at."""
-    group = resolve_process_group(process_group)
-    rank, world_size = group.rank(), group.size()
-    # Where ranks run different collectives gloo would end the process, from a thread of its own, as soon as more comes
-    # than was asked for. Messages of two sizes do not meet: so both wait, and the watchdog (`zerofx.ranks.watch`) says
-    # why.
-    tag = kind | sent[0].nbytes % 32749 << 16  # a prime: sizes are multiples of powers of two
-    others = [(rank + i) % world_size for i in range(1, world_size)]
-    with starting(process_group):
-        near = neighbours(process_group) if sent[0].device.type == "cpu" else {}
-        far = [other for other in others if other not in near]
-        works = [group.recv([received[other]], other, tag) for other in reversed(far)]
-        works += [group.send([sent[other]], other, tag) for other in far]
-        works += [near[other].exchange(received[other], sent[other], tag) for other in others if other in near]
-    return under_watch(works, process_group)
-
-
-class Neighbour(Protocol):
-    """A rank with a shorter way to it than the process group's."""
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> dist.Work:
-        """Start to fill ``received`` with what it sends under ``tag``, and to give it ``sent``."""
-
-
-def _nobody(process_group: str) -> Mapping[int, Neighbour]:
-    return {}
-
-
-neighbours: Callable[[str], Mapping[int, Neighbour]] = _nobody
-"""By rank, who is on this host; `zerofx.ranks.same_host`, which finds out, puts its own here."""
-
-
-def starting(process_group: str) -> contextlib.AbstractContextManager[Any]:
-    """The next collective is started inside; `zerofx.ranks.watch`, which knows whose it is, puts its own here."""
-    return contextlib.nullcontext()
-
-
-def under_watch(works: list[dist.Work], process_group: str) -> list[dist.Work]:
-    """What to wait for in the place of ``works``; `zerofx.ranks.watch` puts its own here."""
-    return works
-
-
 def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
     out = _gathered(shard, world_size)
     return under_way(out, all_gather_pairwise_(out, shard, process_group))
 
 
 def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    sent, rank = pack.chunk(world_size), resolve_process_group(process_group).rank()
     out = _exchanged(pack, world_size, process_group)
-    received = list(out.chunk(world_size - 1))
-    received.insert(rank, sent[rank])
-    return under_way(out, _exchange(received, sent, process_group, ALL_TO_ALL_TAG))
+    return under_way(out, all_to_all_pairwise_(out, pack, world_size, process_group))
 
 
 def _own_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
+
+from zerofx._torch import memory_profile
 
 
 def allocated_peak(run: Callable[[], object], device: str = "cpu") -> int:
@@ -19,7 +21,7 @@ def allocated_peak(run: Callable[[], object], device: str = "cpu") -> int:
         torch.accelerator.reset_peak_memory_stats()
         run()
         return torch.accelerator.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with memory_profile() as prof:
         with record_function("allocated_peak"):
             run()
     events = prof.profiler.kineto_results.events()

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerofx
 from tests.workers import Workers
-from zerofx.optim.spans import find_runs
+from zerofx.runtime.optim.spans import find_runs
 
 BF16 = torch.bfloat16
 STAGES = [0, 1, 2, 3]

@@ -18,7 +18,8 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
-from zerofx.compiler.backend import zerofx_backend
+from zerofx.compiler.backend import Backend, zerofx_backend
+from zerofx.compiler.options import Options
 from zerofx.compiler.records import Trace
 
 Build = Callable[[], nn.Module]
@@ -321,6 +322,13 @@ class Gain(nn.Module):
         return x * self.gain
 
 
+class Written(Gain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.gain.mul_(2)
+        return super().forward(x.sum())
+
+
 def loose(x: torch.Tensor, weight: nn.Parameter = nn.Parameter(torch.ones(3))) -> torch.Tensor:  # noqa: B008
     return x * weight
 
@@ -370,6 +378,30 @@ def test_another_backend_than_zerofx_is_refused(fake_world: Callable[..., None],
         torch.compile(module, backend=backend)(torch.ones(300, 100))
 
 
+def test_an_error_that_comes_through_dynamo_begins_with_the_stage_and_what_was_chosen(
+    fake_world: Callable[..., None],
+) -> None:
+    fake_world(2)
+    for options, shown in [
+        ({}, "zerofx(stage=3)"),
+        ({"stage": 2, "executor": "eager"}, "zerofx(stage=2, executor='eager')"),
+    ]:
+        torch._dynamo.reset()
+        module = Written()
+        zerofx.compile(module, **options)
+        with pytest.raises(Exception, match="writes to the parameter 'gain'") as caught:
+            module(torch.ones(3))
+        begins, _, rest = str(caught.value).partition(" raised:")
+        assert begins in (f"backend='{shown}'", f'backend="{shown}"')
+        assert "Options(" not in rest
+
+
+def test_options_show_what_differs_from_the_defaults() -> None:
+    shown = repr(Options(stage=2, reduce_group="slow", groups=(nn.Linear,)))
+    assert shown == f"zerofx(stage=2, groups=({nn.Linear!r},), reduce_group='slow')"
+    assert repr(Options()) == repr(Backend(Options())) == "zerofx(stage=3)"
+
+
 def test_a_compiled_optimizer_step_is_refused(fake_world: Callable[..., None]) -> None:
     fake_world(2)
     torch._dynamo.reset()
@@ -397,7 +429,7 @@ def test_a_function_around_the_backend_is_known_by_functools_wraps(fake_world: C
 
 
 def refuse_gloo_on_a_gpu() -> str:
-    from zerofx.compiler.shard import check_backend
+    from zerofx.compiler.checks import check_backend
 
     check_backend(dist.group.WORLD, torch.device("cpu"))
     with pytest.raises(ValueError, match=r'parameters on cuda with the backend gloo: .*init_process_group\("nccl"\)'):

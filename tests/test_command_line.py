@@ -52,6 +52,14 @@ def test_the_command_prints_the_plan_of_405_billion_parameters_in_a_process_of_i
     assert "no stage fits into 80.0 GB on 64 ranks; stage 3 does from" in done.stdout
 
 
+def test_the_version_is_said_and_is_in_one_place(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"zerofx {zerofx.__version__} (torch {torch.__version__})\n"
+    assert zerofx.__version__ not in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+
+
 def test_options_reach_the_plan(capsys) -> None:
     pytest.importorskip("transformers")
     options = "plan --model gpt2 --world-size 8 --dtype mixed --micro-batches 4 --no-sync".split()

@@ -16,7 +16,7 @@ import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
 from zerofx import ShardedTensor
-from zerofx.eager.elementwise import ELEMENTWISE
+from zerofx.runtime.eager.elementwise import ELEMENTWISE
 
 WORLD_SIZES = [2, 3]
 UNCALLABLE = {"cuda", "__setitem__", *(f"__{i}{op}__" for i in "ir" for op in "eq ne lt le gt ge".split())}

@@ -12,8 +12,8 @@ import torch
 import zerofx
 from tests.models import GPT
 from zerofx.compiler.explain import Reasons
-from zerofx.compiler.printing import format_bytes
 from zerofx.compiler.records import GraphRecord, Trace
+from zerofx.model.units import format_bytes
 from zerofx.passes import edit, pipeline
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)

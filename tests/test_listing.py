@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule
 import zerofx
 from tests.models import GPT
 from zerofx.compiler.listing import difference, python_of
-from zerofx.compiler.shard import groups_of
 from zerofx.passes import edit, pipeline
+from zerofx.runtime.state.group import groups_of
 
 
 def chain(*targets: Any) -> Graph:

@@ -16,9 +16,9 @@ import zerofx
 from tests.counting import count_collectives
 from tests.memory import allocated_peak
 from tests.workers import Workers
-from zerofx.compiler.shard import groups_of
 from zerofx.passes import edit
-from zerofx.ranks.agree import OutOfStepError
+from zerofx.runtime.ranks.agree import OutOfStepError
+from zerofx.runtime.state.group import groups_of
 
 VOCAB, DIM, LENGTH = 4099, 12, 5
 LOW = zerofx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -16,7 +16,8 @@ from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Workers
 from zerofx.inspect.predict.predict import on_the_clock
-from zerofx.inspect.predict.rehearsal import Phase, rehearse
+from zerofx.inspect.predict.recorder import Phase
+from zerofx.inspect.predict.rehearsal import rehearse
 
 LAYERS, VOCAB, LENGTH = 4, 61, 12
 

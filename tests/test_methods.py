@@ -15,7 +15,7 @@ import zerofx
 from tests import models
 from tests.workers import Workers
 from zerofx import ShardedTensor
-from zerofx.eager import ondemand
+from zerofx.runtime.eager import unshard
 
 EACH_GROUP = zerofx.Grouping(min_bytes=0)
 
@@ -100,7 +100,7 @@ def check_method(stage: int, compiled: bool) -> int:
     x = torch.randn(4, 7)
     if compiled:
         module.encode = torch.compile(module.encode, backend="zerofx", options={"executor": "eager"})  # type: ignore
-    ondemand._warned.clear()  # each place warns once per process
+    unshard._warned.clear()  # each place warns once per process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (module.encode(x).square().mean() + module(x).mean()).backward()

@@ -19,9 +19,10 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
-from zerofx.compiler.shard import groups_of
-from zerofx.ranks import one_copy, watch
-from zerofx.ranks.agree import OutOfStepError
+from zerofx.runtime.ranks import watch
+from zerofx.runtime.ranks.agree import OutOfStepError
+from zerofx.runtime.state import one_copy
+from zerofx.runtime.state.group import groups_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name, of Linux")
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)

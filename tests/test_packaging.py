@@ -151,12 +151,12 @@ def test_private_torch_modules_are_named_in_one_folder_alone(package: str) -> No
     "line",
     [
         "import zerofx",
-        "import zerofx.compiler.runtime",
-        "from zerofx.compiler import runtime",
-        "from zerofx.compiler.runtime import Runtime",
-        "from ..compiler import runtime",
-        "from ..compiler.runtime import Runtime",
-        "def f():\n    from ..state.group import Group",
+        "import zerofx.compiler.runners",
+        "from zerofx.compiler import runners",
+        "from zerofx.compiler.runners import Runtime",
+        "from ..compiler import runners",
+        "from ..compiler.runners import Runtime",
+        "def f():\n    from ..runtime.state.group import Group",
     ],
 )
 def test_an_import_of_the_runtime_by_a_pass_is_found(line: str) -> None:
@@ -195,7 +195,7 @@ def test_an_import_that_a_pass_may_make_is_let_through(line: str) -> None:
     ],
 )
 def test_a_private_torch_module_is_found(text: str) -> None:
-    assert private_torch(text, "zerofx.state.group")
+    assert private_torch(text, "zerofx.runtime.state.group")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,114 @@ def test_a_private_torch_module_is_found(text: str) -> None:
     ],
 )
 def test_a_public_torch_name_is_let_through(text: str) -> None:
-    assert not private_torch(text, "zerofx.state.group")
+    assert not private_torch(text, "zerofx.runtime.state.group")
+
+
+# ---------------------------------------------------------------------------------------------- rooms
+
+ROOMS = (
+    "zerofx._torch",
+    "zerofx.model",
+    "zerofx.kernels",
+    "zerofx.passes",
+    "zerofx.runtime.corners",
+    "zerofx.runtime.ranks",
+    "zerofx.runtime.state",
+    "zerofx.runtime.eager",
+    "zerofx.runtime.optim",
+    "zerofx.checkpoint",
+    "zerofx.compiler",
+    "zerofx.inspect",
+    "zerofx",
+)
+"""The rooms, from the ground up: a file imports from its own room and from those before it."""
+
+MODULES = {
+    module.removesuffix(".__init__"): (module, path) for package in PACKAGES for module, path in sources(package)
+}
+
+
+def module_of(name: str) -> str | None:
+    """The module of ours that an import of ``name`` reaches: itself, or that which has the name in it."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, in functions and under TYPE_CHECKING too."""
+    found: dict[str, set[str]] = {}
+    for module, (dotted_name, path) in MODULES.items():
+        names = (name for _, name, _ in imports(ast.parse(path.read_text()), dotted_name) if within(name, "zerofx"))
+        found[module] = {other for name in names if (other := module_of(name)) is not None} - {module}
+    return found
+
+
+def room_of(module: str) -> int:
+    return max((i for i, room in enumerate(ROOMS[:-1]) if within(module, room)), default=len(ROOMS) - 1)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; [] where there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, way: list[str]) -> list[str]:
+        if module in way:
+            return way[way.index(module) :]
+        if module in done:
+            return []
+        for other in sorted(graph.get(module, ())):
+            if found := visit(other, [*way, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
+
+
+def test_imports_run_down_from_room_to_room() -> None:
+    assert not [
+        f"{module} imports {other}"
+        for module, others in arrows().items()
+        for other in sorted(others)
+        if room_of(other) > room_of(module)
+    ]
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert circle(arrows()) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+def test_the_top_of_the_package_is_ten_entries() -> None:
+    entries = {path.name for path in (ROOT / "zerofx").iterdir()} - {"__init__.py", "__pycache__"}
+    assert len(entries) <= 10, sorted(entries)
+
+
+@pytest.mark.parametrize("package", list(PACKAGES))
+def test_a_file_is_read_in_one_sitting_and_a_function_at_a_glance(package: str) -> None:
+    long = []
+    for module, path in sources(package):
+        text = path.read_text()
+        if len(text.splitlines()) > 500:
+            long.append(module)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                doc = ast.get_docstring(node, clean=False) or ""
+                if node.end_lineno - node.lineno + 1 - len(doc.splitlines()) > 60:  # type: ignore[operator]
+                    long.append(f"{module}.{node.name}")
+    assert not long
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room in MODULES and MODULES[room][1].name == "__init__.py"])
+def test_a_room_names_every_file_that_lives_there(room: str) -> None:
+    folder = MODULES[room][1].parent
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    text = MODULES[room][1].read_text()
+    assert not [name for name in names if name not in text]
 
 
 # ---------------------------------------------------------------------------------------------- the wheel

@@ -27,7 +27,8 @@ from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
 from zerofx.inspect.predict.predict import on_the_clock
-from zerofx.inspect.predict.rehearsal import Operation, Phase, Recorder, rehearse
+from zerofx.inspect.predict.recorder import Operation, Phase, Recorder
+from zerofx.inspect.predict.rehearsal import rehearse
 
 Rates = zerofx.Rates
 BF16 = zerofx.MixedPrecision(torch.bfloat16)

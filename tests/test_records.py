@@ -80,7 +80,7 @@ def test_text_shows_groups_in_order_with_bytes_and_the_users_lines(fake_world) -
     assert str(Path(zerofx.__file__).parent) not in text
     for trace in (record.forward, record.backward):
         for node in trace.after("lower").graph.nodes:
-            assert "zerofx/state/parameter.py" not in (node.meta.get("stack_trace") or "")
+            assert "zerofx/runtime/state/parameter.py" not in (node.meta.get("stack_trace") or "")
 
 
 def test_each_shape_and_mode_has_a_record(fake_world) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
-from zerofx.ranks import watch
-from zerofx.ranks.agree import OutOfStepError
+from zerofx.runtime.ranks import watch
+from zerofx.runtime.ranks.agree import OutOfStepError
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 

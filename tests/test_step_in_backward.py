@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
-from zerofx.compiler.shard import groups_of
+from zerofx.runtime.state.group import groups_of
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 MIXED = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
@@ -317,7 +317,7 @@ def under_way_behind_a_step(profiled: bool) -> tuple[int, float]:
         loss = model(batch(0))
         with zerofx.step_in_backward(optim):
             loss.backward()
-        under_way = sum(bool(group._ahead) for group in groups_of(model))
+        under_way = sum(bool(group.weights.ahead) for group in groups_of(model))
     return under_way, model(batch(1)).item()
 
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 import zerofx
 from tests import counting
 from tests.models import GPT
-from zerofx.compiler.shard import groups_of
-from zerofx.passes import edit, ops
-from zerofx.passes.ops import ALL_GATHER_TAG
+from zerofx._torch import memory_profile
+from zerofx.passes import edit, pairwise
+from zerofx.passes.pairwise import ALL_GATHER_TAG
+from zerofx.runtime.state.group import groups_of
 
 LAYERS, DIM, VOCAB, LENGTH, BATCH = 4, 64, 131, 32, 3
 MATRICES = {
@@ -178,7 +179,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
 
     model, x = build(executor, memory_budget=memory_budget)
     outputs: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
-    most, exchange = 0, ops._exchange
+    most, exchange = 0, pairwise.exchange
 
     def live(address: int, ref: StorageWeakRef, nbytes: int) -> int:
         if ref.expired():
@@ -203,7 +204,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     model(x, x).backward()  # compiles
     (record,) = zerofx.graphs(model)
     said = max(trace.context.gathered_bytes for trace in record.traces())
-    with unittest.mock.patch.object(ops, "_exchange", watch):
+    with unittest.mock.patch.object(pairwise, "exchange", watch):
         model(x, x).backward()
     storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}
     full = [p.untyped_storage().nbytes() for p in model.parameters()]
@@ -245,9 +246,9 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order(workers3) -> N
 
 def most_extra_bytes_while_sharding() -> tuple[int, int]:
     """The most that allocations outweigh releases by during zerofx.shard, and the bytes of the largest group."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import record_function
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with memory_profile() as prof:
         model = GPT(LAYERS, DIM, 4, 40 * VOCAB, LENGTH)  # an embedding far larger than a block
         with record_function("shard"):
             # Broadcasts are in place, but gloo's thread may hold on to one tensor for a moment: not counted here.

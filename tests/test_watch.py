@@ -19,8 +19,8 @@ from torch import nn
 
 import zerofx
 from tests.workers import Workers
-from zerofx.ranks import agree, watch
-from zerofx.ranks.agree import Collective, OutOfStepError, Schedule, difference
+from zerofx.runtime.ranks import agree, watch
+from zerofx.runtime.ranks.agree import Collective, OutOfStepError, Schedule, difference
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.workers import Processes, Workers
 from zerofx._torch import is_communication_error
-from zerofx.ranks.watch import watch_of
+from zerofx.runtime.ranks.watch import watch_of
 
 
 @pytest.fixture(scope="module")

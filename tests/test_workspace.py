@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zerofx import _torch
 from zerofx.inspect.predict.workspace import Workspaces
 
 
@@ -40,3 +43,29 @@ def test_arguments_are_not_held_nor_written_to() -> None:
     workspaces.want(torch.ops.aten.zero_.default, (x,), {}, told.append)
     del x
     assert gone() is None
+
+
+def test_what_the_profiler_says_of_itself_is_kept_from_the_terminal_and_errors_are_not(capfd) -> None:
+    def complain() -> torch.Tensor:
+        os.write(2, b"an error of C++\n")
+        print("an error of Python", file=sys.stderr)
+        return torch.empty(1000)
+
+    assert _torch.allocations([complain]) == [[4000]]
+    assert capfd.readouterr().err.splitlines() == ["an error of C++", "an error of Python"]
+    with _torch.memory_profile() as prof:
+        torch.empty(1000)
+    assert capfd.readouterr().err == ""
+    assert sum(e.nbytes() == 4000 for e in prof.profiler.kineto_results.events() if e.name() == "[memory]") == 1
+
+
+def test_what_is_written_while_a_profile_starts_comes_out_with_marks_left_away(capfd, monkeypatch) -> None:
+    start = torch.profiler.profile.start
+
+    def noisy(profile: torch.profiler.profile) -> None:
+        start(profile)
+        os.write(2, b"USDT:2026-01-01 a mark\nERROR:2026-01-01 no such device\n")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", noisy)
+    _torch.allocations([lambda: None])
+    assert capfd.readouterr().err == "ERROR:2026-01-01 no such device\n"

@@ -23,10 +23,9 @@ import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Processes, Workers
-from zerofx.compiler.shard import groups_of
 from zerofx.inspect.predict import cost
 from zerofx.model.layout import GroupLayout
-from zerofx.state.group import ShardGroup
+from zerofx.runtime.state.group import ShardGroup, groups_of
 
 STAGES = (0, 1, 2, 3)
 BF16 = zerofx.MixedPrecision(param_dtype=torch.bfloat16)
@@ -140,7 +139,7 @@ def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     parameters = list(model.parameters())
     replicas = [group.replica for group in groups if group.replica is not None]
     owned = [*parameters, *(group.shard for group in groups if group.family.stage)]
-    kept = [gradient for group in groups for gradient in group._kept.values()]
+    kept = [gradient for group in groups for gradient in group.gradients.kept()]
     states = [] if optimizer is None else list(optimizer.state.values())
     state = [x for values in states for x in values.values() if isinstance(x, torch.Tensor)]
     weights, master = nbytes(replicas, seen), nbytes(owned, seen)

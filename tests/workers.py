@@ -295,7 +295,7 @@ def _answer(call: bytes) -> bytes:
 
 def _spent() -> bool:
     """Whether a watchdog has ended a process group of this rank: the next collective there would fail."""
-    watch = sys.modules.get("zerofx.ranks.watch")
+    watch = sys.modules.get("zerofx.runtime.ranks.watch")
     return watch is not None and any(one.failure for one in watch._watches.values())
 
 

@@ -1,9 +1,22 @@
-"""ZeRO as a compiler: sharded data parallelism as passes over torch.fx graphs."""
+"""ZeRO as a compiler: sharded data parallelism as passes over torch.fx graphs.
+
+The way of a weight, from ``zerofx.compile(model, stage=3)`` through one training step::
+
+    compiler/shard.py             every check first; then its group is broadcast from rank 0
+    runtime/state/parameter.py    it becomes a `ShardedParameter`: full shape outside, this rank's slice inside
+    runtime/state/weights.py      the slice is a view of the group's shard; the rest of the weight is freed
+    compiler/backend.py           Dynamo captures the model with it; AOTAutograd cuts forward from backward
+    passes/gather.py, group.py    in both graphs the shard comes in, is gathered, and the weight is a view of that
+    passes/prefetch.py            the gather starts ahead of its use; discard.py ends the buffer behind the last use
+    compiler/runners.py           at every step the graph is handed the shard
+    passes/reduce.py, group.py    its gradient is packed and reduced: each rank keeps its part
+    runtime/state/gradients.py    that part becomes ``.grad``
+    runtime/optim/adamw.py        the optimizer updates the shard, which is where the next gather begins
+"""
 
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, verify
 from zerofx.compiler.shard import shard
-from zerofx.eager.whole import unsharded
 from zerofx.inspect.memory import MemorySummary, memory_summary
 from zerofx.inspect.predict.calibrate import calibrate
 from zerofx.inspect.predict.dry_run import dry_run
@@ -12,12 +25,14 @@ from zerofx.inspect.predict.predict import Prediction, Rates, predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
 from zerofx.model.precision import MixedPrecision
-from zerofx.optim.adamw import AdamW
-from zerofx.optim.step import step_in_backward
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
-from zerofx.ranks.agree import OutOfStepError
-from zerofx.state.parameter import ShardedParameter, ShardedTensor
+from zerofx.runtime import corners as _corners
+from zerofx.runtime.eager.whole import unsharded
+from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.step import step_in_backward
+from zerofx.runtime.ranks.agree import OutOfStepError
+from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,4 +67,5 @@ __all__ = [
     "unsharded",
     "verify",
 ]
-del _ops
+_corners.furnish()
+del _ops, _corners

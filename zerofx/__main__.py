@@ -6,7 +6,8 @@
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB --bandwidth 400Gbit \
           --node-bandwidth 450GB --ranks-per-node 8 --flops 400T --tokens 8192 --sequence-length 4096
 
-What it prints is `zerofx.plan`; errors go to stderr, and the exit status is 2 then, or 1 if no stage fits.
+``--version`` says which zerofx and which PyTorch. What ``plan`` prints is `zerofx.plan`. Errors go to stderr, and the
+exit status is 2 then, or 1 if no stage fits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 
+from zerofx import __version__
 from zerofx.inspect.predict import shapes
 from zerofx.inspect.predict.plan import plan
 from zerofx.model.precision import MixedPrecision
@@ -94,6 +96,7 @@ def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m zerofx", description="ZeRO as a compiler: questions about a model.")
+    parser.add_argument("--version", action="version", version=f"zerofx {__version__} (torch {torch.__version__})")
     commands = parser.add_subparsers(dest="command", required=True)
     planning = commands.add_parser("plan", help="what each stage would cost, and which one fits")
     planning.add_argument(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-import zerofx.passes.ops  # noqa: F401  # it registers two of these
 from zerofx.model.layout import GroupLayout
 
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
 OWN_ROWS, SUM_ROWS = _zerofx.own_rows.default, _zerofx.sum_rows.default
-GATHERS = (_c10d.all_gather_into_tensor.default, _zerofx.all_gather_pairwise.default)
-SCATTERS = (_c10d.reduce_scatter_tensor.default, _zerofx.all_to_all_pairwise.default)
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 
@@ -72,6 +70,7 @@ class Part:
 class Pack:
     """Gradients and zeros end to end, on the way through a reduction.
 
+    ``dtype``: of its elements.
     ``state``: "packed", then "shard" (summed, this rank's) or "whole" (summed); or, by way of an exchange, "parts" (of
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
     and "shard of 4".
@@ -80,6 +79,7 @@ class Pack:
 
     parts: tuple[Part, ...]
     numel: int
+    dtype: torch.dtype
     state: str = "packed"
     scale: float = 1.0
     narrowed: bool = False
@@ -111,11 +111,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Share:
-    """A view of a reduced `Pack`: ``numel`` elements from ``offset``."""
+    """A view of a reduced `Pack`: a tensor of ``shape`` from ``offset`` on, row-major."""
 
     pack: Pack
     offset: int
-    numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

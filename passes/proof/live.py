@@ -15,9 +15,9 @@ from zerofx.passes.context import Context
 from zerofx.passes.lower import is_kernel
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof.facts import GATHERS
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.proof.refusal import refuse
+from zerofx.passes.travel import GATHERS
 
 
 @dataclass

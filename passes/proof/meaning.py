@@ -8,23 +8,25 @@ compares a rewritten graph with the graph it was made of, and a backward with it
     y = mm(x, t)             #2        t = permute(w)    #1, because primals_3 is "h.0.weight" too
     return y                           y = mm(x, t)      #2
 
-Four laws are known, those that passes rest on; by all others a node with other inputs has another value:
+Five laws are known, those that passes rest on; by all others a node with other inputs has another value:
 
 * a parameter has one number, however it comes: as an input, or as a part of a gathered buffer;
 * a cast of a part is a part of the cast;
 * widening a float and narrowing it again gives the same float;
-* where weights are read from a replica in a narrower dtype, a parameter is what is left of it there.
+* where weights are read from a replica in a narrower dtype, a parameter is what is left of it there;
+* ``as_strided`` of a weight counts from where the memory begins that the weight is in.
 
-What draws random numbers has a number per call, in the order of calls. What an operator writes to has another number
-from then on.
+What draws random numbers has a number per call, in the order of all such calls: they draw from one generator. What an
+operator writes to has another number from then on.
 
 ``pin_order`` of `lower` hides an operator in a subgraph: `Op` shows what is inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx._torch import OpOverload, pinned, pytree
 from zerofx.passes import edit
-from zerofx.passes.context import Context, ParameterRef
+from zerofx.passes.context import Context, Meanings, ParameterRef
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,12 @@ class Op:
     def cast_to(self) -> torch.dtype | None:
         """The dtype, where the operation does nothing but convert to it."""
         if self.target is edit.CAST:
-            return self.value.dtype
+            return self.args[1]
         if self.target is not torch.ops.aten._to_copy.default or self.kwargs.get("dtype") is None:
             return None
         same = {"device": self.args[0].meta["val"].device, "layout": torch.strided}
         others = {k: v for k, v in self.kwargs.items() if k != "dtype" and v is not None}
-        return self.value.dtype if all(same.get(k) == v for k, v in others.items()) else None
+        return self.kwargs["dtype"] if all(same.get(k) == v for k, v in others.items()) else None
 
     def written(self) -> list[Node]:
         """What it writes to, by its schema."""
@@ -94,20 +96,11 @@ class Op:
 Number = int
 
 
-@dataclass
-class Meanings:
-    """Numbers of values. One object serves a forward and its backward.
+@dataclass(frozen=True)
+class Numbering:
+    """Gives values their numbers. ``meanings``: what a forward and its backward have in common."""
 
-    Attributes:
-        saved: what forward saved before all passes, by the name under which backward receives it.
-        brought: what it hands over after them: what backward is given under that name.
-        kept: by group, what was left gathered (`zerofx.passes.verify.Flat`).
-    """
-
-    saved: dict[str, Number] = field(default_factory=dict)
-    brought: dict[str, Number] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
-    _widened: dict[Number, tuple[Number, torch.dtype]] = field(default_factory=dict)
+    meanings: Meanings
 
     def parameter(self, ref: ParameterRef, ctx: Context) -> Number:
         """Of a parameter where the model's own graph reads it."""
@@ -124,13 +117,13 @@ class Meanings:
     def cast(self, number: Number, source: torch.dtype, to: torch.dtype) -> Number:
         """Of a value converted from ``source``."""
         narrow, dtype = number, source
-        while dtype != to and narrow in self._widened:
-            narrow, dtype = self._widened[narrow]
+        while dtype != to and narrow in self.meanings.widened:
+            narrow, dtype = self.meanings.widened[narrow]
         if dtype == to:
             return narrow
         cast = hash(("cast", number, to))
         if source.is_floating_point and to.is_floating_point and source.itemsize < to.itemsize:
-            self._widened[cast] = number, source
+            self.meanings.widened[cast] = number, source
         return cast
 
     def casts(self, number: Number, source: torch.dtype, dtypes: Iterable[torch.dtype]) -> Number:
@@ -147,24 +140,32 @@ class Meanings:
         """Of an operator on numbers (as `Numbered`) and constants."""
         return hash((target, _key(args, {}), _key(kwargs, {})))
 
-    def of(self, op: Op, numbers: dict[Node, Number], calls: dict[Any, int]) -> Number:
-        """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers."""
+    def of(self, op: Op, numbers: dict[Node, Number], calls: Iterator[int], start: int = 0) -> Number:
+        """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers.
+
+        ``start``: the byte of memory where the weight begins that it looks at, if any.
+        """
         to = op.cast_to()
         if to is not None:
             (source,) = op.inputs
             return self.cast(numbers[source], source.meta["val"].dtype, to)
         if op.target is torch.ops.aten.embedding.default:
             return self.looked_up(*(numbers[x] for x in op.args[:2]))
+        if op.target is edit.AS_STRIDED:
+            source, size, stride = op.args[:3]
+            begins = edit.strided_from(op)
+            if start:
+                begins -= start // source.meta["val"].dtype.itemsize
+            return self.call(op.target, Numbered(numbers[source]), *_key((size, stride, begins), numbers))
         key: tuple[Any, ...] = (op.target, _key(op.args, numbers), _key(op.kwargs, numbers))
         if isinstance(op.target, OpOverload) and torch.Tag.nondeterministic_seeded in op.target.tags:
-            calls[op.target] = calls.get(op.target, 0) + 1
-            key += (calls[op.target],)
+            key += (next(calls),)
         return hash(key)
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """A number in the place of a node, for `Meanings.call`."""
+    """A number in the place of a node, for `Numbering.call`."""
 
     number: Number
 
@@ -191,42 +192,49 @@ class Original:
     inputs: list[str]
     lent: frozenset[int]
     """Outputs that may share memory with a parameter."""
+    roots: list[ParameterRef | None]
+    """Of each output that is a parameter, or views and casts of one: which."""
 
     @staticmethod
-    def read(gm: GraphModule, ctx: Context, meanings: Meanings) -> Original:
+    def read(gm: GraphModule, ctx: Context, numbering: Numbering) -> Original:
         """Read the graph that AOTAutograd made."""
         numbers: dict[Node, Number] = {}
-        calls: dict[Any, int] = {}
+        calls = itertools.count()
         writes: list[Number] = []
         weights: set[Node] = set()
+        roots: dict[Any, ParameterRef] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
                 break
             if node.op == "placeholder":
-                numbers[node] = input_number(node, ctx, meanings)
+                numbers[node] = input_number(node, ctx, numbering)
                 if node.name in ctx.parameters:
                     weights.add(node)
+                    roots[node] = ctx.parameters[node.name]
             elif node.op == "get_attr":
                 numbers[node] = hash(("attribute", node.target))
             else:
                 op = Op(node, node.target, node.args, node.kwargs)
-                numbers[node] = meanings.of(op, numbers, calls)
+                numbers[node] = numbering.of(op, numbers, calls)
                 write(op, numbers, writes)
                 if op.shares_memory() and not weights.isdisjoint(node.all_input_nodes):
                     weights.add(node)
+                if edit.is_view_or_cast(node) and (root := roots.get(edit.sources(node)[0])) is not None:
+                    roots[node] = root
         values = edit.output_values(gm.graph)
         lent = frozenset(i for i, x in enumerate(values) if isinstance(x, Node) and x in weights)
         outputs = [numbers[x] if isinstance(x, Node) else None for x in values]
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        return Original({node.name: number for node, number in numbers.items()}, outputs, writes, inputs, lent)
+        by_name = {node.name: number for node, number in numbers.items()}
+        return Original(by_name, outputs, writes, inputs, lent, [roots.get(x) for x in values])
 
 
-def input_number(node: Node, ctx: Context, meanings: Meanings) -> Number:
+def input_number(node: Node, ctx: Context, numbering: Numbering) -> Number:
     """Of what the model's graph gets as an input: what forward saved, a parameter, or something new."""
-    if ctx.phase == "backward" and node.name in meanings.saved:
-        return meanings.saved[node.name]
+    if ctx.phase == "backward" and node.name in numbering.meanings.saved:
+        return numbering.meanings.saved[node.name]
     if node.name in ctx.parameters:
-        return meanings.parameter(ctx.parameters[node.name], ctx)
+        return numbering.parameter(ctx.parameters[node.name], ctx)
     return hash(("input", node.name))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zerofx.model.layout import GroupLayout, Slot
+from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
-from zerofx.passes.context import ParameterRef
+from zerofx.passes.context import ParameterRef, Reduction
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered
 from zerofx.passes.proof.reader import Reader
@@ -37,12 +37,15 @@ class Outputs:
 
     def __init__(self, reader: Reader) -> None:
         self.reader, self.gm, self.ctx, self.meanings = reader, reader.gm, reader.ctx, reader.meanings
+        self.numbering = reader.numbering
         self.before, self.facts, self.numbers, self.derived = (
             reader.before,
             reader.facts,
             reader.numbers,
             reader.derived,
         )
+
+        self.left: set[str] = set()  # groups that leave gathered
 
     def check(self) -> None:
         """Check the rules that outputs can break."""
@@ -58,8 +61,15 @@ class Outputs:
         first = len(values) - len(ctx.reductions)
         if self.before is not None and first != len(self.before.outputs):
             self.reader.fail("reduction", self.gm.graph.output_node(), f"{len(values)} outputs", "those promised")
+        odd = next((i for i in ctx.saved_parameters if i not in ctx.saved), None)
+        if odd is not None:
+            found = f"a parameter is put at output {odd}, which is not saved"
+            self.reader.fail("saved", self.gm.graph.output_node(), found, "one where a parameter was saved")
         for i, value in enumerate(values[:first]):
             self._check_output(i, value)
+        if ctx.phase == "forward" and self.before is not None and (lost := ctx.kept_gathered.keys() - self.left):
+            found = f"{sorted(lost)[0]!r} does not leave the graph gathered"
+            self.reader.fail("saved", self.gm.graph.output_node(), found, "all that is promised to backward")
         if ctx.phase == "backward":
             self._check_reductions(values[first:])
         if self.before is not None and self.reader.writes != self.before.writes:
@@ -81,7 +91,8 @@ class Outputs:
             self.reader.fail("saved", value, "it leaves where the caller puts a parameter", "None there")
         if value is None:
             if i in ctx.saved_parameters:
-                self.meanings.brought[name] = self.meanings.parameter(ctx.saved_parameters[i], ctx)
+                self._check_promised(i, ctx.saved_parameters[i])
+                self.meanings.brought[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
             elif was is not None:
                 self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
         elif i in ctx.saved:
@@ -92,6 +103,14 @@ class Outputs:
                 self.reader.fail("write", value, "the caller may write to it, and it is a view of weights", "a copy")
         if i in ctx.saved and was is not None:
             self.meanings.saved[name] = was
+
+    def _check_promised(self, i: int, ref: ParameterRef) -> None:
+        """The caller puts ``ref`` at output ``i``: it must be what was saved there, or what that was a view of."""
+        if self.before is not None and self.before.roots[i] != ref:
+            found = f"the caller puts {ref.slot.name!r} at output {i}"
+            root = self.before.roots[i]
+            expected = "no parameter there" if root is None else f"{root.slot.name!r}, which was saved there"
+            self.reader.fail("saved", self.gm.graph.output_node(), found, expected)
 
     def _saved_name(self, i: int) -> str:
         if self.ctx.before is None or i not in self.ctx.saved:
@@ -106,17 +125,21 @@ class Outputs:
             found = flat.numel, value.meta["val"].dtype
             if kept is None or kept.position != i or (kept.numel, kept.dtype) != found:
                 self.reader.fail("saved", value, "a whole group leaves with what backward needs", "only what is kept")
+            root = self.before.roots[i] if self.before is not None else None
+            if self.before is not None and (root is None or root.layout != flat.layout or kept.saved != name):
+                where = f"it leaves at output {i}, and backward looks for it under {kept.saved!r}"
+                self.reader.fail("saved", value, where, "a place where a parameter of its group was saved")
+            self.left.add(flat.layout.name)
             self.meanings.kept[flat.layout.name] = flat
             return
         if not isinstance(value, Node):
             return
-        if value in self.reader.memory or (self.ctx.stage and value in self.derived):
-            self.reader.fail(
-                "saved", value, "a weight, or a view or a cast of one, goes to backward", "the parameter itself"
-            )
+        whole = value.op == "placeholder" or self.ctx.stage
+        if value in self.reader.memory or (whole and value in self.derived):
+            full_size = "a weight, or a view or a cast of one, goes to backward"
+            self.reader.fail("saved", value, full_size, "None there, and the caller puts the parameter itself")
         number = self.numbers.get(value)
-        if value.op != "placeholder" or value not in self.derived:  # else backward makes what it needs of the parameter
-            self._check_number(value, was, f"saved output {i}")
+        self._check_number(value, was, f"saved output {i}")
         if number is not None:
             self.meanings.brought[name] = number
 
@@ -136,6 +159,10 @@ class Outputs:
         ctx, expected = self.ctx, self._expected()
         for reduction, value in zip(ctx.reductions, extra, strict=True):
             layout, slots = reduction.layout, {slot.offset: slot for slot in reduction.slots if slot.numel}
+            if not isinstance(value, Node):
+                self.reader.fail(
+                    "reduction", self.gm.graph.output_node(), "it returns None for a gradient", "its value"
+                )
             if ctx.sync == "keep":
                 self._check_gradient(expected, ParameterRef(layout, reduction.slots[0]), value, value)
                 continue
@@ -145,6 +172,7 @@ class Outputs:
             pack = share.pack
             inside = [p for p in pack.parts if p.numel and share.offset <= p.offset < share.offset + share.numel]
             if ctx.stage == 0:
+                self._check_shape(value, share, reduction)
                 slots = {share.offset: reduction.slots[0]} if slots else {}
             elif pack.numel != layout.numel:
                 self.reader.fail("reduction", value, f"it is a part of {pack.numel} elements", f"of {layout.numel}")
@@ -157,13 +185,20 @@ class Outputs:
                 ref = ParameterRef(layout, slots[part.offset])
                 self._check_gradient(expected, ref, part.node, value, share.pack.scale)
             for slot in reduction.slots:
-                if not slot.numel:
+                if not slot.numel and (layout.name, slot) in expected:
                     expected[layout.name, slot].found = len(expected[layout.name, slot].numbers)
         for gradient in expected.values():
             if gradient.found != len(gradient.numbers):
                 ref, n = gradient.ref, gradient.found
                 times = f"the gradient of {ref.slot.name!r} is reduced {n} times"
                 refuse("reduction", self.gm.graph.output_node(), times, f"{len(gradient.numbers)}", ref.layout.name)
+
+    def _check_shape(self, value: Node, share: Share, reduction: Reduction) -> None:
+        """Stage 0: what becomes a parameter's ``.grad`` is all of its gradient, and nothing else."""
+        shapes = [slot.shape for slot in reduction.slots]
+        if shapes != [share.shape]:
+            found = f"it is a gradient of shape {share.shape}"
+            self.reader.fail("reduction", value, found, f"one parameter's: {shapes}")
 
     def _expected(self) -> dict[tuple[str, Slot], _Expected]:
         expected: dict[tuple[str, Slot], _Expected] = {}
@@ -185,9 +220,9 @@ class Outputs:
     def _prepared(self, ref: ParameterRef, number: Number, dtype: torch.dtype) -> Number:
         ctx = self.ctx
         if ctx.reduce_dtype is not None:
-            number = self.meanings.cast(number, dtype, ctx.reduce_dtype)
+            number = self.numbering.cast(number, dtype, ctx.reduce_dtype)
         if ctx.sync == "merge":
-            number = self.meanings.call(_aten.add.Tensor, Numbered(number), Numbered(self.reader.kept(ref)))
+            number = self.numbering.call(_aten.add.Tensor, Numbered(number), Numbered(self.reader.kept(ref)))
         return number
 
     def _averaged(self, value: Node, layout: GroupLayout) -> Share:
@@ -198,21 +233,26 @@ class Outputs:
         if isinstance(fact, Pack) and scatter:
             ranks = fact.state.split()[-1] if " " in fact.state else str(layout.world_size)
             if fact.state.startswith("shard") and ranks == str(layout.world_size):
-                fact = Share(fact, 0, fact.numel)
+                fact = Share(fact, 0, (fact.numel,))
         if not isinstance(fact, Share) or fact.pack.state.startswith("shard") != scatter:
             self.reader.fail("reduction", value, "it is no averaged gradient", "a gradient, reduced over all ranks")
-        if value.meta["val"].dtype != layout.dtype:
-            self.reader.fail("reduction", value, f"it is of {value.meta['val'].dtype}", f"{layout.dtype}")
+        if fact.pack.dtype != layout.dtype:
+            self.reader.fail("reduction", value, f"it is of {fact.pack.dtype}", f"{layout.dtype}")
         return fact
 
     def _alone(self, value: Node) -> Share:
         """On one rank nothing is reduced: the pack itself, cast, and in stage 0 copied and taken apart."""
-        offset, numel, op = 0, value.meta["val"].numel(), self.reader.ops[value]
+        op, shape, offset, dtype = self.reader.ops[value], None, 0, None
         if not self.ctx.stage:
-            offset = op.args[3]
-        while op.cast_to() is not None or op.target in (_aten.as_strided.default, _aten.clone.default):
+            _, shape, stride, offset = op.args if op.target is _aten.as_strided.default else (None, (), None, 0)
+            if op.target is not _aten.as_strided.default or tuple(stride) != contiguous_stride(shape):
+                self.reader.fail("reduction", value, "it is no view of averaged gradients", "one, as laid out")
             op = self.reader.ops[op.inputs[0]]
-        return Share(replace(self.reader.pack(op.node), state="shard" if self.ctx.stage else "whole"), offset, numel)
+        while (to := op.cast_to()) is not None or op.target is _aten.clone.default:
+            dtype, op = dtype or to, self.reader.ops[op.inputs[0]]
+        pack = self.reader.pack(op.node)
+        pack = replace(pack, state="shard" if self.ctx.stage else "whole", dtype=dtype or pack.dtype)
+        return Share(pack, offset, tuple(shape) if shape is not None else (pack.numel,))
 
     def _check_gradient(
         self, expected: dict[Any, _Expected], ref: ParameterRef, node: Node, output: Node, scale: float | None = None
@@ -242,10 +282,10 @@ class Outputs:
             )
 
     def _divided(self, number: Number, by: float) -> Number:
-        return self.meanings.call(_aten.mul.Tensor, Numbered(number), by)
+        return self.numbering.call(_aten.mul.Tensor, Numbered(number), by)
 
     def _sum(self, numbers: list[Any]) -> Number:
         total = numbers[0]
         for number in numbers[1:]:
-            total = self.meanings.call(_aten.add.Tensor, Numbered(total), Numbered(number))
+            total = self.numbering.call(_aten.add.Tensor, Numbered(total), Numbered(number))
         return total

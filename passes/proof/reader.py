@@ -1,29 +1,28 @@
 """The walk over a finished graph: what each node is, and the rules that concern one operation.
 
 The rules are the table in `zerofx.passes.verify`. Those of outputs are in outputs.py, of the whole graph in live.py.
+What is found out stays in known.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
-from zerofx.passes.context import Context, ParameterRef
+from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
 from zerofx.passes.proof import rows
 from zerofx.passes.proof.facts import (
     ALL_REDUCES,
-    GATHERS,
     OWN_ROWS,
     REFRESH,
-    SCATTERS,
     STEP,
     Everyones,
     Flat,
@@ -33,57 +32,18 @@ from zerofx.passes.proof.facts import (
     Share,
     Started,
 )
+from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.live import Buffer
-from zerofx.passes.proof.meaning import Meanings, Number, Op, Original, input_number, write
-from zerofx.passes.proof.refusal import refuse
+from zerofx.passes.proof.meaning import Number, Op, input_number, write
+from zerofx.passes.travel import GATHERS, SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 _c10d = torch.ops._c10d_functional
 _WAIT, _OWN_PART = _c10d.wait_tensor.default, _zerofx.own_part.default
 
 
-class Reader:
-    """One walk over a graph.
-
-    Attributes:
-        nodes, order: of the graph; each node's place.
-        before: the graph before all passes, read; None where it is not known.
-        facts: of nodes that are no values of the model's (facts.py).
-        numbers: of those that are (meaning.py).
-        memory: of nodes that may be views of gathered buffers: which.
-        weights: nodes that may share memory with a shard, a replica or a gathered buffer.
-        buffers: the gathered ones, by the node that yields them.
-        derived: the nodes that are a weight, or views and casts of one.
-        waits: for each collective's start.
-        travelling: gradients that are sent from where they are, and what shares their memory.
-        ops: of all calls.
-        homes: by group, the inputs that hold its weights.
-        updates: the operations that change these.
-        tables: the starts of collectives that are about rows of tables.
-    """
-
-    def __init__(self, gm: GraphModule, ctx: Context) -> None:
-        self.gm, self.ctx, self.meanings = gm, ctx, ctx.meanings or Meanings()
-        self.nodes = list(gm.graph.nodes)
-        self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.before = Original.read(ctx.before, ctx, self.meanings) if ctx.before is not None else None
-        self.facts: dict[Node, Any] = {}
-        self.numbers: dict[Node, Number] = {}
-        self.memory: dict[Node, list[Buffer]] = {}
-        self.weights: set[Node] = set()
-        self.buffers: dict[Node, Buffer] = {}
-        self.derived: set[Node] = set()
-        self.waits: dict[Node, list[Node]] = {}
-        self.travelling: set[Node] = set()
-        self.started: dict[Flat, Node] = {}
-        self.ops: dict[Node, Op] = {}
-        self.writes: list[Number] = []
-        self.homes: dict[str, list[Node]] = {}
-        self.updates: list[Op] = []
-        self.tables: set[Node] = set()
-        self._calls: dict[Any, int] = {}
-        self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
-        self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
+class Reader(Known):
+    """One walk over a graph."""
 
     def read(self) -> None:
         """Read inputs and operations, and check the rules that they alone can break."""
@@ -112,7 +72,7 @@ class Reader:
             self.fail("inputs", odd, f"the inputs are not the model's and {promised} more", "shards for parameters")
         for node in theirs:
             brought = self.meanings.brought if ctx.phase == "backward" else {}
-            self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.meanings)
+            self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.numbering)
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)
         for layout, node in zip(ctx.shards, ours):
@@ -188,20 +148,21 @@ class Reader:
             rows.read_rows(self, op, fact)
         elif isinstance(fact, (Pack, Share)):
             self._read_pack(op, fact)
-        elif op.target in SCATTERS + ALL_REDUCES + GATHERS and not self._theirs(node):
+        elif (op.target in SCATTERS or op.target in GATHERS or op.target in ALL_REDUCES) and not self._theirs(node):
             self._start_reduction(op)
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:
-            self.numbers[node] = self.meanings.of(op, self.numbers, self._calls)
+            start = next((self.weights[x] for x in inputs if x in self.weights), None)
+            self.numbers[node] = self.numbering.of(op, self.numbers, self._calls, start or 0)
             write(op, self.numbers, self.writes)
             memory = [b for x in inputs for b in self.memory.get(x, ())]
             if op.shares_memory():
                 if memory:
                     self.memory[node] = memory
-                if not self.weights.isdisjoint(inputs):
-                    self.weights.add(node)
-            if len(inputs) == 1 and inputs[0] in self.derived and op.target in edit.VIEWS_AND_CASTS:
+                if start is not None:
+                    self.weights[node] = start
+            if len(inputs) == 1 and inputs[0] in self.derived and edit.views_or_casts(op.target):
                 self.derived.add(node)
 
     def _theirs(self, node: Node) -> bool:
@@ -270,21 +231,15 @@ class Reader:
         if slot is None or tuple(stride) != slot.stride:
             where = f"{shape} with strides {tuple(stride)} from element {offset} on"
             self.fail("slice", op.node, f"it takes {where}", f"one of {layout.name!r}'s parameters as it is laid out")
-        number = self.meanings.casts(self.meanings.stored(ParameterRef(layout, slot)), layout.dtype, flat.dtypes)
+        number = self.numbering.casts(self.numbering.stored(ParameterRef(layout, slot)), layout.dtype, flat.dtypes)
         if numel and self._brought.setdefault((layout.name, slot.name), full) is not full:
             twice = f"{slot.name!r} is read from {self._brought[layout.name, slot.name].name!r} too"
             self.fail("gather", op.node, twice, "one gather of each parameter")
         self.numbers[op.node] = number
         self.derived.add(op.node)
-        self.weights.add(op.node)
+        self.weights[op.node] = offset * op.value.dtype.itemsize
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
-
-    def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
-        """The parameter that lies there, if it is all of it."""
-        if layout.name not in self._slots:
-            self._slots[layout.name] = {(slot.offset, slot.shape): slot for slot in layout.slots}
-        return self._slots[layout.name].get((offset, shape))
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
@@ -304,15 +259,15 @@ class Reader:
             return
         pack = self.pack(op.args[0])
         layout = self._layout_of(pack, node)
-        operation = op.args[1] if name is not _zerofx.all_to_all_pairwise.default else "sum"
+        operation = op.args[1] if isinstance(op.args[1], str) else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
         self.check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
         if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
         if name in SCATTERS and self._is_reshape(op.args[0]):
             self._travels_from_where_it_is(op.args[0])
-        states = {_c10d.reduce_scatter_tensor.default: "shard", _zerofx.all_to_all_pairwise.default: "parts"}
-        self.facts[node] = Started(node, replace(pack, state=states.get(name, "whole")))
+        state = "parts" if name is _zerofx.all_to_all_pairwise.default else "shard" if name in SCATTERS else "whole"
+        self.facts[node] = Started(node, replace(pack, state=state))
         self.waits[node] = []
 
     def _read_own_part(self, op: Op) -> None:
@@ -327,18 +282,6 @@ class Reader:
         while edit.may_alias(node) and len(sources := edit.sources(node)) == 1:
             (node,) = sources
             self.travelling.add(node)
-
-    def check_collective(
-        self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"
-    ) -> None:
-        found = (world_size, process_group, operation)
-        wanted = (layout.world_size, right, "sum")
-        if found != wanted:
-            self.fail(
-                "group", op.node, "it runs over {} ranks of {!r} ({})".format(*found), "{} of {!r} ({})".format(*wanted)
-            )
-        if type(op.value.numel()) is not int:
-            self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
 
     def _layout_of(self, pack: Pack, node: Node) -> GroupLayout:
         layouts = {ref.layout.name: ref.layout for ref in self.ctx.gradients.values()}
@@ -355,14 +298,23 @@ class Reader:
     def pack(self, node: Node) -> Pack:
         """``node`` as gradients and zeros, end to end."""
         parts, end = [], 0
-        for x in node.args[0] if node.target is _aten.cat.default else [node]:  # type: ignore[union-attr]
-            numel = x.meta["val"].numel()  # type: ignore[union-attr]
-            if self._is_reshape(x):  # type: ignore[arg-type]
-                parts.append(Part(end, numel, x.args[0]))  # type: ignore[union-attr, arg-type]
-            elif x.target is not _aten.full.default or x.args[1] != 0:  # type: ignore[union-attr]
-                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")  # type: ignore[arg-type]
-            end += numel
-        return Pack(tuple(parts), end)
+        together = node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs
+        dtypes: set[torch.dtype] = set()
+        x: Any
+        for x in node.args[0] if together else [node]:  # type: ignore[union-attr]
+            if self._is_reshape(x) and x.args[1] == [-1]:
+                value = x.args[0].meta["val"]
+                parts.append(Part(end, value.numel(), x.args[0]))
+                end, dtype = end + value.numel(), value.dtype
+            elif x.target is _aten.full.default and x.args[1] == 0 and len(x.args[0]) == 1:
+                end, dtype = end + x.args[0][0], x.kwargs["dtype"]
+            else:
+                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")
+            dtypes.add(dtype)
+        if len(dtypes) != 1:
+            found = f"it mixes {' and '.join(sorted(map(str, dtypes)))}"
+            self.fail("reduction", node, found, "gradients and zeros of one dtype")
+        return Pack(tuple(parts), end, dtypes.pop())
 
     def _read_pack(self, op: Op, fact: Pack | Share) -> None:
         node, to = op.node, op.cast_to()
@@ -372,38 +324,17 @@ class Reader:
             if self.read_exchange(op, fact):
                 return
         elif to is not None and not fact.narrowed:
-            widens = op.inputs[0].meta["val"].dtype.itemsize < to.itemsize
+            widens = fact.dtype.itemsize < to.itemsize
             if not widens and fact.scale == 1.0:
                 self.fail("reduction", node, "a sum over ranks is narrowed: it may overflow", "the scaling before that")
-            self.facts[node] = replace(fact, narrowed=not widens)
+            self.facts[node] = replace(fact, narrowed=not widens, dtype=to)
             return
         elif op.target is _aten.mul.Tensor and isinstance(op.args[1], float):
             self.facts[node] = replace(fact, scale=fact.scale * op.args[1])
             return
         elif op.target is _aten.as_strided.default and fact.state == "whole":
-            (_, shape, stride, *rest) = op.args
+            _, shape, stride, *rest = op.args
             if tuple(stride) == contiguous_stride(shape):
-                self.facts[node] = Share(fact, rest[0] if rest else 0, op.value.numel())
+                self.facts[node] = Share(fact, rest[0] if rest else 0, tuple(shape))
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
-
-    def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
-        """Whether it is one of the steps from the others' parts to the sum of all."""
-        ranks, state = fact.state.split()[-1], ""
-        if fact.state == "parts":
-            n = op.value.shape[0] + 1 if op.value.dim() == 2 else 0
-            if op.target is _aten.view.default and n * op.value.shape[1] == fact.numel:
-                state = f"parts of {n}"
-        elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
-            state = f"others of {ranks}"
-        elif fact.state.startswith(("own of", "others of")):
-            both = [self.facts.get(x) for x in op.args] if op.target is _aten.add.Tensor and not op.kwargs else []
-            if both == [replace(fact, state=f"{kind} of {ranks}") for kind in ("own", "others")]:
-                state = f"shard of {ranks}"
-        if state:
-            self.facts[op.node] = replace(fact, state=state)
-        return bool(state)
-
-    def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
-        tag = node.meta.get("zerofx")
-        refuse(rule, node, found, expected, tag.group if tag else None)

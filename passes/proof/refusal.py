@@ -27,9 +27,7 @@ class VerificationError(RuntimeError):
 
 def refuse(rule: str, node: Node, found: str, expected: str, group: str | None = None) -> NoReturn:
     """Raise, with the place in the user's model that ``node`` serves."""
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    file = max((i for i, line in enumerate(trace) if line.strip().startswith("File ")), default=None)
-    place = "" if file is None else ", for " + " ".join(line.strip() for line in trace[file : file + 2])
+    place = place_in_model(node)
     of = f" of group {group!r}" if group else ""
     raise VerificationError(
         f"the rewritten graph breaks the rule {rule!r} at node {node.name!r}{of}{place}: {found}; expected: "
@@ -39,3 +37,10 @@ def refuse(rule: str, node: Node, found: str, expected: str, group: str | None =
         node.name,
         group,
     )
+
+
+def place_in_model(node: Node) -> str:
+    """The line of the user's model that ``node`` serves, for a message; empty where it is not known."""
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    file = max((i for i, line in enumerate(trace) if line.strip().startswith("File ")), default=None)
+    return "" if file is None else ", for " + " ".join(line.strip() for line in trace[file : file + 2])

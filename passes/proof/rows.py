@@ -13,105 +13,105 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from zerofx.passes.context import ParameterRef
-from zerofx.passes.proof.facts import OWN_ROWS, SCATTERS, SUM_ROWS, Everyones, Flat, Pack, Part, Rows, Started
+from zerofx.passes.proof.facts import OWN_ROWS, SUM_ROWS, Everyones, Flat, Pack, Part, Rows, Started
+from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Numbered, Op
-
-if TYPE_CHECKING:
-    from zerofx.passes.proof.reader import Reader
+from zerofx.passes.travel import SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 
 
-def start_telling(reader: Reader, op: Op) -> None:
+def start_telling(known: Known, op: Op) -> None:
     """A gather of what is no shard: of values, flat, which only what picks or adds rows may read."""
-    ctx, (source, world_size, process_group) = reader.ctx, op.args
+    ctx, (source, world_size, process_group) = known.ctx, op.args
     if not ctx.lookups or source.target is not _aten.reshape.default or source.args[1] != [-1]:
-        reader.fail("gather", op.node, "it gathers what is no shard", "a shard")
+        known.fail("gather", op.node, "it gathers what is no shard", "a shard")
     layouts = [*ctx.shards, *(ref.layout for ref in ctx.gradients.values())]
     right = process_group if process_group == ctx.reduce_group else ctx.process_group
-    reader.check_collective(op, layouts[0], world_size, process_group, right)
-    _start(reader, op, Everyones(source.args[0]))
+    known.check_collective(op, layouts[0], world_size, process_group, right)
+    _start(known, op, Everyones(source.args[0]))
 
 
-def _start(reader: Reader, op: Op, brings: Everyones | Rows) -> None:
-    reader.facts[op.node] = Started(op.node, brings)
-    reader.waits[op.node] = []
-    reader.tables.add(op.node)
+def _start(known: Known, op: Op, brings: Everyones | Rows) -> None:
+    known.facts[op.node] = Started(op.node, brings)
+    known.waits[op.node] = []
+    known.tables.add(op.node)
 
 
-def read_own_rows(reader: Reader, op: Op, flat: Flat) -> None:
+def read_own_rows(known: Known, op: Op, flat: Flat) -> None:
     """What picks rows from a shard."""
     _, told, offset, length, width, process_group = op.args
-    slot, indices = reader.slot(flat.layout, offset, (length, width)), reader.facts.get(told)
+    slot, indices = known.slot(flat.layout, offset, (length, width)), known.facts.get(told)
     whole = not flat.whole and flat.ranges == (range(flat.layout.shard_numel),)
     if slot is None or not whole or not isinstance(indices, Everyones) or indices.dtypes:
         where = f"{length} rows of {width} elements from element {offset} on"
-        reader.fail("slice", op.node, f"it takes {where}, by {told.name!r}", "a table as laid out, and all indices")
-    _check_group(reader, op, process_group, reader.ctx.process_group)
-    table = reader.meanings.stored(ParameterRef(flat.layout, slot))
-    table = reader.meanings.casts(table, flat.layout.dtype, flat.dtypes)
-    dtype = op.value.dtype
-    reader.facts[op.node] = Rows(flat.layout, table, dtype, width, indices.node, op.value.numel())
+        known.fail("slice", op.node, f"it takes {where}, by {told.name!r}", "a table as laid out, and all indices")
+    _check_group(known, op, process_group, known.ctx.process_group)
+    table = known.numbering.stored(ParameterRef(flat.layout, slot))
+    table = known.numbering.casts(table, flat.layout.dtype, flat.dtypes)
+    dtype = flat.dtypes[-1] if flat.dtypes else flat.layout.dtype
+    numel = indices.node.meta["val"].numel() * flat.layout.world_size * width
+    known.facts[op.node] = Rows(flat.layout, table, dtype, width, indices.node, numel)
 
 
-def read_rows(reader: Reader, op: Op, rows: Rows) -> None:
+def read_rows(known: Known, op: Op, rows: Rows) -> None:
     """What reads picked rows: a cast, the exchange, and what brings them into shape."""
-    to, ctx = op.cast_to(), reader.ctx
+    to, ctx = op.cast_to(), known.ctx
     if rows.state == "own" and to is not None:
-        table = reader.meanings.cast(rows.table, rows.dtype, to)
-        reader.facts[op.node] = replace(rows, table=table, dtype=to)
+        table = known.numbering.cast(rows.table, rows.dtype, to)
+        known.facts[op.node] = replace(rows, table=table, dtype=to)
     elif rows.state == "own" and op.target in SCATTERS:
         pairwise = op.target is _zerofx.all_to_all_pairwise.default
         *_, world_size, process_group = op.args
         operation = "sum" if pairwise else op.args[1]
-        reader.check_collective(op, rows.layout, world_size, process_group, ctx.process_group, operation)
-        _start(reader, op, replace(rows, state="parts" if pairwise else f"shard of {world_size}"))
+        known.check_collective(op, rows.layout, world_size, process_group, ctx.process_group, operation)
+        _start(known, op, replace(rows, state="parts" if pairwise else f"shard of {world_size}"))
     elif rows.state == "own" and op.target is _zerofx.own_part.default:
         *_, world_size, process_group = op.args
-        reader.check_collective(op, rows.layout, world_size, process_group, ctx.process_group)
-        reader.facts[op.node] = replace(rows, state=f"own of {world_size}")
-    elif reader.read_exchange(op, rows):
+        known.check_collective(op, rows.layout, world_size, process_group, ctx.process_group)
+        known.facts[op.node] = replace(rows, state=f"own of {world_size}")
+    elif known.read_exchange(op, rows):
         pass
     elif rows.state == f"shard of {rows.layout.world_size}" and op.target is _aten.view.default:
         shape = (*rows.indices.meta["val"].shape, rows.width)
-        if tuple(op.value.shape) != shape:
-            reader.fail("value", op.node, f"rows have the shape {tuple(op.value.shape)}", f"{shape}")
-        reader.numbers[op.node] = reader.meanings.looked_up(rows.table, reader.numbers[rows.indices])
+        if tuple(op.args[1]) != shape:
+            known.fail("value", op.node, f"rows have the shape {tuple(op.args[1])}", f"{shape}")
+        known.numbers[op.node] = known.numbering.looked_up(rows.table, known.numbers[rows.indices])
     else:
-        reader.fail("value", op.node, "it does something else with rows of a table", "their sum over ranks")
+        known.fail("value", op.node, "it does something else with rows of a table", "their sum over ranks")
 
 
-def read_everyones(reader: Reader, op: Op, told: Everyones) -> None:
+def read_everyones(known: Known, op: Op, told: Everyones) -> None:
     """What reads all ranks' values: a cast, or what adds them up for the rows of this rank's shard."""
     to = op.cast_to()
     if to is not None:
-        reader.facts[op.node] = replace(told, dtypes=(*told.dtypes, to))
+        known.facts[op.node] = replace(told, dtypes=(*told.dtypes, to))
         return
     if op.target is not SUM_ROWS:
-        reader.fail("value", op.node, "it reads what all ranks told", f"{OWN_ROWS} or {SUM_ROWS} alone")
+        known.fail("value", op.node, "it reads what all ranks told", f"{OWN_ROWS} or {SUM_ROWS} alone")
     _, indices, offset, length, width, padding_idx, shard_numel, process_group = op.args
-    given, asked = (reader.facts.get(x) for x in op.args[:2])
-    layouts = {ref.layout.name: ref.layout for ref in reader.ctx.gradients.values()}
+    given, asked = (known.facts.get(x) for x in op.args[:2])
+    layouts = {ref.layout.name: ref.layout for ref in known.ctx.gradients.values()}
     layout = layouts.get(op.node.meta["zerofx"].group if "zerofx" in op.node.meta else "", next(iter(layouts.values())))
-    slot = reader.slot(layout, offset, (length, width))
+    slot = known.slot(layout, offset, (length, width))
     told_all = isinstance(given, Everyones) and isinstance(asked, Everyones) and not asked.dtypes
     if slot is None or shard_numel != layout.shard_numel or not told_all:
         where = f"{length} rows of {width} elements at {offset} in {shard_numel}"
-        reader.fail("reduction", op.node, f"it adds up {where}, by {indices.name!r}", "a table as laid out")
+        known.fail("reduction", op.node, f"it adds up {where}, by {indices.name!r}", "a table as laid out")
     assert isinstance(given, Everyones) and isinstance(asked, Everyones)
-    _check_group(reader, op, process_group, reader.ctx.reduce_group)
-    numbers = [Numbered(reader.numbers[x.node]) for x in (given, asked)]
-    gradient = reader.meanings.call(_aten.embedding_dense_backward.default, *numbers, length, padding_idx, False)
+    _check_group(known, op, process_group, known.ctx.reduce_group)
+    numbers = [Numbered(known.numbers[x.node]) for x in (given, asked)]
+    gradient = known.numbering.call(_aten.embedding_dense_backward.default, *numbers, length, padding_idx, False)
     dtype = given.node.meta["val"].dtype
-    reader.numbers[op.node] = reader.meanings.casts(gradient, dtype, given.dtypes)
-    reader.facts[op.node] = Pack((Part(slot.offset, slot.numel, op.node),), layout.numel, state="shard")
+    known.numbers[op.node] = known.numbering.casts(gradient, dtype, given.dtypes)
+    part, dtype = Part(slot.offset, slot.numel, op.node), given.dtypes[-1] if given.dtypes else dtype
+    known.facts[op.node] = Pack((part,), layout.numel, dtype, state="shard")
 
 
-def _check_group(reader: Reader, op: Op, found: str, right: str) -> None:
+def _check_group(known: Known, op: Op, found: str, right: str) -> None:
     if found != right:
-        reader.fail("group", op.node, f"it takes its rank from {found!r}", f"{right!r}")
+        known.fail("group", op.node, f"it takes its rank from {found!r}", f"{right!r}")

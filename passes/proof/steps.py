@@ -7,10 +7,11 @@ from itertools import pairwise
 from torch.fx import Node
 
 from zerofx.model.layout import GroupLayout
-from zerofx.passes.proof.facts import REFRESH, SCATTERS, STEP
+from zerofx.passes.proof.facts import REFRESH, STEP
 from zerofx.passes.proof.live import Buffer, loose_reader
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.proof.reader import Reader
+from zerofx.passes.travel import SCATTERS
 
 
 def gradient_of(reader: Reader, value: Node, layout: GroupLayout) -> Node:

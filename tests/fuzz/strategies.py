@@ -99,14 +99,15 @@ def without(recipe: Recipe) -> frozenset[str]:
     refuses, under plain ``torch.compile`` too.
 
     With weights that compute in another dtype than the module's: buffers, which stay in float64; a recurrence, which
-    outside of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of a
-    weight and a number, and a part of a weight, which are in the master's dtype.
+    outside of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of
+    a weight and a number, and a part of a weight, which are in the master's dtype; weight norm, for Dynamo shows nobody
+    its operator, so its weights are not cast.
     """
     left_out = set()
     two_forwards = any({"two_forwards", "crossed"} & set(calls) for calls in recipe.steps)
     if two_forwards and {"again", "reentrant"} & kinds(recipe.layers):
         left_out |= {"batch_norm"}
     if recipe.precision == "low":
-        left_out |= {"batch_norm", "gru", "lstm", "rnn", *COUNTERS}
+        left_out |= {"batch_norm", "gru", "lstm", "rnn", "weight_norm", *COUNTERS}
         left_out |= {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
     return frozenset(left_out)

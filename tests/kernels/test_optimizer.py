@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import zerofx
 from zerofx.kernels import norm
 from zerofx.kernels.split import join
-from zerofx.optim.device_step import DeviceStep
+from zerofx.runtime.optim.device_step import DeviceStep
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     norm.PARTIAL_SUMS = 8  # a program takes milliseconds there, however little it does

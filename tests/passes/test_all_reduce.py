@@ -30,7 +30,7 @@ from tests.passes.graphs import (
 from tests.passes.test_pipeline_numerics import check_close, run_both
 from tests.workers import Workers
 from zerofx import _torch
-from zerofx.passes import Context, all_reduce, edit, pipeline, prefetch, rematerialize
+from zerofx.passes import Context, all_reduce, edit, pipeline, prefetch, rematerialize, save_parameters
 
 BUCKETS = ("group", "parameter", "all")
 COLLECTIVE = ("all_reduce", "wait_grad")
@@ -394,8 +394,8 @@ def test_in_a_forward_graph_nothing_is_left_to_lower(executor: str) -> None:
     assert_left_alone(gm, ctx, lower)
 
 
-AVERAGING = tuple(pass_ for pass_ in pipeline(0) if pass_ is not rematerialize)
-"""The passes of stage 0 that are about gradients; `rematerialize` has tests of its own."""
+AVERAGING = tuple(pass_ for pass_ in pipeline(0) if pass_ not in (rematerialize, save_parameters))
+"""The passes of stage 0 that are about gradients; the others have tests of their own."""
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, 64])
@@ -430,6 +430,7 @@ def both_graphs(
     inputs = {names[i]: value for i, value in pair.inputs.items() if i in names}
     received = [n.name for n in backward.graph.find_nodes(op="placeholder")]
     kept: dict[str, torch.Tensor] = {}
+    apply(forward, ctx, save_parameters)
 
     def take(pass_: Pass) -> None:
         code = forward.code
@@ -439,6 +440,8 @@ def both_graphs(
     def results() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         returned = run(forward, ctx, Numbers(inputs, pair.flats))
         (loss,) = (value for i, value in enumerate(returned) if i not in ctx.saved)
+        for i, ref in ctx.saved_parameters.items():  # the caller puts it there
+            returned[i] = ref.layout.view(pair.flats[ref.layout], ref.slot)
         saved = [returned[i] for i in sorted(ctx.saved)]
         numbers = Numbers(dict(zip(received, [*saved, torch.ones(())], strict=True)), pair.flats)
         for ref, node in zip(bctx.kept, edit.tagged(backward.graph, "kept"), strict=True):

@@ -286,3 +286,45 @@ def test_low_precision_sums_are_widened_before_they_are_scaled(world_size: int) 
         for slot, name in zip(layout.slots, ("dw", "db"), strict=True):
             rounded = numbers.inputs[name].bfloat16().float()
             torch.testing.assert_close(layout.view(flat, slot), rounded, rtol=0, atol=0)
+
+
+def strided(offset: int | None) -> tuple[Any, Any]:
+    """A graph that looks at its second weight through ``as_strided``, and through it at a view of that."""
+    s = Sketch(world_size=1)
+    _, w = s.parameters("a", v=(5,), w=(4, 6))
+    begins = () if offset is None else (offset,)
+    first = s.call(aten.as_strided.default, w, [2, 3], [6, 2], *begins)
+    pairs = s.call(aten.view_as_complex.default, s.call(aten.view.default, w, [4, 3, 2]))
+    second = s.call(aten.as_strided.default, pairs, [2, 2], [3, 1], 4)
+    third = s.call(aten.as_strided.default, first, [3], [1], storage_offset=7)
+    copied = s.call(aten.as_strided.default, s.call(aten.clone.default, w), [3], [1], 7)
+    return s.done(*(s.call(aten.mul.Tensor, x, 2.0) for x in (first, second, third, copied)))
+
+
+@pytest.mark.parametrize("offset", [None, 0, 5])
+def test_as_strided_of_a_weight_counts_from_its_place_in_the_buffer(offset: int | None) -> None:
+    gm, ctx = strided(offset)
+    numbers = Numbers.random(gm, ctx)
+    # As the caller has a parameter: in memory of its own.
+    w = next(ref for ref in ctx.parameters.values() if ref.slot.name == "w")
+    own = w.layout.view(numbers.flats[w.layout], w.slot).clone()
+    expected = gm(torch.zeros(5), own)
+    apply(gm, ctx, gather)
+    apply(gm, ctx, group)
+    at = 32  # v takes 5 elements, and w begins on the next multiple of 128 bytes
+    FileCheck().check(f"as_strided.default(shard_a, [4, 6], [6, 1], {at})").check(
+        f"as_strided.default(as_strided_default, [2, 3], [6, 2], {at + (offset or 0)})"
+    ).check(f", [2, 2], [3, 1], {at // 2 + 4})").check(f", [3], [1], {at + 7})").check("clone, [3], [1], 7)").run(
+        gm.code
+    )
+    torch.testing.assert_close(run(gm, ctx, numbers), list(expected), rtol=0, atol=0)
+
+
+def test_as_strided_from_an_element_that_the_graph_computes_is_refused() -> None:
+    s = Sketch()
+    (w,) = s.parameters("a", w=(4, 6))
+    start = s._add(s.graph.placeholder("start"), 3)
+    gm, ctx = s.done(s.call(aten.relu.default, s.call(aten.as_strided.default, w, [3], [1], start)))
+    apply(gm, ctx, gather)
+    with pytest.raises(NotImplementedError, match=r"as_strided.*Use a number"):
+        apply(gm, ctx, group)

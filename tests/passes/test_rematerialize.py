@@ -57,6 +57,15 @@ def chains() -> dict[str, Chain]:
             aten.clone.default, s.call(aten.t.default, w), memory_format=torch.contiguous_format
         ),
         "piece of a split": split,
+        "complex numbers": lambda s, w: s.call(aten.view_as_complex.default, s.call(aten.view.default, w, [8, 4, 2])),
+        "conjugates carried out": lambda s, w: s.call(
+            aten._conj_physical.default, s.call(aten.view.dtype, w, torch.complex64)
+        ),
+        "diagonal": lambda s, w: s.call(aten.diagonal.default, w, 1),
+        "windows": lambda s, w: s.call(aten.unfold.default, w, 1, 3, 2),
+        "negative": lambda s, w: s.call(aten._neg_view.default, w),
+        "copy of a view": lambda s, w: s.call(aten.permute_copy.default, w, [1, 0]),
+        "elements of memory": lambda s, w: s.call(aten.as_strided.default, w, [2, 3], [8, 1], 5),
     }
 
 

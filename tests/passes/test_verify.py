@@ -28,12 +28,13 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     gradients,
     inputs,
     record,
+    replicated,
     rewritten,
     steps,
     tables,
     values,
 )
-from zerofx.compiler.records import copy_graph
+from zerofx.compiler.rewriting import copy_graph
 from zerofx.passes import VerificationError, edit, pipeline, verify
 from zerofx.passes.schedule import groups_ahead
 
@@ -191,6 +192,30 @@ def test_a_dropped_write_and_two_that_change_places_are_found() -> None:
         assert caught.value.rule == "write", order
 
 
+def test_a_cast_is_what_its_argument_says_not_what_its_node_says() -> None:
+    s = Sketch(stage=0)
+    gm, ctx = s.done(s.call(edit.CAST, s.input("x", 4), torch.float64))
+    ctx.before = copy_graph(gm)
+    (cast,) = edit.output_values(gm.graph)
+    cast.args = (cast.args[0], torch.float16)
+    with pytest.raises(VerificationError) as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "value"
+
+
+def test_two_draws_from_one_generator_must_not_change_places() -> None:
+    s = Sketch(stage=0)
+    x = s.input("x", 4)
+    gm, ctx = s.done(s.call(aten.rand_like.default, x), s.call(aten.randn_like.default, x))
+    ctx.before = copy_graph(gm)
+    assert verify(gm, ctx) == 0
+    first, second = edit.output_values(gm.graph)
+    first.prepend(second)
+    with pytest.raises(VerificationError) as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "value"
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_cast_that_the_model_returns_must_not_become_a_view_of_weights(stage: int) -> None:
     """`narrow` leaves such casts where they are: who gets them may write to them."""
@@ -217,6 +242,27 @@ def test_a_cast_that_the_model_returns_must_not_become_a_view_of_weights(stage: 
     assert caught.value.rule == "write"
 
 
+@pytest.mark.parametrize("complex_numbers", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_as_strided_that_reads_a_weight_from_another_place_is_found(stage: int, complex_numbers: bool) -> None:
+    s = Sketch(stage=stage)
+    _, w = s.parameters("h.0", v=(5,), w=(8, 8))
+    source = s.call(aten.view_as_complex.default, s.call(aten.view.default, w, [8, 4, 2])) if complex_numbers else w
+    strided = s.call(aten.as_strided.default, source, [2, 3], [4, 1], 3)
+    gm, ctx = s.done(s.call(aten.mul.Tensor, strided, 2.0))
+    ctx.before = copy_graph(gm)
+    apply(gm, ctx, *pipeline(stage)[:-1])
+    assert verify(gm, ctx) == 0
+    (view,) = (n for n in gm.graph.nodes if n.target is edit.AS_STRIDED and "zerofx" not in n.meta)
+    *rest, start = view.args
+    assert start == (16 if complex_numbers else 32) + 3
+    for wrong in (3, start - 1, start + 1):
+        view.args = (*rest, wrong)
+        with pytest.raises(VerificationError) as caught:
+            verify(gm, ctx)
+        assert caught.value.rule == "value"
+
+
 def test_the_error_names_rule_node_group_and_line() -> None:
     s = Sketch()
     w, b = s.parameters("h.0", w=(8, 8), b=(8,))
@@ -232,7 +278,7 @@ def test_the_error_names_rule_node_group_and_line() -> None:
 def test_a_refused_compilation_saves_its_graphs_in_a_file_that_the_error_names(fake_world, monkeypatch) -> None:
     fake_world(2)
     broken = (*pipeline(3)[:-1], _shift_a_weight, verify)
-    monkeypatch.setattr("zerofx.compiler.records.pipeline", lambda stage: broken)
+    monkeypatch.setattr("zerofx.compiler.rewriting.pipeline", lambda stage: broken)
     with pytest.raises(Exception, match=r"breaks the rule 'slice'.*saved in") as caught:
         record(stage=3)
     path = re.search(r"saved in (\S+\.txt)", str(caught.value))

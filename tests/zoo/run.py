@@ -13,6 +13,7 @@ from torch import nn
 
 import zerofx
 from tests.zoo.architectures import ARCHITECTURES, make_batch
+from zerofx.runtime.eager import unshard
 
 STEPS, ROWS = 3, 2
 
@@ -63,6 +64,7 @@ def train(name: str, stage: int, executor: str = "eager") -> Outcome:
     start = [q.detach().clone() for q in plain.parameters()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
     places, worst = [], 0.0
+    unshard._warned.clear()  # each place warns once per process
     for step in range(STEPS):
         batches = [make_batch(architecture.batch, ROWS, 10 * step + r, dtype) for r in range(world)]
         with warnings.catch_warnings(record=True) as caught:

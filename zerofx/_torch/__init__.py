@@ -9,6 +9,7 @@ dynamo       how frames become graphs; of which code, from which inputs
 aot          forward apart from backward; what each input and output of them is
 inductor     code for a graph, in the order that the passes decided
 autograd     the engine, while a backward pass runs and before
+profiler     what is allocated, and whether somebody profiles
 tensors      tensors, the memory behind them, and who gets to see them
 distributed  process groups, their backends, and what waits in them
 checkpoint   the files of torch.distributed.checkpoint
@@ -51,9 +52,7 @@ from zerofx._torch.distributed import (
     PythonWork,
     abort_collectives,
     backend_name,
-    batch_gloo_threads,
     default_store,
-    gloo_threads,
     has_backend,
     is_communication_error,
     register_work,
@@ -82,16 +81,15 @@ from zerofx._torch.inductor import (
     pinned,
     source_code,
 )
+from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (
     DisableTorchFunction,
     OpOverload,
     StorageWeakRef,
     TorchDispatchMode,
     adapt_arguments,
-    allocations,
     call_plainly,
     fake_mode,
-    profiler_is_on,
     put_tensor,
     pytree,
     storage_of,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -98,31 +96,6 @@ def abort_collectives(name: str) -> None:
         group.recv([torch.empty(1)], other, _NOBODY_SENDS).wait(datetime.timedelta(milliseconds=10))
 
 
-def batch_gloo_threads() -> None:
-    """Where this process has one core, gloo's threads wait for their turn on it (2.13, 2.15; Linux, elsewhere nothing).
-
-    Starting a send fills a socket's buffer under a lock. A thread of gloo's that wakes meanwhile, since something came
-    in, takes the core away, tries the lock, gives up, and asks for the same event again at once, until its time slice
-    is over: some milliseconds, in which who has the lock has no core to go on (``Pair::handleEvents`` in gloo's
-    transport/tcp/pair.cc). Threads of ``SCHED_BATCH`` do not take a core away when they wake.
-    """
-    if not hasattr(os, "SCHED_BATCH") or len(os.sched_getaffinity(0)) > 1:
-        return
-    for thread in gloo_threads():
-        with contextlib.suppress(OSError):  # it has ended, or may not be touched: slower, not wrong
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-def gloo_threads() -> list[int]:
-    """The ids of the threads in which gloo sends and receives, by their name (2.13, 2.15; Linux). 2.11 gives none."""
-    found = []
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
-                found.append(int(thread.name))
-    return found
-
-
 def is_communication_error(error: RuntimeError) -> bool:
     """Whether the backend raised it, to judge by its text: it has no class of its own (2.11, 2.13, 2.15)."""
     text = str(error)
@@ -131,8 +104,8 @@ def is_communication_error(error: RuntimeError) -> bool:
     )
 
 
-SAME_HOST_ERROR = "zerofx.ranks.same_host: an exchange"
-"""How what `zerofx.ranks.same_host` raises begins."""
+SAME_HOST_ERROR = "zerofx.runtime.ranks.same_host: an exchange"
+"""How what `zerofx.runtime.ranks.same_host` raises begins."""
 
 
 _NOBODY_SENDS = 0x7A68

@@ -87,24 +87,3 @@ def adapt_arguments(adapt: Callable[[str, Any], Any]) -> None:
         return whole.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-
-
-def allocations(runs: Sequence[Callable[[], object]]) -> list[list[int]]:
-    """Calls ``runs``; for each the bytes that it allocated on the CPU, and as negative numbers gave back, in order.
-
-    What a run returns is held until the next is over (2.11, 2.13, 2.15).
-    """
-    activities, name = [torch.profiler.ProfilerActivity.CPU], "zerofx::run"
-    with torch.profiler.profile(activities=activities, profile_memory=True) as prof:
-        for run in runs:
-            with torch.profiler.record_function(name):
-                held = run()  # noqa: F841
-    events = prof.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == name)
-    return [[nbytes for time, nbytes in changes if start <= time <= end] for start, end in spans]
-
-
-def profiler_is_on() -> bool:
-    """Whether `torch.profiler` records this thread now."""
-    return torch.autograd._profiler_enabled()

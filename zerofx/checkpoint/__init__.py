@@ -4,6 +4,7 @@
 file          what it knows
 ============  ======================================================================================
 boxes         a flat slice as rectangles
+checksum      checksums at the speed of memory
 dcp           torch.distributed.checkpoint's protocol, and its index read safely
 ranks         an error of one rank is an error of all
 folder        a checkpoint is whole or not there
@@ -16,6 +17,10 @@ loading       from a folder to states
 export        unsharded weights
 deepspeed     ZeRO's checkpoints
 ============  ======================================================================================
+
+Imports `zerofx.runtime` and what is below it::
+
+    optim ◀── boxes, dcp, ranks, state ◀── folder, sources ◀── saving, restore ◀── loading, export ◀── compiler
 """
 
 from zerofx.checkpoint.export import export_safetensors, full_state_dict

@@ -48,7 +48,8 @@ from torch.futures import Future
 from zerofx._torch import StorageInfo, index_class
 from zerofx.checkpoint.boxes import Box, boxes
 from zerofx.checkpoint.ranks import CheckpointError
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.parameter import ShardedTensor
 
 INDEX = ".metadata"
 
@@ -248,3 +249,6 @@ def read_into(folder: Path, index: Metadata, targets: dict[str, Any], *, compact
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     with torch.no_grad():
         reader.read_data(plan, planner).wait()
+
+
+DOORS.write_items, DOORS.chunk_list, DOORS.tensor_shard = write_items, chunk_list, tensor_shard

@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import resolve_process_group
 from zerofx.checkpoint.folder import sync, writing
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
 from zerofx.checkpoint.state import model_state, names_of, unwrapped
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 
@@ -181,8 +180,13 @@ def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | Non
         return tensor.detach().to("cpu", copy=True)
     if everywhere:
         return tensor.full_tensor().cpu()
+    with tensor._group.home.at_hand():
+        return _bring_slices(tensor)
+
+
+def _bring_slices(tensor: ShardedTensor) -> torch.Tensor | None:
     group, slot, layout = tensor._group, tensor._slot, tensor._group.layout
-    process_group = resolve_process_group(group.group_name)
+    process_group = group.process_group
     if group.rank != 0:
         if tensor._local.numel():
             # As bytes: gloo does not know every dtype.

@@ -26,7 +26,7 @@ from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.restore import Binding, bind
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import DcpSource, FileSource, SafetensorsSource, Source
-from zerofx.checkpoint.state import model_state, owned
+from zerofx.checkpoint.state import at_hand, model_state, owned
 
 
 def load(
@@ -76,7 +76,7 @@ def load(
     ranks.together(what, lambda: source.verify(binding.reads, ranks.rank, ranks.size))
 
     def read() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), at_hand(module):
             source.read(binding.reads)
             binding.finish()
 

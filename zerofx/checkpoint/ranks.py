@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import default_store, resolve_process_group
-from zerofx.compiler.shard import groups_of
+from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.state.group import groups_of
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Ranks:
     """
 
     def __init__(self, group_name: str | None) -> None:
-        self._name = group_name  # see `zerofx.state.group.ShardGroup.group_name`
+        self._name = group_name  # see `zerofx.runtime.ranks.sharing.RankGroup`
         self.rank = 0 if group_name is None else self._group.rank()
         self.size = 1 if group_name is None else self._group.size()
 
@@ -54,9 +55,8 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None)
         groups = groups_of(module)
-        shared = groups[0].process_group if groups else dist.group.WORLD
-        assert shared is not None
-        return Ranks(None if shared.size() == 1 else shared.group_name)
+        shared = groups[0].sharing.weights if groups else RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        return Ranks(None if shared.size == 1 else shared.name)
 
     @property
     def _group(self) -> dist.ProcessGroup:

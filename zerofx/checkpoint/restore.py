@@ -30,8 +30,8 @@ from zerofx.checkpoint.ranks import CheckpointError
 from zerofx.checkpoint.sources import Entry, Source
 from zerofx.checkpoint.state import local, names_of, new_like, owned, unwrapped
 from zerofx.kernels.split import join
-from zerofx.optim.adamw import AdamW
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.state.parameter import ShardedTensor
 
 MASTERS = ("master", "remainder")
 SCALARS = ("step", "eta", "mu", "mu_product")

@@ -14,6 +14,7 @@ stands as it stood.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import pickle
 import threading
 import warnings
@@ -34,8 +35,8 @@ from zerofx.checkpoint import folder as folders
 from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
-from zerofx.checkpoint.state import model_state, names_of, non_finite, optimizer_state
-from zerofx.state.parameter import ShardedTensor
+from zerofx.checkpoint.state import at_hand, model_state, names_of, non_finite, optimizer_state
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 @overload
@@ -112,11 +113,12 @@ def save(
             state["optim"] = optimizer_state(module, optimizer)
         _check_finite(module, state)
 
-    ranks.together(f"Saving to {target}", collect)
-    run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
-    if not background:
-        return run()
-    run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
+    with at_hand(module):
+        ranks.together(f"Saving to {target}", collect)
+        run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
+        if not background:
+            return run()
+        run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
     _pending[ranks.key] = saving = Saving(run, ranks)
     return saving
 
@@ -317,6 +319,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _version() -> str:
-    import zerofx
-
-    return zerofx.__version__
+    try:
+        return importlib.metadata.version("zerofx")
+    except importlib.metadata.PackageNotFoundError:  # of sources that were never installed
+        return "unknown"

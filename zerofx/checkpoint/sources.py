@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from zerofx.checkpoint.dcp import is_plain_name, read_index, read_into
 from zerofx.checkpoint.folder import MARK, Mark
 from zerofx.checkpoint.ranks import CheckpointError
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ShardedTensor
 
 Part = Callable[[int, int], torch.Tensor]
 """Elements from here to there of the flattened tensor, 1-D."""

@@ -11,13 +11,16 @@ as ``torch.distributed.checkpoint`` writes the two dictionaries that its ``state
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.state.parameter import ShardedTensor
+from zerofx.runtime.state.group import groups_of
+from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -85,6 +88,11 @@ def new_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(parameter, ShardedTensor):
         return parameter.like(torch.empty_like(parameter._local, dtype=dtype))
     return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """The state of ``module``, its optimizer's included, can be read and written inside."""
+    return all_at_hand(group.home for group in groups_of(module))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

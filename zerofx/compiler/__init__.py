@@ -1,1 +1,25 @@
-"""From a module to graphs that run."""
+"""Compiler: from a module to graphs that run.
+
+============  ==================================================================
+api           the calls that a user makes
+options       their options, checked
+checks        what is checked before a module is sharded
+shard         a module is sharded, group by group
+initialize    values for modules of the meta device
+backend       the ``torch.compile`` backend
+captured      what is done with Dynamo's graph
+pair          forward and backward of one graph: contexts, passes, executor
+rewriting     one graph on its way through the passes
+runners       what runs at every step
+records       what was compiled, to be read
+explain       why a node stands where it stands
+printing      a graph in a line per collective
+listing       a graph in a line per node
+observed      graphs under names, in logs and traces
+============  ==================================================================
+
+Imports every room but `zerofx.inspect`::
+
+    runtime, checkpoint ◀── options ◀── checks ◀── shard ◀── captured ◀── backend ◀── api
+                 passes ◀── rewriting ◀── records, runners ◀── pair ◀────┘
+"""

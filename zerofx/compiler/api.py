@@ -12,8 +12,8 @@ from zerofx._torch import compile_module
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, Trace, records_of
-from zerofx.compiler.shard import groups_of, shard_module
-from zerofx.state.group import ShardGroup
+from zerofx.compiler.shard import shard_module
+from zerofx.runtime.state.group import ShardGroup, groups_of
 
 
 def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> nn.Module:
@@ -66,7 +66,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def drop_kept(module: nn.Module) -> None:
     """Give up the gradients that `no_sync` kept: what ``zero_grad`` is to those in ``.grad``."""
     for group in _groups(module):
-        group.drop_kept()
+        group.gradients.drop_kept()
 
 
 def graphs(module: nn.Module) -> list[GraphRecord]:

@@ -21,18 +21,16 @@ import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
 from zerofx.compiler.listing import difference, node_line
-from zerofx.compiler.printing import format_bytes, place_of, whole_bytes
+from zerofx.compiler.printing import place_of, whole_bytes
+from zerofx.compiler.rewriting import Rewriting
+from zerofx.model.units import format_bytes
 from zerofx.passes import before_lower, edit, pipeline
 from zerofx.passes.context import Tag
 from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight, soonest
-
-if TYPE_CHECKING:
-    from zerofx.compiler.records import Trace
 
 MOST_NAMES = 4
 """Parameters that are named; the others are counted."""
@@ -41,7 +39,7 @@ Why = list[tuple[str, str]]
 """What is said of a node: (which question, the answer)."""
 
 
-def explain(trace: Trace, words: str) -> str:
+def explain(trace: Rewriting, words: str) -> str:
     """What every node of zerofx's whose line has all of ``words`` (whole ones; a node's name will do) is there for.
 
     Raises:
@@ -89,7 +87,7 @@ class History:
         moved: a node's name -> the last pass that moved it, past a node of the model's, a wait for weights or a pack.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Rewriting) -> None:
         self.graphs: dict[str, Graph] = {"": trace.before.graph}
         self.made: dict[str, str] = {}
         self.moved: dict[str, str] = {}
@@ -127,7 +125,7 @@ def _places(graph: Graph, fixed: set[str]) -> dict[str, int]:
 class Reasons:
     """Answers about the nodes of one graph, as it is before `lower`."""
 
-    def __init__(self, trace: Trace, history: History | None = None) -> None:
+    def __init__(self, trace: Rewriting, history: History | None = None) -> None:
         self.context = trace.context
         self.history = history or History(trace)
         self.graph = self.history.graphs[before_lower(trace.context.stage)]

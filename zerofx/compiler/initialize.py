@@ -42,9 +42,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import pytree
-from zerofx.eager.whole import Place, WholeParameter, in_place_of
 from zerofx.model.hugging_face import is_model
-from zerofx.state.parameter import ShardedParameter
+from zerofx.runtime.eager.whole import Place, WholeParameter, in_place_of
+from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.parameter import ShardedParameter
 
 Init = Callable[[nn.Module], Any]
 
@@ -123,7 +125,7 @@ def initialize(
     init: Init | None,
     templates: dict[nn.Parameter, Template],
     device: torch.device,
-    process_group: dist.ProcessGroup,
+    ranks: RankGroup,
     *,
     from_rank_0: bool = True,
     buffers_alone: bool = False,
@@ -147,13 +149,15 @@ def initialize(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if from_rank_0:
-            stack.enter_context(_rank_0_draws(process_group, device))
+            stack.enter_context(_rank_0_draws(ranks, device))
         for family in families:
             stack.enter_context(family.rewriting())
         for m, owner in _children_first(module):
             if not buffers_alone or any(buffer in blanks for buffer in m.buffers(recurse=False)):
                 _one_module(m, init, owner, templates, done, names, buffers_alone)
-    unwritten = [] if buffers_alone else [n for p, n in names.items() if _is_blank(getattr(p, "_local", p.detach()))]
+    with all_at_hand(p._group.home for p in templates if isinstance(p, ShardedParameter)):
+        blank = [n for p, n in names.items() if _is_blank(getattr(p, "_local", p.detach()))]
+    unwritten = [] if buffers_alone else blank
     for name, b in module.named_buffers():
         if b.is_meta or (b in blanks and b._version == blanks[b] and _is_blank(b)):
             unwritten.append(name)
@@ -164,10 +168,7 @@ def initialize(
         if name not in ("_parameters", "_buffers")
         and any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(value))
     ]
-    everyone = [unwritten] * process_group.size()
-    if process_group.size() > 1:
-        dist.all_gather_object(everyone, unwritten, group=process_group)
-    if left := next((names for names in everyone if names), None):
+    if left := next((names for names in ranks.told(unwritten) if names), None):
         raise RuntimeError(
             f"{left[0]!r} was built on the meta device and nothing has initialised it"
             f"{f' ({len(left) - 1} more)' if len(left) > 1 else ''}: what the constructor put there is lost. Have the "
@@ -254,12 +255,12 @@ def _is_blank(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _rank_0_draws(process_group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+def _rank_0_draws(ranks: RankGroup, device: torch.device) -> Iterator[None]:
     """Random numbers inside are rank 0's; a rank whose generators were in another state finds them in it again."""
     states = _random_state(device)
     box: list[Any] = [states]
-    if process_group.size() > 1:
-        dist.broadcast_object_list(box, group=process_group, group_src=0)
+    if ranks.size > 1:
+        dist.broadcast_object_list(box, group=ranks.process_group, group_src=0)
     differs = not all(map(torch.equal, states, box[0]))
     if differs:
         _set_random_state(box[0], device)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx.eager.leaf import LeafRule, check_rules
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
 from zerofx.passes.context import Buckets, Executor
+from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
 EXECUTORS = ("inductor", "eager")
 BUCKETS = ("group", "parameter", "all")
@@ -36,12 +36,12 @@ class Options:
         groups: see `zerofx.model.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
             are gathered whole when they are entered; for modules whose code chooses layers by data. See
-            `zerofx.eager.leaf`.
+            `zerofx.runtime.eager.leaf`.
         lookups: stage 3: of embeddings that are only looked up, rows travel instead of the table, and their gradients,
             where that is fewer bytes. Every rank's batches must have one shape then. See
             `zerofx.passes.lookup`.
         one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
-            gather nothing; see `zerofx.ranks.one_copy`.
+            gather nothing; see `zerofx.runtime.state.one_copy`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
             reductions of compiled graphs run: no gather queues behind one. None: all in one.
@@ -107,7 +107,7 @@ class Options:
             raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
         if self.mesh is not None and self.mesh.ndim != 1:
             raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
-        if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as in `zerofx.state.group`
+        if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as `zerofx.runtime.ranks.sharing` keeps it
             object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
         elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
             object.__setattr__(self, "reduce_group", "")  # refused together with the ranks that are in it
@@ -117,7 +117,9 @@ class Options:
     def __repr__(self) -> str:
         """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self)}
-        said = [f"{f.name}={chosen[f.name]!r}" for f in fields(self) if f.name == "stage" or chosen[f.name] != f.default]
+        said = [
+            f"{f.name}={chosen[f.name]!r}" for f in fields(self) if f.name == "stage" or chosen[f.name] != f.default
+        ]
         return f"zerofx({', '.join(said)})"
 
     @staticmethod
@@ -128,16 +130,3 @@ class Options:
         if unknown:
             raise ValueError(f"unknown option {unknown[0]!r}: zerofx knows {', '.join(known)}.")
         return Options(**options)
-
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks to shard over."""
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "no process group: call torch.distributed.init_process_group() first, and start the program with "
-                "torchrun (one process works too: `torchrun --nproc-per-node 1`)."
-            )
-        if self.mesh is not None:
-            return self.mesh.get_group()
-        group = dist.group.WORLD
-        assert group is not None
-        return group

@@ -19,16 +19,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
 from zerofx.compiler.listing import operator_name
+from zerofx.compiler.rewriting import Rewriting
+from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
-
-if TYPE_CHECKING:
-    from zerofx.compiler.records import Trace
 
 _VERBS = {
     "all_gather": "start",
@@ -67,7 +65,7 @@ ALIKE = 3
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 
 
-def format_trace(trace: Trace, fold: bool = True) -> str:
+def format_trace(trace: Rewriting, fold: bool = True) -> str:
     """The graph before `lower`: everything that zerofx put in, and what of the user's stands between.
 
     ``fold``: show layers that look alike once.
@@ -79,24 +77,7 @@ def format_trace(trace: Trace, fold: bool = True) -> str:
     return "\n".join([_header(trace, collectives), *(_folded(body) if fold else (line for _, line in body))])
 
 
-def format_seconds(seconds: float) -> str:
-    """``seconds`` in the largest of s, ms and µs that leaves a number of at least 1."""
-    for unit, factor in (("s", 1), ("ms", 1e3)):
-        if abs(seconds) * factor >= 1:
-            return f"{seconds * factor:.2f} {unit}"
-    return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
-
-
-def format_bytes(n: float) -> str:
-    """``n`` bytes in the largest unit that leaves a number of at least 1 (decimal units)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.1f} {unit}" if unit != "B" else f"{n:.0f} B"
-        n /= 1000
-    return f"{n:.1f} TB"
-
-
-def _header(trace: Trace, collectives: list[Node]) -> str:
+def _header(trace: Rewriting, collectives: list[Node]) -> str:
     sizes: dict[str, list[int]] = {}
     for node in collectives:
         sizes.setdefault(node.meta["zerofx"].kind, []).append(whole_bytes(node))

@@ -1,106 +1,21 @@
-"""What was compiled: graphs before, after each pass, and final, for people to read.
-
-A `Trace` keeps one copy of the graph as AOTAutograd made it; the graph after any pass is made anew by running the
-passes up to there, which are deterministic. So records cost one copy of each graph until someone looks.
-"""
+"""What was compiled: graphs before, after each pass, and final, for people to read."""
 
 from __future__ import annotations
 
-import copy
-import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
-import torch
-from torch.fx import GraphModule
-
-from zerofx import _torch
 from zerofx.compiler.explain import explain, has_words, purpose
 from zerofx.compiler.listing import difference, python_of
 from zerofx.compiler.printing import format_trace
-from zerofx.passes import VerificationError, before_lower, pipeline
-from zerofx.passes.context import Context, Executor
-from zerofx.state.group import ShardGroup
+from zerofx.compiler.rewriting import Rewriting
+from zerofx.passes import pipeline
+from zerofx.runtime.state.group import ShardGroup
 
 
-class Trace:
-    """One graph of a pair (forward or backward), and its way through the passes.
-
-    Attributes:
-        before: the graph that AOTAutograd handed over.
-        edits: pass name -> number of edits it made.
-        seconds: pass name -> how long it took; "record": the copy that is ``before``.
-        context: what the passes knew and found out.
-        code: what Inductor made of the final graph, as Python; None where another executor runs it.
-        pretended: no executor got the graph: it is of `zerofx.dry_run`.
-    """
-
-    def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:
-        start = time.perf_counter()
-        self.before = copy_graph(gm)
-        self._initial = _copy_context(ctx)
-        ctx.before = self._initial.before = self.before
-        self.context = ctx
-        self.edits: dict[str, int] = {}
-        self.code: str | None = None
-        self.pretended = pretended
-        self.seconds = {"record": time.perf_counter() - start}
-
-    @property
-    def name(self) -> str:
-        """The phase, and in brackets what it does with gradients if that is not just to reduce them."""
-        return self.context.name
-
-    def run(self, gm: GraphModule) -> None:
-        """Run all passes on ``gm`` with ``self.context``."""
-        for pass_ in pipeline(self.context.stage):
-            start = time.perf_counter()
-            try:
-                self.edits[pass_.__name__] = pass_(gm, self.context)
-            except VerificationError as e:
-                raise e.saved_in(self._save(gm)) from None
-            self.seconds[pass_.__name__] = time.perf_counter() - start
-
-    def _save(self, gm: GraphModule) -> str:
-        """Write the graph before and after the passes to a file that can be sent; returns its path."""
-        gm.recompile()
-        with tempfile.NamedTemporaryFile("w", prefix="zerofx-", suffix=".txt", delete=False) as file:
-            file.write(f"torch {torch.__version__}\n\nbefore:{self.before.code}\nafter:{gm.code}\n{self.context}\n")
-        return file.name
-
-    def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
-        """The graph after the pass ``name``; ``executor``: as that one would have got it."""
-        passes = pipeline(self.context.stage)
-        names = [pass_.__name__ for pass_ in passes]
-        if name not in names:
-            raise KeyError(f"no pass {name!r}: the passes are {', '.join(names)}.")
-        gm, ctx = copy_graph(self.before), _copy_context(self._initial)
-        ctx.executor = executor or ctx.executor
-        values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-        with _torch.fake_mode_of(values):
-            for pass_ in passes[: names.index(name) + 1]:
-                pass_(gm, ctx)
-        return gm
-
-    def steps(self) -> Iterator[tuple[Callable, GraphModule]]:
-        """Every pass and the graph after it, in order; cheaper than asking `after` for each."""
-        gm, ctx = copy_graph(self.before), _copy_context(self._initial)
-        values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-        for pass_ in pipeline(self.context.stage):
-            with _torch.fake_mode_of(values):
-                pass_(gm, ctx)
-            yield pass_, copy_graph(gm)
-
-    @property
-    def final(self) -> GraphModule:
-        """The graph that the executor got."""
-        return self.after(pipeline(self.context.stage)[-1].__name__)
-
-    def before_lower(self) -> GraphModule:
-        """The graph to read: in front of `lower`."""
-        return self.after(before_lower(self.context.stage))
+class Trace(Rewriting):
+    """One graph of a pair (forward or backward), to be read: what the passes did to it, and why."""
 
     def diff(self, name: str) -> str:
         """What the pass ``name`` changed, node by node; `zerofx.compiler.listing` says how to read it."""
@@ -221,23 +136,3 @@ def records_of(groups: Iterable[ShardGroup]) -> list[GraphRecord]:
     """Every record of any of ``groups``, in the order they were compiled."""
     found = {id(r): r for group in groups for r in _records.get(group, ())}
     return list(found.values())
-
-
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy that can be rewritten; what is not graph is shared."""
-    return GraphModule(gm, copy.deepcopy(gm.graph))
-
-
-def _copy_context(ctx: Context) -> Context:
-    return replace(
-        ctx,
-        parameters=dict(ctx.parameters),
-        recipes=dict(ctx.recipes),
-        kept_gathered=dict(ctx.kept_gathered),
-        saved_names=dict(ctx.saved_names),
-        gathered=list(ctx.gathered),
-        shards=list(ctx.shards),
-        saved_parameters=dict(ctx.saved_parameters),
-        kept=list(ctx.kept),
-        reductions=list(ctx.reductions),
-    )

@@ -1,1 +1,11 @@
-"""What can be read, and foretold, of a model and its graphs."""
+"""Inspect: what can be read, and foretold, of a model and its graphs.
+
+===============  ===============================================================
+memory           what a rank holds now
+report           everything about one model, as a page
+report_timeline  that page's time line
+predict/         time and memory, foretold
+===============  ===============================================================
+
+Imports every room; only the package itself and the command line import it.
+"""

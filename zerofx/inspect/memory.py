@@ -39,10 +39,10 @@ from torch import nn
 
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.compiler.api import _groups
-from zerofx.compiler.printing import format_bytes
-from zerofx.eager.leaf import groups_of_leaves
-from zerofx.state.group import ShardGroup
-from zerofx.state.parameter import ShardedTensor
+from zerofx.model.units import format_bytes
+from zerofx.runtime.eager.leaf import groups_of_leaves
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         ValueError: the module is not sharded.
     """
     groups = list(dict.fromkeys([*_groups(module), *groups_of_leaves(module)]))
-    ours = [p for group in groups for slot in group.layout.slots if (p := group.live_parameter(slot)) is not None]
+    ours = [p for group in groups for slot in group.layout.slots if (p := group.members.live(slot)) is not None]
     kinds: dict[str, Iterable[Any]] = {
         "replicas": [group.replica for group in groups],
         "shards": [_weights(group) for group in groups],
-        "kept gathered": [group.gathered_now() for group in groups],
+        "kept gathered": [group.gathered.now() for group in groups],
         "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
-        "kept gradients": [group.kept_gradients() for group in groups],
+        "kept gradients": [group.gradients.kept() for group in groups],
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),
     }
@@ -112,16 +112,13 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:
     """How many ranks hold the memory of ``tensor``, a shard or replica of ``group``: each has 1/M of it as its own."""
-    if group.replica is None or not group.family.one_copy:
-        return 1
-    common = tensor.untyped_storage().data_ptr() == group.replica.untyped_storage().data_ptr()
-    return group.layout.world_size if common else 1
+    return group.weights.holders(tensor)
 
 
 def _weights(group: ShardGroup) -> Any:
     if group.family.stage:
         return group.shard
-    return [group.live_parameter(slot) for slot in group.layout.slots]
+    return [group.members.live(slot) for slot in group.layout.slots]
 
 
 def _storage(thing: Any) -> torch.UntypedStorage | None:

@@ -29,12 +29,12 @@ from torch import nn
 from zerofx.compiler.api import _groups
 from zerofx.compiler.explain import History, Reasons, purpose
 from zerofx.compiler.listing import node_line
-from zerofx.compiler.printing import format_bytes, format_seconds
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict.predict import PhasePrediction, Prediction, Rates, layouts_of, predict, step_of
-from zerofx.inspect.predict.rehearsal import KINDS
+from zerofx.inspect.predict.recorder import KINDS
 from zerofx.inspect.report_timeline import chart
 from zerofx.model.layout import GroupLayout
+from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes import pipeline
 from zerofx.passes.context import Context
 

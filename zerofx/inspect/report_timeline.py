@@ -18,9 +18,9 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from zerofx.compiler.printing import format_bytes, format_seconds
 from zerofx.inspect.predict.predict import LiveBytes, PhasePrediction
-from zerofx.inspect.predict.rehearsal import KINDS, Operation
+from zerofx.inspect.predict.recorder import KINDS, Operation
+from zerofx.model.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT = 1000, 160
 """Units of the drawing of live bytes, which is stretched to its place."""

@@ -1,1 +1,14 @@
-"""Facts about a model, without a tensor of any rank."""
+"""Facts about a model: no tensor of any rank, no process group.
+
+============  ==================================================================
+layout        where each parameter lies in its group's flat buffer
+grouping      which parameters travel together
+precision     which dtypes weights and gradients have
+hugging_face  what is known of transformers, which is never imported
+units         bytes and seconds, as people read them
+============  ==================================================================
+
+Imports `zerofx._torch` alone::
+
+    _torch ◀── model ◀── passes, runtime, compiler, inspect
+"""

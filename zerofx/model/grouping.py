@@ -9,7 +9,7 @@ Automatic grouping reads module names alone, so it serves a model nobody prepare
 * neighbours of the same kind that are smaller than ``min_bytes`` together are merged, and what is larger than
   ``max_bytes`` is split between parameters. A parameter as large as that is alone in its group: its gradient is
   reduced from where it is, for there is nothing to pack it with;
-* what is in a leaf module (`zerofx.eager.leaf`) is neither: it has one group for itself per dtype and
+* what is in a leaf module (`zerofx.runtime.eager.leaf`) is neither: it has one group for itself per dtype and
   ``requires_grad``.
 
 ``groups=`` overrides what a block is: module classes, or a function ``(name, module) -> bool``.

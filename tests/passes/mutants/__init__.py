@@ -13,6 +13,7 @@ inputs.py        inputs, gather, slice
 collectives.py   wait, group, order
 buffers.py       discard, budget
 gradients.py     saved, reduction
+replicated.py    the same two, in stage 0 and of what the caller is promised
 steps.py         step
 values.py        write, value
 tables.py        several, where rows of tables travel
@@ -33,9 +34,10 @@ from torch.fx import GraphModule, Node
 
 import zerofx
 from zerofx import _torch
-from zerofx.compiler.records import GraphRecord, _copy_context, copy_graph
+from zerofx.compiler.records import GraphRecord
+from zerofx.compiler.rewriting import copy_context, copy_graph
 from zerofx.passes import Context, Tag, edit, pipeline, verify
-from zerofx.passes.proof.meaning import Meanings
+from zerofx.passes.context import Meanings
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Graph = tuple[GraphModule, Context]
@@ -122,7 +124,7 @@ def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
     graphs: dict[str, Graph] = {}
     for trace in (record.forward, record.backward):
         assert trace is not None
-        gm, ctx = copy_graph(trace.before), replace(_copy_context(trace._initial), **shared, **changes)
+        gm, ctx = copy_graph(trace.before), replace(copy_context(trace._initial), **shared, **changes)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
             for pass_ in pipeline(ctx.stage)[:-1]:
@@ -135,7 +137,7 @@ def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
 def another(graph: Graph) -> Graph:
     """A copy that may be broken."""
     gm, ctx = graph
-    return copy_graph(gm), replace(_copy_context(ctx), meanings=copy.deepcopy(ctx.meanings))
+    return copy_graph(gm), replace(copy_context(ctx), meanings=copy.deepcopy(ctx.meanings))
 
 
 def breaks(rule: str, places: Places) -> Callable[[Break], Break]:

@@ -283,7 +283,8 @@ def the_first_group_is_kept(gm: GraphModule, ctx: Context, place: tuple[int, Nod
     gm.graph.erase_node(_mark_of(wait))  # type: ignore[arg-type]
     give(gm, position, wait)
     del ctx.saved_parameters[position]
-    ctx.kept_gathered[group_of(wait)] = Gathered(position, "x", numel(wait), wait.meta["val"].dtype)
+    name = ctx.saved_names[position]
+    ctx.kept_gathered[group_of(wait)] = Gathered(position, name, numel(wait), wait.meta["val"].dtype)
     ctx.memory_budget = _most(gm) - 1
 
 

@@ -1,1 +1,22 @@
-"""Time and memory, foretold."""
+"""Predict: time and memory, foretold.
+
+=============  =================================================================
+plan           what training would cost, by formulas: no process group, no graph
+cost           those formulas
+speed          seconds of a plan: links and floating-point operations
+flops          floating-point operations per token
+shapes         well-known models on the meta device
+predict        what the compiled graphs will take
+rehearsal      they are run on fake tensors
+recorder       what ran is noted
+inductor_code  Inductor's code, made to run so
+workspace      what kernels take inside of themselves
+calibrate      the rates of this machine and network
+dry_run        graphs for any number of ranks, on one machine
+=============  =================================================================
+
+Imports every room below `zerofx.inspect`::
+
+    recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate
+    flops ◀── speed ◀── plan ──▶ cost
+"""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from zerofx._torch import backend_name
 from zerofx.inspect.predict.predict import Rates
-from zerofx.passes.ops import all_gather_pairwise_, under_way
-from zerofx.ranks import same_host
+from zerofx.passes.pairwise import under_way
+from zerofx.passes.travel import travel_of
 
 _c10d = torch.ops._c10d_functional
 SIZES = (1 << 16, 1 << 20, 1 << 23)
@@ -45,7 +45,7 @@ def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.devi
         raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
     group, device = process_group or dist.group.WORLD, torch.device(device)
     assert group is not None
-    same_host.meet(group.group_name)
+    travel_of(backend_name(group, device)).meet(group.group_name)
     before = _product(device), _copy(device)
     began, worked = time.perf_counter(), time.process_time()
     gathers = [_gather(group, device, nbytes) for nbytes in SIZES]
@@ -77,18 +77,15 @@ def _copy(device: torch.device, nbytes: int = 1 << 26) -> float:
 
 
 def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> float:
-    """Seconds of an all-gather that brings this rank ``received`` bytes, spelled as `zerofx.passes.lower` does."""
+    """Seconds of an all-gather that brings this rank ``received`` bytes, as buffers travel (`zerofx.passes.travel`)."""
     world_size = group.size()
     if world_size == 1:
         return 0.0
     shard = torch.ones(received // (world_size - 1), dtype=torch.uint8, device=device)
-    out = shard.new_empty(world_size * shard.numel())
+    out, travel = shard.new_empty(world_size * shard.numel()), travel_of(backend_name(group, device))
 
     def run() -> object:
-        if backend_name(group, device) == "gloo":
-            return _c10d.wait_tensor(under_way(out, all_gather_pairwise_(out, shard, group.group_name)))
-        started = _c10d.all_gather_into_tensor_out(shard, world_size, group.group_name, out=out)
-        return _c10d.wait_tensor(started)
+        return _c10d.wait_tensor(under_way(out, travel.gather_into(out, shard, group.group_name)))
 
     return statistics.median(_seconds(run, device))
 

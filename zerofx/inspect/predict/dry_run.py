@@ -27,17 +27,18 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import PretendedGroup, compile_module, pytree
+from zerofx._torch import compile_module, pytree
 from zerofx.compiler.backend import Backend
+from zerofx.compiler.checks import check_module
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, records_of
-from zerofx.compiler.shard import check_module
-from zerofx.eager.ondemand import average_by_hook
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.passes import edit
-from zerofx.ranks import one_copy
-from zerofx.state.group import Family, ShardGroup
-from zerofx.state.parameter import adopt_shell, replicate_parameter
+from zerofx.runtime.eager.ondemand import average_by_hook
+from zerofx.runtime.ranks.sharing import OneGroup, PretendedRanks, Sharing
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
+from zerofx.runtime.state.weights import weights_of
 
 
 def dry_run(
@@ -76,11 +77,10 @@ def dry_run(
     if checked.leaf_modules is not None:
         raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
     device = torch.device(device)
-    if checked.one_copy:
-        one_copy.check(device)
+    weights_of(checked.stage, checked.one_copy).check(device)
     check_module(module)
     module = _without_memory(module, device)
-    groups = _shard(module, PretendedGroup("dry run", world_size, backend), checked)
+    groups = _shard(module, OneGroup(PretendedRanks(world_size, backend)), checked)
     compile_module(module, backend=Backend(checked, _pretend), dynamic=False, fullgraph=True)
     given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
     stand_ins = {id(x): _stand_in(x, device) for x in given}  # who is given twice is one input
@@ -106,11 +106,13 @@ def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.zeros_like(x, device=device) if x.is_meta else x.detach().to(device, copy=True)
 
 
-def _shard(module: nn.Module, ranks: PretendedGroup, options: Options) -> list[ShardGroup]:
+def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
     groups, family = [], Family(options.stage, options.mixed_precision, options.buckets, options.one_copy)
-    for layout, parameters in plan_groups(module, ranks.size(), Grouping.of(options.groups), backend=ranks.name()):
-        group = ShardGroup(layout, ranks, torch.device("meta"), family)  # type: ignore[arg-type]
+    ranks, nowhere = sharing.weights, torch.device("meta")
+    planned = plan_groups(module, ranks.size, Grouping.of(options.groups), backend=ranks.backend(nowhere))
+    for layout, parameters in planned:
+        group = ShardGroup(layout, sharing, nowhere, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if options.stage == 0:
                 replicate_parameter(parameter, group, slot)
@@ -119,7 +121,7 @@ def _shard(module: nn.Module, ranks: PretendedGroup, options: Options) -> list[S
             else:
                 adopt_shell(parameter, group, slot)
         if options.stage:
-            group.mark_fresh()
+            group.weights.mark_fresh()
         groups.append(group)
     if options.mixed_precision is not None:
         options.mixed_precision.install(module)

@@ -21,12 +21,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from zerofx.inspect.predict.rehearsal import Recorder
+from zerofx.inspect.predict.recorder import Recorder
 
 
 def load(code: str, recorder: Recorder) -> Callable[[list[Any]], Any]:

@@ -30,12 +30,12 @@ from typing import Any
 
 from torch import nn
 
-from zerofx.compiler.printing import format_bytes, format_seconds
 from zerofx.inspect.predict import cost
 from zerofx.inspect.predict.speed import Speed
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.units import format_bytes, format_seconds
 
 MOST_RANKS = 2**20
 """Where the search for a number of ranks that fits ends."""

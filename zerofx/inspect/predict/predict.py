@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass, field, fields
 from torch import nn
 
 from zerofx.compiler.api import _groups, graphs
-from zerofx.compiler.printing import format_bytes
 from zerofx.compiler.records import GraphRecord
 from zerofx.inspect.memory import holders_of
-from zerofx.inspect.predict.rehearsal import KINDS, Kind, Operation, Phase, rehearse
+from zerofx.inspect.predict.recorder import KINDS, Kind, Operation, Phase
+from zerofx.inspect.predict.rehearsal import rehearse
 from zerofx.model.layout import GroupLayout
+from zerofx.model.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ def _held(module: nn.Module) -> int:
 
 
 def _held_by(records: list[GraphRecord]) -> int:
-    """The same, by the layouts (zerofx.state.group has the table)."""
+    """The same, by the layouts (zerofx.runtime.state.group has the table)."""
     context = next(trace.context for record in records for trace in record.traces())
     held = 0
     for layout in layouts_of(records):

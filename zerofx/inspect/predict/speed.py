@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zerofx.compiler.printing import format_bytes, format_seconds
 from zerofx.inspect.predict.flops import flops_per_token
+from zerofx.model.units import format_bytes, format_seconds
 
 _NEEDS = {
     "node_bandwidth": ("bandwidth", "ranks_per_node"),

@@ -1,0 +1,242 @@
+"""What the final graph asks of the code that is generated for it.
+
+It is read before the code generator runs, which rewrites the graph it is given. Nothing of the passes is asked: what a
+node is follows from its operator, as `verify` has proved it. Tags name the groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx._torch import OpOverload, saving_is_decided
+from zerofx.passes import edit
+from zerofx.passes.context import Context
+from zerofx.passes.proof.facts import REFRESH, STEP
+from zerofx.passes.proof.meaning import Op
+from zerofx.passes.travel import GATHERS
+
+Place = tuple[str, int] | None
+"""("start", i): what the collective i brings; ("input", i): what input i holds."""
+
+
+@dataclass
+class Start:
+    """One collective, in the order of the graph.
+
+    Attributes:
+        node, group, operator: of it; the operator without namespace, overload and what says where its result goes.
+        gathers: whether what it brings is read as weights.
+        waits: how many there are for it.
+        numel: of what it sends.
+        inputs: which of the graph's inputs it sends, where that can be said.
+    """
+
+    node: Node
+    group: str
+    operator: str
+    gathers: bool
+    waits: int = 0
+    numel: int | None = None
+    inputs: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Weights:
+    """A memory that weights are read from.
+
+    Attributes:
+        node, group: of it.
+        asked: by a number of elements that a weight, a part of one or the whole has, how many readers it has in the
+            graph that may want it copied: all but matrix products, which read it where it is.
+    """
+
+    node: Node
+    group: str
+    asked: Counter[int]
+
+
+@dataclass
+class Promise:
+    """The order and number of what matters, by place.
+
+    Attributes:
+        inputs: the graph's placeholders.
+        starts: all collectives, `zerofx.refresh` among them.
+        arriving: inputs that something is on its way to when the graph begins, and how often they are waited for.
+        weights: by place.
+        homes: group -> the inputs that its update writes to.
+        steps: the groups that are updated.
+        outputs: output -> the collectives whose sum it is.
+        updates: the same of what groups are updated by.
+        saved: output -> the name under which backward gets an input that forward returns.
+        rereads: inputs that backward reads where no checkpoint has said so, by name.
+    """
+
+    inputs: list[Node]
+    starts: list[Start] = field(default_factory=list)
+    arriving: Counter[int] = field(default_factory=Counter)
+    weights: dict[Place, Weights] = field(default_factory=dict)
+    homes: dict[str, list[int]] = field(default_factory=dict)
+    steps: list[str] = field(default_factory=list)
+    outputs: dict[int, set[int]] = field(default_factory=dict)
+    updates: dict[str, set[int]] = field(default_factory=dict)
+    saved: dict[int, str] = field(default_factory=dict)
+    rereads: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(gm: GraphModule, ctx: Context) -> Promise:
+        """Read a graph that all passes have been through."""
+        inputs = gm.graph.find_nodes(op="placeholder")
+        promise = Promise(inputs)
+        ops = {node: Op.of(node) for node in gm.graph.nodes if node.op == "call_function"}
+        users: dict[Node, list[Op]] = {}
+        for op in ops.values():
+            for node in dict.fromkeys(op.inputs):
+                users.setdefault(node, []).append(op)
+        place = {node: i for i, node in enumerate(inputs)}
+        started: dict[Node, int] = {}
+        for op in ops.values():
+            if _starts(op):
+                started[op.node] = len(promise.starts)
+                promise.starts.append(_start(op, ops, place))
+            elif op.target is STEP:
+                promise.steps.append(op.args[1])
+                promise.updates[op.args[1]] = _behind(op.inputs, ops, started)
+        promise._find_waits(ops.values(), started, place)
+        promise._find_weights(users, started)
+        promise._find_outputs(gm, ctx, ops, started)
+        for i, node in enumerate(inputs):
+            if _kind(node) in ("shard", "replica"):
+                promise.homes.setdefault(_group(node), []).append(i)
+            readers = [op.node for op in users.get(node, ()) if not op.shares_memory()]
+            if ctx.phase == "backward" and readers and not all(map(saving_is_decided, readers)):
+                promise.rereads[node.name] = i
+        return promise
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything that code could do wrong."""
+        return bool(self.starts or self.arriving or self.weights or self.steps)
+
+    def place_of(self, place: Place) -> Node | None:
+        """The node of the graph that a place is."""
+        if place is None:
+            return None
+        return self.starts[place[1]].node if place[0] == "start" else self.inputs[place[1]]
+
+    def _find_waits(self, ops: Iterable[Op], started: dict[Node, int], place: dict[Node, int]) -> None:
+        for op in ops:
+            if op.target is not _WAIT:
+                continue
+            source = op.inputs[0]
+            while source not in started and source not in place and source.op == "call_function":
+                source = source.all_input_nodes[0]  # an item of a coalesced collective's results, or a view
+            if source in started:
+                self.starts[started[source]].waits += 1
+            elif source in place:
+                self.arriving[place[source]] += 1
+
+    def _find_weights(self, users: dict[Node, list[Op]], started: dict[Node, int]) -> None:
+        """Where weights are read from, and who may want copies."""
+        roots: dict[Node, Place] = {node: ("start", i) for node, i in started.items() if self.starts[i].gathers}
+        roots |= {n: ("input", i) for i, n in enumerate(self.inputs) if _kind(n) in ("gathered", "replica")}
+        for root, place in roots.items():
+            asked: Counter[int] = Counter()
+            found, todo = {root}, [root]
+            while todo:
+                node = todo.pop()
+                value = node.meta.get("val")
+                numel = value.numel() if isinstance(value, torch.Tensor) else None
+                if isinstance(numel, int):
+                    asked[numel] += 0
+                for op in users.get(node, ()):
+                    if op.node in found:
+                        continue
+                    if op.target is _WAIT or op.shares_memory():
+                        found.add(op.node)
+                        todo.append(op.node)
+                    elif isinstance(numel, int) and not _is_product(op):
+                        asked[numel] += 1
+            self.weights[place] = Weights(root, _group(root), asked)
+
+    def _find_outputs(self, gm: GraphModule, ctx: Context, ops: dict[Node, Op], started: dict[Node, int]) -> None:
+        values = edit.output_values(gm.graph)
+        for i, value in enumerate(values):
+            if not isinstance(value, Node):
+                continue
+            if value.op == "placeholder" and i in ctx.saved:
+                self.saved[i] = value.name
+            first = len(values) - len(ctx.reductions)
+            if i >= first and not ctx.steps and (found := _behind([value], ops, started)):
+                self.outputs[i] = found
+
+
+def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
+    source = op.inputs[0]
+    value = source.meta.get("val")
+    numel = value.numel() if isinstance(value, torch.Tensor) else None
+    found = Start(op.node, _group(op.node), plain_name(op.target), op.target in GATHERS)
+    found.gathers = found.gathers and _kind(op.node) == "all_gather"
+    found.numel = numel if isinstance(numel, int) else None
+    if op.target is REFRESH:
+        found.group, found.numel = op.args[1], None
+    todo = [source]
+    while todo:
+        node = todo.pop()
+        if node in place:
+            found.inputs.add(place[node])
+        elif node in ops and _kind(node) == "narrow":
+            todo += ops[node].inputs
+    return found
+
+
+def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int]) -> set[int]:
+    """The collectives that zerofx's own nodes lead to, from ``values`` up, but for tables and updates."""
+    found, todo, seen = set(), list(values), set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node not in ops:
+            continue
+        seen.add(node)
+        if node in started and ops[node].target is not REFRESH:
+            found.add(started[node])
+        elif _kind(node) in ("wait_grad", "given", "gradient", "reduce_scatter", "ahead", "step"):
+            todo += ops[node].inputs
+    return found
+
+
+def plain_name(target: Any) -> str:
+    """``all_reduce`` of ``_c10d_functional.all_reduce_.default``: Inductor may choose where a result goes."""
+    name = str(target)
+    return name.split(".")[1].removesuffix("_out").removesuffix("_") if "." in name else name
+
+
+def _starts(op: Op) -> bool:
+    if not isinstance(op.target, OpOverload) or op.target is _WAIT:
+        return False
+    return op.target.namespace == "_c10d_functional" or op.target in GATHERS or str(op.target) in _EXCHANGES
+
+
+def _is_product(op: Op) -> bool:
+    return isinstance(op.target, OpOverload) and op.target._schema.name in _PRODUCTS
+
+
+def _kind(node: Node) -> str:
+    tag = node.meta.get("zerofx")
+    return tag.kind if tag is not None else ""
+
+
+def _group(node: Node) -> str:
+    tag = node.meta.get("zerofx")
+    return tag.group if tag is not None else ""
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_EXCHANGES = ("zerofx.all_to_all_pairwise.default", "zerofx.refresh.default")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

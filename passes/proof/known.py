@@ -1,0 +1,114 @@
+"""What is known of a finished graph while it is read, and the rules that more than one kind of node can break."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx.model.layout import GroupLayout, Slot
+from zerofx.passes.context import Context, Meanings
+from zerofx.passes.proof.facts import Flat, Pack, Rows
+from zerofx.passes.proof.live import Buffer
+from zerofx.passes.proof.meaning import Number, Numbering, Op, Original
+from zerofx.passes.proof.refusal import refuse
+
+_aten = torch.ops.aten
+
+
+class Known:
+    """What is known of a graph, as far as it was read; `zerofx.passes.proof.reader` finds it out.
+
+    Attributes:
+        nodes, order: of the graph; each node's place.
+        before: the graph before all passes, read; None where it is not known.
+        facts: of nodes that are no values of the model's (facts.py).
+        numbers: of those that are (meaning.py).
+        memory: of nodes that may be views of gathered buffers: which.
+        weights: nodes that may share memory with a shard, a replica or a gathered buffer, and the byte of it where the
+            weight begins that they look at.
+        buffers: the gathered ones, by the node that yields them.
+        derived: the nodes that are a weight, or views and casts of one.
+        waits: for each collective's start.
+        travelling: gradients that are sent from where they are, and what shares their memory.
+        ops: of all calls.
+        homes: by group, the inputs that hold its weights.
+        updates: the operations that change these.
+        tables: the starts of collectives that are about rows of tables.
+    """
+
+    def __init__(self, gm: GraphModule, ctx: Context) -> None:
+        self.gm, self.ctx, self.meanings = gm, ctx, ctx.meanings or Meanings()
+        self.numbering = Numbering(self.meanings)
+        self.nodes = list(gm.graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.before = Original.read(ctx.before, ctx, self.numbering) if ctx.before is not None else None
+        self.facts: dict[Node, Any] = {}
+        self.numbers: dict[Node, Number] = {}
+        self.memory: dict[Node, list[Buffer]] = {}
+        self.weights: dict[Node, int] = {}
+        self.buffers: dict[Node, Buffer] = {}
+        self.derived: set[Node] = set()
+        self.waits: dict[Node, list[Node]] = {}
+        self.travelling: set[Node] = set()
+        self.started: dict[Flat, Node] = {}
+        self.ops: dict[Node, Op] = {}
+        self.writes: list[Number] = []
+        self.homes: dict[str, list[Node]] = {}
+        self.updates: list[Op] = []
+        self.tables: set[Node] = set()
+        self._calls = itertools.count()
+        self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
+        self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
+
+    def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
+        """The parameter that lies there, if it is all of it."""
+        if layout.name not in self._slots:
+            self._slots[layout.name] = {(slot.offset, slot.shape): slot for slot in layout.slots}
+        return self._slots[layout.name].get((offset, shape))
+
+    def check_collective(
+        self, op: Op, layout: GroupLayout, world_size: int, process_group: str, right: str, operation: str = "sum"
+    ) -> None:
+        found = (world_size, process_group, operation)
+        wanted = (layout.world_size, right, "sum")
+        if found != wanted:
+            self.fail(
+                "group", op.node, "it runs over {} ranks of {!r} ({})".format(*found), "{} of {!r} ({})".format(*wanted)
+            )
+        if type(op.value.numel()) is not int:
+            self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
+
+    def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
+        """Whether it is one of the steps from the others' parts to the sum of all."""
+        ranks, state, dtype = fact.state.split()[-1], "", fact.dtype
+        if fact.state == "parts":
+            others, part = op.args[1] if op.target is _aten.view.default and len(op.args[1]) == 2 else (0, 0)
+            if (others + 1) * part == fact.numel:
+                state = f"parts of {others + 1}"
+        elif fact.state.startswith("parts of") and op.target is _aten.sum.dim_IntList and op.args[1:] == ([0],):
+            dtype = op.kwargs.get("dtype", dtype)
+            if dtype.itemsize >= fact.dtype.itemsize:  # a sum over ranks, in a narrower one, may overflow
+                state = f"others of {ranks}"
+        elif fact.state.startswith(("own of", "others of")) and op.target is _aten.add.Tensor and not op.kwargs:
+            own, others = (self.facts.get(x) for x in op.args)
+            if (
+                type(own) is type(others) is type(fact)
+                and own.state == f"own of {ranks}"
+                and others == replace(own, state=f"others of {ranks}", dtype=others.dtype)
+            ):
+                fact, dtype = own, torch.promote_types(own.dtype, others.dtype)
+                state = f"shard of {ranks}"
+        if not state:
+            return False
+        if isinstance(fact, Rows) and state.startswith("shard"):
+            fact = replace(fact, table=self.numbering.cast(fact.table, fact.dtype, dtype))
+        self.facts[op.node] = replace(fact, state=state, dtype=dtype)
+        return True
+
+    def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
+        tag = node.meta.get("zerofx")
+        refuse(rule, node, found, expected, tag.group if tag else None)

@@ -1,0 +1,176 @@
+"""A second case of each seam is one file (beside this one) and one line in a table: the same numbers as the first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.seams import halves, second_tensor, through_file
+from tests.workers import Workers
+from zerofx.passes.travel import TRAVELS
+from zerofx.runtime.ranks.sharing import SHARINGS
+from zerofx.runtime.state.home import HOMES, Home
+
+EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
+
+
+@contextlib.contextmanager
+def first_in(table: list[Any], case: Any) -> Iterator[None]:
+    """The line in the table."""
+    table.insert(0, case)
+    try:
+        yield
+    finally:
+        table.remove(case)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.expert, self.head = nn.Linear(7, 11), nn.Sequential(nn.Linear(11, 11)), nn.Linear(11, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.expert(self.front(x).tanh()).tanh())
+
+
+def train(options: dict[str, Any], optimizer: str = "zerofx", part: int | None = None) -> list[torch.Tensor]:
+    """Losses of four steps of two micro-batches, and the whole weights after them."""
+    model = zerofx.compile(Net(), groups=EACH_LAYER, **options)
+    step: torch.optim.Optimizer = zerofx.AdamW(model.parameters(), lr=0.1, max_grad_norm=1.0)
+    if optimizer == "torch":
+        step = torch.optim.AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank() if part is None else part)
+    losses = []
+    for first, second in torch.randn(4, 2, 4, 7, generator=generator):
+        with zerofx.no_sync(model):
+            model(first).square().mean().backward()
+        losses.append(model(second).square().mean())
+        losses[-1].backward()
+        if optimizer == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        step.step()
+        step.zero_grad()
+    whole = [p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p for p in model.parameters()]
+    return [x.detach() for x in [*losses, *whole]]
+
+
+def all_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(a.equal(b) and a.isfinite().all() for a, b in zip(found, wanted, strict=True))
+
+
+# ---- how a buffer travels -------------------------------------------------------------------------------------------
+
+
+def travel_both_ways(options: dict[str, Any]) -> bool:
+    wanted, before = train(options), through_file.read
+    assert through_file.read == before
+    with first_in(TRAVELS, through_file.ThroughFile()):
+        found = train(options)
+    assert through_file.read > before
+    return all_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 3, "executor": "eager"},
+        {"stage": 3, "executor": "inductor"},
+        {"stage": 2, "executor": "eager"},
+        {"stage": 3, "executor": "eager", "leaf_modules": ["expert"]},
+    ],
+    ids=["3 eager", "3 inductor", "2 eager", "leaf module"],
+)
+def test_buffers_that_travel_through_files_bring_the_same_numbers(workers2: Workers, options: dict[str, Any]) -> None:
+    assert workers2.run(travel_both_ways, options) == [True, True]
+
+
+# ---- where state lives ----------------------------------------------------------------------------------------------
+
+
+def live_both_ways(options: dict[str, Any], optimizer: str) -> bool:
+    wanted, before = train(options, optimizer), dict(second_tensor.brought)
+    try:
+        with first_in(HOMES, second_tensor.SecondTensor):
+            found = train(options, optimizer)
+    finally:
+        Home.any_away = False
+    for kind, times in second_tensor.brought.items():
+        assert times > before[kind], kind
+    return all_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer"),
+    [
+        ({"stage": 3, "executor": "eager"}, "zerofx"),
+        ({"stage": 3, "executor": "eager"}, "torch"),
+        ({"stage": 2, "executor": "inductor"}, "zerofx"),
+        ({"stage": 1, "executor": "eager"}, "torch"),
+        ({"stage": 3, "executor": "eager", "leaf_modules": ["expert"]}, "zerofx"),
+        ({"stage": 3, "executor": "eager", "mixed_precision": zerofx.MixedPrecision(torch.bfloat16)}, "zerofx"),
+    ],
+    ids=["3", "3 torch", "2 inductor", "1 torch", "leaf module", "bfloat16"],
+)
+def test_state_in_a_second_tensor_gives_the_same_numbers(
+    workers2: Workers, options: dict[str, Any], optimizer: str
+) -> None:
+    assert workers2.run(live_both_ways, options, optimizer) == [True, True]
+
+
+def save_from_a_second_tensor(folder: str) -> bool:
+    try:
+        with first_in(HOMES, second_tensor.SecondTensor):
+            model = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, executor="eager")
+            optimizer = zerofx.AdamW(model.parameters(), lr=0.1)
+            model(torch.ones(2, 7)).sum().backward()
+            optimizer.step()
+            zerofx.save(folder, model, optimizer)
+            wanted = zerofx.full_state_dict(model, rank0_only=False)
+            again = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, executor="eager")
+            zerofx.load(folder, again, zerofx.AdamW(again.parameters(), lr=0.1))
+            found = zerofx.full_state_dict(again, rank0_only=False)
+    finally:
+        Home.any_away = False
+    plain = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, executor="eager")
+    zerofx.load(folder, plain, zerofx.AdamW(plain.parameters(), lr=0.1))
+    at_home = zerofx.full_state_dict(plain, rank0_only=False)
+    return all(all_equal([found[n], at_home[n]], [wanted[n]] * 2) for n in wanted)
+
+
+def test_a_checkpoint_is_of_the_state_and_not_of_what_is_left_in_the_first_tensor(
+    workers2: Workers, tmp_path: Path
+) -> None:
+    assert workers2.run(save_from_a_second_tensor, str(tmp_path / "saved")) == [True, True]
+
+
+# ---- who shares what ------------------------------------------------------------------------------------------------
+
+
+def train_in_halves(options: dict[str, Any]) -> bool:
+    """Each half has batches of its own: ranks 0 and 1 of it those of parts 0 and 1, the other half's parts 2 and 3."""
+    rank = dist.get_rank()
+    with first_in(SHARINGS, halves.Halves.of):
+        found = train(options, part=rank)
+    results = []
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = dist.device_mesh.DeviceMesh.from_group(pairs[rank // 2], "cpu")
+    results.append(all_equal(found, train({**options, "mesh": mesh}, part=rank)))
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, found[-1])
+    results.append(everyone[0].equal(everyone[1]) and everyone[2].equal(everyone[3]))
+    results.append(not everyone[0].equal(everyone[2]))
+    return all(results)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_halves_that_share_nothing_train_two_models(make_workers, stage: int) -> None:
+    assert make_workers(4).run(train_in_halves, {"stage": stage, "executor": "eager"}) == [True] * 4

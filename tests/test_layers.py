@@ -1,0 +1,105 @@
+"""Layers that compilers treat in a way of their own, on channels-last data, recurrent, complex: as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zerofx
+from tests.workers import Workers
+from zerofx import ShardedTensor
+
+
+class ConvNeXt(nn.Module):
+    """A convolution that sees what a permutation left: channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 2, stride=2), nn.LayerNorm(8)
+        self.down = nn.Conv2d(8, 12, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.down(x).square().mean()
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.inner, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.contiguous(memory_format=torch.channels_last))
+        x = x + F.relu(self.inner(F.relu(self.norm(x))))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves these to plain code."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(7, 8, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0]).square().mean()
+
+
+class Filter(nn.Module):
+    """A filter of frequencies, kept as pairs of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.head = nn.Parameter(torch.randn(5, 2)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x)
+        return (x + torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.filter), n=8)).square().mean()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convnext": (ConvNeXt, (4, 3, 8, 8)),
+    "resnet": (ResNet, (4, 3, 8, 8)),
+    "lstm": (lambda: Recurrent(nn.LSTM), (4, 5, 7)),
+    "gru": (lambda: Recurrent(nn.GRU), (4, 5, 7)),
+    "rnn": (lambda: Recurrent(nn.RNN), (4, 5, 7)),
+    "filter": (Filter, (4, 8)),
+}
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
+
+
+def check(name: str, **options: Any) -> None:
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    plain, module = build(), build()
+    module.load_state_dict(plain.state_dict())
+    zerofx.compile(module, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
+    for seed in range(2):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        module(x.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        plain(x).backward()
+        for (which, p), q in zip(module.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(full(p.grad), q.grad, msg=f"{which}: {{}}".format, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_as_on_one_process(workers2: Workers, name: str, stage: int, executor: str) -> None:
+    workers2.run(check, name, stage=stage, executor=executor)

@@ -1,0 +1,136 @@
+"""What is done with a graph of Dynamo's before AOTAutograd gets it.
+
+=======================  ==================================================================================
+`shard_modules_of`       modules of ``torch.compile(module, backend="zerofx")`` are sharded when they come
+`warn_of_choice`         a line that looks at data to choose a layer is named: ranks may choose differently
+`strip_own_frames`       nodes name the user's line, not zerofx's
+`copy_returned_views`    a view of a weight that leaves the model becomes a copy
+=======================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from zerofx import _torch
+from zerofx.compiler.options import Options
+from zerofx.compiler.shard import shard_module
+from zerofx.passes import edit
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
+
+
+def shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    """Shard the modules whose plain parameters came with this graph.
+
+    Done inside of the backend call: Dynamo makes its guards afterwards, so nothing is compiled twice.
+    """
+    if not any(type(x) is nn.Parameter for x in example_inputs):
+        return
+    frame = _torch.frame_locals_and_globals()
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if type(x) is nn.Parameter:  # otherwise no parameter, or sharded meanwhile with the module it belongs to
+            module = _module_of(node, frame)
+            _check_traced(node, x, module, options)
+            shard_module(module, options)
+
+
+def _module_of(node: Node, frame: Any) -> nn.Module:
+    """The outermost module that the parameter ``node`` belongs to, by what Dynamo calls it."""
+    source = _torch.source_name(node)
+    root = source.partition("._modules[")[0].partition("._parameters[")[0] if source else ""
+    module = eval(root, {"L": frame[0], "G": frame[1]}) if frame and root else None
+    if not isinstance(module, nn.Module):
+        raise RuntimeError(
+            f"the parameter {node.name!r} (from {source!r}) reached the zerofx backend outside of any module: make "
+            "it a parameter of the compiled module, or call zerofx.shard(module, stage=3) first."
+        )
+    return module
+
+
+def _check_traced(node: Node, parameter: nn.Parameter, module: nn.Module, options: Options) -> None:
+    """Refuse what cannot be done any more with a module that is being traced already."""
+    if any(isinstance(p, (ShardedTensor, ReplicatedParameter)) for p in module.parameters()):
+        raise RuntimeError(
+            f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module "
+            "are: it was added or replaced after sharding. Add all parameters before zerofx.compile."
+        )
+    if parameter.is_meta:
+        raise RuntimeError(
+            f"the parameter {node.name!r} is on the meta device, and the module is being traced already: call "
+            "zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile, which initialise it."
+        )
+    for name, why in (("mixed_precision", "in full precision"), ("leaf_modules", "these included")):
+        if getattr(options, name) is not None:
+            raise RuntimeError(
+                f"{name} in torch.compile(..., backend='zerofx'): the module is being traced already, {why}. Call "
+                "zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
+            )
+
+
+def warn_of_choice(gm: GraphModule) -> None:
+    """Name the line where a module with layers of its own looks at data to see what runs next, and what to do."""
+    place, frame = _torch.chosen_by_data(gm), _torch.frame_locals_and_globals()
+    if place is None or frame is None:
+        return
+    outer = frame[0].get("self", getattr(frame[0].get("whole"), "__self__", None))  # see `_torch.compile_module`
+    modules = outer.modules() if isinstance(outer, nn.Module) else ()
+    module = next((m for m in modules if _is_line_of(place, inspect.unwrap(type(m).forward))), None)
+    layers = [p for child in module.children() for p in child.parameters()] if module is not None else []
+    groups = [p._group for p in layers if isinstance(p, (ShardedTensor, ReplicatedParameter))]
+    if not groups or groups[0].layout.world_size == 1:
+        return
+    name = type(module).__name__
+    warnings.warn_explicit(
+        f"this line looks at data, and {name} has layers that may run or not run because of it. Where one rank runs a "
+        "layer and another does not, they wait for each other's collectives for ever. If that can be (a mixture of "
+        f"experts), have it gathered whole: zerofx.compile(model, leaf_modules=[{name}]); see docs/models.md.",
+        UserWarning,
+        *place,
+    )
+
+
+def _is_line_of(place: tuple[str, int], function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == place[0] and place[1] in {line for *_, line in code.co_lines()}
+
+
+def copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """A view of a weight that the model returns becomes a copy: the gathered memory behind it will be given back.
+
+    Done on Dynamo's graph: AOTAutograd would make such an output anew from its input, the weight without memory.
+    """
+
+    def memory(node: Any) -> int | None:
+        value = node.meta.get("example_value") if isinstance(node, Node) else None
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+    inputs = gm.graph.find_nodes(op="placeholder")
+    weights = {memory(node) for node, x in zip(inputs, example_inputs, strict=True) if isinstance(x, ShardedTensor)}
+    output, edits = gm.graph.output_node(), 0
+    for node in output.all_input_nodes:
+        if memory(node) in weights - {None}:
+            with gm.graph.inserting_before(output):
+                copy = gm.graph.call_function(torch.clone, (node,))
+            copy.meta |= {key: node.meta[key] for key in ("example_value", "stack_trace") if key in node.meta}
+            output.replace_input_with(node, copy)
+            edits += 1
+    edit.finish(gm, edits)
+
+
+def strip_own_frames(gm: GraphModule) -> None:
+    """Dynamo traced through frames of zerofx: take them out, so that nodes name the user's line."""
+    own = f'  File "{Path(__file__).parents[1]}'
+    for node in gm.graph.nodes:
+        trace = node.meta.get("stack_trace")
+        if trace and own in trace:
+            frames = re.split(r"(?m)^(?=  File )", trace)
+            node.meta["stack_trace"] = "".join(frame for frame in frames if not frame.startswith(own))

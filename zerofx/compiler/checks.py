@@ -1,0 +1,163 @@
+"""What is checked before a module is sharded. Nothing has changed when one of these raises.
+
+::
+
+    each rank      the module, the options, the backend, the ranks      a refusal, or facts
+    all ranks      tell each other                                      one refuses: all raise; facts differ: all raise
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofx._torch import backend_name
+from zerofx.compiler.initialize import check_init
+from zerofx.compiler.options import Options
+from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.layout import GroupLayout
+from zerofx.runtime.eager.leaf import leaf_names
+from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
+from zerofx.runtime.state.weights import weights_of
+
+Planned = list[tuple[GroupLayout, list[nn.Parameter]]]
+"""The groups of a module, and the parameters of each, in the order of its slots."""
+
+
+def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: torch.device) -> Planned:
+    """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on."""
+    refusal: Exception | None = None
+    facts: list[tuple[str, str]] = []
+    planned: Planned = []
+    try:
+        planned = _checked(module, options, sharing, device)
+        facts = _facts(module, options, planned)
+    except (ValueError, TypeError) as e:
+        refusal = e
+    everyone = sharing.everyone.told((facts, str(refusal or "")))
+    if refusal is not None:
+        raise refusal
+    for rank, (theirs, error) in enumerate(everyone):
+        if error:
+            raise RuntimeError(f"rank {rank} cannot shard this {type(module).__name__}: {error}")
+        if theirs != facts:
+            differing = [mine[0] for mine, other in zip(facts, theirs) if mine != other]
+            what = differing[0] if differing else "the number of groups and buffers"
+            raise RuntimeError(
+                f"rank {sharing.everyone.rank} and rank {rank} have different models: they differ in {what}. Names, "
+                "shapes, dtypes and requires_grad of parameters and buffers, and options must be the same everywhere."
+            )
+    return planned
+
+
+def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torch.device) -> Planned:
+    """The groups of ``module`` on this rank, once everything was checked that one rank can check."""
+    check_module(module)
+    _check_init(module, options)
+    check_backend(sharing.weights.process_group, device)
+    weights_of(options.stage, options.one_copy).check(device)
+    sharing.check()
+    leaves, ranks = leaf_names(module, options.leaf_modules), sharing.weights
+    return plan_groups(module, ranks.size, Grouping.of(options.groups), leaves, ranks.backend(device))
+
+
+def _facts(module: nn.Module, options: Options, planned: Planned) -> list[tuple[str, str]]:
+    """What must be the same on every rank: in words, and as text that is equal where the thing is."""
+    facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
+    facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
+    chosen = {name: getattr(options, name) for name in _ALIKE}
+    chosen["leaf_modules"] = leaf_names(module, options.leaf_modules)
+    facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
+    return facts + [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
+
+
+_ALIKE = (
+    "stage",
+    "mixed_precision",
+    "buckets",
+    "leaf_modules",
+    "memory_budget",
+    "executor",
+    "reduce_group",
+    "one_copy",
+    "lookups",
+)
+"""The options that all ranks must agree on."""
+
+
+def _digest(fact: Any) -> str:
+    return hashlib.sha256(repr(fact).encode()).hexdigest()
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse what cannot be sharded, before anything has changed."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    first_name, first = next(iter(parameters.items()))
+    storages: dict[int, str] = {}
+    for name, p in parameters.items():
+        _check_parameter(name, p)
+        if p.device != first.device:
+            raise ValueError(
+                f"parameters are on different devices: {first_name!r} on {first.device}, {name!r} on {p.device}. "
+                "Move the module to one device first."
+            )
+        has_memory = p.numel() and not p.is_meta
+        other = storages.setdefault(p.untyped_storage().data_ptr(), name) if has_memory else name
+        if other != name:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory but are two parameters: sharded apart they would no longer "
+                f"be tied. Tie them by assigning one parameter to both names."
+            )
+
+
+def _check_parameter(name: str, p: nn.Parameter) -> None:
+    """Refuse one parameter by itself."""
+    if isinstance(p, (ShardedTensor, ReplicatedParameter)):
+        raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
+    if type(p) is not nn.Parameter:
+        raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
+    if not p.is_floating_point():
+        raise ValueError(
+            f"{name!r} has dtype {p.dtype}: expected a real floating-point type. Keep "
+            f"{'its real and imaginary parts as two parameters' if p.is_complex() else 'it in a buffer'}."
+        )
+    if p.layout != torch.strided:
+        raise ValueError(f"{name!r} has layout {p.layout}: expected a dense (strided) parameter.")
+    if p._backward_hooks:
+        raise ValueError(
+            f"{name!r} has a tensor hook (register_hook): its gradient is reduced inside the compiled graph, no "
+            "hook would see it. Use register_post_accumulate_grad_hook, or remove it."
+        )
+    if p.grad is not None:
+        raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
+
+
+def _check_init(module: nn.Module, options: Options) -> None:
+    """What is on the meta device is initialised here, and nothing else is."""
+    first_name, first = next(iter(module.named_parameters()))
+    if first.is_meta:
+        check_init(module, options.init)
+    elif options.init is not None or options.device is not None:
+        what = "init" if options.init is not None else "device"
+        raise ValueError(
+            f"{what}= is for modules on the meta device, and {first_name!r} is on {first.device}: initialise the "
+            "module, and move it, before."
+        )
+
+
+def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse what gloo cannot do: it sends from and receives into host memory alone."""
+    if device.type != "cpu" and backend_name(process_group, device) == "gloo":
+        raise ValueError(
+            f"parameters on {device.type} with the backend gloo: expected one that works on that device. Call "
+            'torch.distributed.init_process_group("nccl"), or keep the module on the CPU.'
+        )

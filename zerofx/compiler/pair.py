@@ -1,0 +1,289 @@
+"""One graph of Dynamo's, compiled: AOTAutograd cuts it in two, and each half is rewritten and handed to an executor.
+
+::
+
+    before_cut           the joint graph: what backward recomputes is decided next
+    compile_forward      context ─▶ passes ─▶ executor ─▶ a function that hands shards in
+    compile_backward     the same, once for each way of treating gradients, when it is first needed
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from zerofx import _torch
+from zerofx.compiler.observed import observed
+from zerofx.compiler.options import Options
+from zerofx.compiler.records import GraphRecord, Trace, remember
+from zerofx.compiler.rewriting import copy_graph
+from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
+from zerofx.model.layout import GroupLayout
+from zerofx.passes import edit
+from zerofx.passes.context import Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.proof.code import Promise
+from zerofx.passes.save_reads import save_reads
+from zerofx.passes.spare_gathers import spare_gathers
+from zerofx.runtime.ranks.agree import Schedule, identity
+from zerofx.runtime.ranks.watch import watch_of, watched
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
+
+Executed = Callable[[GraphModule, list[Any], list[int]], Callable]
+"""From a graph, its inputs, and which of these stay where they are, to a boxed function."""
+
+
+def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
+    return _torch.boxed(gm)
+
+
+class CompiledGraph:
+    """The compilers for one Dynamo graph: AOTAutograd calls one for forward and later one for backward."""
+
+    def __init__(self, options: Options, example_inputs: Sequence[Any], pretend: Executed | None = None) -> None:
+        self.options = options
+        self.pretend = pretend
+        sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
+        for tensor in sharded.values():
+            _check_claimable(tensor)
+        self.sharded = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
+        # Weakly: Dynamo keeps what it compiled for as long as the code lives, which is longer than a model.
+        self.groups = weakref.WeakValueDictionary({x._group.layout: x._group for x in sharded.values()})
+        self.record = GraphRecord()
+        if self.groups:
+            remember(list(self.groups.values()), self.record)
+        self.recipes: dict[str, Recipe] = {}
+        self.kept_gathered: dict[str, Gathered] = {}
+        self.meanings = Meanings()
+        self.written: dict[str, str] = {}
+        """What forward's code writes to and returns for backward: `zerofx.passes.proof.code.check_code`."""
+        self.names = frozenset(layout.name for layout in self.groups)
+
+    def before_cut(self, joint: GraphModule) -> None:
+        """Forward and backward in one graph: what backward is to recompute is decided next."""
+        save_reads(joint)
+        if any(group.weights.gathers for group in self.groups.values()):
+            spare_gathers(joint, self._parameters(joint))
+
+    def _parameters(self, gm: GraphModule) -> dict[str, ParameterRef]:
+        indices = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
+        return {name: self.sharded[i] for name, i in indices.items() if i in self.sharded}
+
+    def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+        """Inductor's ``inner_compile``."""
+        phase: Phase = "forward"
+        if kwargs.get("is_backward"):
+            phase = "backward"
+        elif kwargs.get("is_inference"):
+            phase = "inference"
+
+        def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
+            return _torch.generate_code(gm, inputs, **{**kwargs, "static_input_idxs": static})
+
+        static = kwargs.get("static_input_idxs") or ()
+        return self._compile(gm, example_inputs, phase, self.pretend or generate, static)
+
+    def compile_forward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """The eager executor's forward."""
+        return self._compile(gm, example_inputs, "forward", self.pretend or _run_as_is)
+
+    def compile_backward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """The eager executor's backward."""
+        return self._compile(gm, example_inputs, "backward", self.pretend or _run_as_is)
+
+    def compile_inference(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        """The eager executor's graph without a backward."""
+        return self._compile(gm, example_inputs, "inference", self.pretend or _run_as_is)
+
+    def _compile(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        phase: Phase,
+        execute: Executed,
+        static: Sequence[int] = (),
+    ) -> Callable:
+        if not self.groups:
+            return execute(gm, list(example_inputs), list(static))
+        if phase == "backward":
+            return self._compile_backward(gm, example_inputs, execute, static)
+        ctx = self._context(gm, phase)
+        compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        setattr(self.record, phase, trace)
+        if phase == "forward":
+            self.family.keeps(self.names, sum(left.nbytes for left in self.kept_gathered.values()))
+        saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
+        by_name = {layout.name: group for layout, group in self.groups.items()}
+        gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
+        return forward_runner(
+            observed(compiled, trace),
+            kept,
+            [self.groups[layout] for layout in ctx.shards],
+            saved,
+            gathered,
+            uses=list(self.groups.values()),
+            trained=phase == "forward",
+        )
+
+    def _compile_backward(
+        self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+    ) -> Callable:
+        """The variants: each when it is first needed, and before anything runs the one that will be first."""
+        n_outputs, surroundings = len(edit.output_values(gm.graph)), _torch.compile_context()
+        variants: dict[tuple[Sync, bool], BackwardCode] = {}
+        family, steps_inside = self.family, self._any_group().weights.steps_inside
+
+        def variant(sync: Sync, steps: bool) -> BackwardCode:
+            key = sync, steps and steps_inside
+            if key not in variants:
+                before = self.record.backward or self.record.backward_step
+                assert before is not None
+                with surroundings():
+                    graph = copy_graph(before.before)
+                    variants[key] = self._backward_variant(graph, *key, example_inputs, execute, static)
+            return variants[key]
+
+        first: tuple[Sync, bool] = "reduce", family.stepper is not None and steps_inside
+        variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
+        return backward_runner(variant, family, n_outputs)
+
+    def _backward_variant(
+        self,
+        gm: GraphModule,
+        sync: Sync,
+        steps: bool,
+        example_inputs: Sequence[Any],
+        execute: Executed,
+        static: Sequence[int],
+    ) -> BackwardCode:
+        ctx = self._context(gm, "backward", sync, steps)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        compiled, inputs, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        setattr(self.record, "_".join(["backward", *ctx.ways]), trace)
+
+        def ref(layout: GroupLayout) -> weakref.ref[ShardGroup]:
+            return weakref.ref(self.groups[layout])
+
+        by_name = {layout.name: ref(layout) for layout in self.groups}
+        likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
+        return BackwardCode(
+            observed(compiled, trace),
+            inputs,
+            groups=[ref(layout) for layout in ctx.shards],
+            uses=[ref(layout) for layout in self.groups],
+            kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],
+            gathered=[(names.index(self.kept_gathered[name].saved), by_name[name]) for name in ctx.gathered],
+            reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
+            keeps=sync == "keep",
+            steps=steps,
+        )
+
+    def _rewrite(
+        self, gm: GraphModule, ctx: Context, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+    ) -> tuple[Callable, list[int], Trace]:
+        """Run the passes and the executor; returns the boxed code, which old inputs it takes, and the record."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        trace = Trace(gm, ctx, pretended=self.pretend is not None)
+        with _torch.fake_mode_of(example_inputs):
+            trace.run(gm)
+        brought = ctx.parameters if ctx.stage else {}
+        kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
+        schedule = Schedule.of(gm, ctx)
+        self._publish(schedule, trace)
+        # Backward may write over an input of the model's, by its place among the inputs that are left.
+        theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
+        moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
+        _torch.forget_output_strides(gm, moved)
+        promise = Promise.of(gm, ctx) if self.options.executor == "inductor" and self.pretend is None else None
+        with _torch.donated_inputs(theirs):
+            compiled = execute(gm, _examples(gm, ctx, placeholders, example_inputs, kept), _fixed(ctx, kept, static))
+        _torch.forget_output_strides(gm, moved)
+        trace.code = _torch.source_code(compiled)
+        if promise is not None:
+            self.written |= trace.check_code(promise, self.written)
+        if self.pretend is None:
+            compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
+        return compiled, kept, trace
+
+    def _publish(self, schedule: Schedule, trace: Trace) -> None:
+        """Compare with the other ranks what was compiled."""
+        ctx = trace.context
+        if self.pretend is None and schedule.collectives and (watch := watch_of(ctx.process_group)) is not None:
+            watch.publish(schedule, identity(trace.before, ctx, self.family.number))
+
+    def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
+        output = gm.graph.output_node()
+        gradients = _torch.gradient_outputs(output) if phase == "backward" else {}
+        return Context(
+            phase=phase,
+            parameters=self._parameters(gm),
+            saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
+            gradients={position: self.sharded[i] for position, i in gradients.items() if i in self.sharded},
+            recipes=self.recipes,
+            kept_gathered=self.kept_gathered,
+            meanings=self.meanings,
+            sync=sync,
+            steps=steps,
+            held_elsewhere=self.family.held_elsewhere(self.names, phase),
+            largest_elsewhere=max(
+                (g.gathered_nbytes for g in self.family.groups() if g.layout not in self.groups), default=0
+            ),
+            **self._facts(),
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """What of a context is the same for all graphs of a module."""
+        group, family, precision = self._any_group(), self.family, self.family.precision
+        return {
+            "process_group": group.sharing.weights.name,
+            "reduce_group": group.sharing.gradients.name,
+            "backend": group.backend,
+            "stage": family.stage,
+            "one_copy": group.weights.in_common,
+            "buckets": family.buckets,
+            "param_dtype": precision.param_dtype,
+            "reduce_dtype": precision.reduce_dtype or precision.param_dtype,
+            "executor": self.options.executor,
+            "lookups": self.options.lookups,
+            "memory_budget": self.options.memory_budget,
+        }
+
+    def _any_group(self) -> ShardGroup:
+        return next(iter(self.groups.values()))
+
+    @property
+    def family(self) -> Family:
+        """The family of these groups: a graph's groups are of one module."""
+        return self._any_group().family
+
+
+def _examples(
+    gm: GraphModule, ctx: Context, old: Sequence[Node], example_inputs: Sequence[Any], kept: Sequence[int]
+) -> list[Any]:
+    """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
+
+    In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else.
+    """
+    examples = [n.meta["val"] if n.name in ctx.parameters else x for n, x in zip(old, example_inputs)]
+    new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
+    return [examples[i] for i in kept] + new
+
+
+def _fixed(ctx: Context, kept: Sequence[int], static: Sequence[int]) -> list[int]:
+    """Which inputs of the rewritten graph stay where they are in memory: those that did, and the groups' buffers."""
+    fixed = [k for k, i in enumerate(kept) if i in set(static)]
+    return [*fixed, *range(len(kept), len(kept) + len(ctx.shards))]
+
+
+def _check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:
+    """Compiled code reads weights from the group's shard: whatever is not a slice of it must not get there."""
+    if isinstance(tensor, ReplicatedParameter):
+        return
+    if not tensor._group.weights.holds(tensor._local):
+        raise RuntimeError(
+            f"{tensor!r} reaches compiled code, but it is not a parameter (a gradient, or optimizer state?). Compiled "
+            "code works on whole tensors: pass tensor.full_tensor() instead."
+        )

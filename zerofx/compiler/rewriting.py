@@ -1,0 +1,138 @@
+"""One graph on its way through the passes: as it was before, what each pass did, and how to make it anew.
+
+The passes are deterministic. So a `Rewriting` keeps one copy of the graph as AOTAutograd made it, and makes the graph
+after any pass anew by running the passes up to there. That costs one copy of each graph until someone looks.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch.fx import GraphModule
+
+from zerofx import _torch
+from zerofx.passes import VerificationError, before_lower, pipeline
+from zerofx.passes.context import Context, Executor
+from zerofx.passes.proof.code import Promise, check_code
+
+
+class Rewriting:
+    """One graph of a pair (forward or backward), and its way through the passes.
+
+    Attributes:
+        before: the graph that AOTAutograd handed over.
+        edits: pass name -> number of edits it made.
+        seconds: pass name -> how long it took; "record": the copy that is ``before``; "check_code": the reading of
+            ``code``.
+        context: what the passes knew and found out.
+        code: what Inductor made of the final graph, as Python; None where another executor runs it.
+        pretended: no executor got the graph: it is of `zerofx.dry_run`.
+    """
+
+    def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:
+        start = time.perf_counter()
+        self.before = copy_graph(gm)
+        self._initial = copy_context(ctx)
+        ctx.before = self._initial.before = self.before
+        self.context = ctx
+        self.edits: dict[str, int] = {}
+        self.code: str | None = None
+        self.pretended = pretended
+        self.seconds = {"record": time.perf_counter() - start}
+
+    @property
+    def name(self) -> str:
+        """The phase, and in brackets what it does with gradients if that is not just to reduce them."""
+        return self.context.name
+
+    def run(self, gm: GraphModule) -> None:
+        """Run all passes on ``gm`` with ``self.context``."""
+        for pass_ in pipeline(self.context.stage):
+            start = time.perf_counter()
+            try:
+                self.edits[pass_.__name__] = pass_(gm, self.context)
+            except VerificationError as e:
+                raise e.saved_in(self._save(gm)) from None
+            self.seconds[pass_.__name__] = time.perf_counter() - start
+
+    def check_code(self, promise: Promise, written: dict[str, str]) -> dict[str, str]:
+        """Check ``self.code``: see `zerofx.passes.proof.code.check_code`, which says what is given and returned."""
+        start = time.perf_counter()
+        try:
+            found = check_code(self.code, promise, written) if self.code is not None else None
+        except VerificationError as e:
+            raise e.saved_in(self._save(self.final)) from None
+        if found is None and promise.asks:
+            warnings.warn(
+                f"the code that Inductor generated for {self.name} was not checked, for it is no Python that zerofx "
+                "can read (cpp_wrapper?). The graph was checked. See docs/debugging.md.",
+                stacklevel=2,
+            )
+        self.seconds["check_code"] = time.perf_counter() - start
+        return found or {}
+
+    def _save(self, gm: GraphModule) -> str:
+        """Write the graph before and after the passes, and its code, to a file that can be sent; returns its path."""
+        gm.recompile()
+        with tempfile.NamedTemporaryFile("w", prefix="zerofx-", suffix=".txt", delete=False) as file:
+            file.write(f"torch {torch.__version__}\n\nbefore:{self.before.code}\nafter:{gm.code}\n{self.context}\n")
+            file.write(f"\ncode:\n{self.code}\n" if self.code is not None else "")
+        return file.name
+
+    def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
+        """The graph after the pass ``name``; ``executor``: as that one would have got it."""
+        passes = pipeline(self.context.stage)
+        names = [pass_.__name__ for pass_ in passes]
+        if name not in names:
+            raise KeyError(f"no pass {name!r}: the passes are {', '.join(names)}.")
+        gm, ctx = copy_graph(self.before), copy_context(self._initial)
+        ctx.executor = executor or ctx.executor
+        values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        with _torch.fake_mode_of(values):
+            for pass_ in passes[: names.index(name) + 1]:
+                pass_(gm, ctx)
+        return gm
+
+    def steps(self) -> Iterator[tuple[Callable, GraphModule]]:
+        """Every pass and the graph after it, in order; cheaper than asking `after` for each."""
+        gm, ctx = copy_graph(self.before), copy_context(self._initial)
+        values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        for pass_ in pipeline(self.context.stage):
+            with _torch.fake_mode_of(values):
+                pass_(gm, ctx)
+            yield pass_, copy_graph(gm)
+
+    @property
+    def final(self) -> GraphModule:
+        """The graph that the executor got."""
+        return self.after(pipeline(self.context.stage)[-1].__name__)
+
+    def before_lower(self) -> GraphModule:
+        """The graph to read: in front of `lower`."""
+        return self.after(before_lower(self.context.stage))
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy that can be rewritten; what is not graph is shared."""
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def copy_context(ctx: Context) -> Context:
+    return replace(
+        ctx,
+        parameters=dict(ctx.parameters),
+        recipes=dict(ctx.recipes),
+        kept_gathered=dict(ctx.kept_gathered),
+        saved_names=dict(ctx.saved_names),
+        gathered=list(ctx.gathered),
+        shards=list(ctx.shards),
+        saved_parameters=dict(ctx.saved_parameters),
+        kept=list(ctx.kept),
+        reductions=list(ctx.reductions),
+    )

@@ -1,0 +1,199 @@
+"""What runs at every step: boxed functions that put shards where a compiled graph expects them.
+
+A compiled forward is called with the module's parameters among its inputs and must return what autograd saves::
+
+    called with      [x, weight, bias]         (weight and bias: ShardedParameter, no memory)
+    graph gets       [x, shard]
+    graph returns    [y, x, None]
+    returned         [y, x, weight]            the parameter itself is saved: a write before backward is noticed
+
+A compiled backward is called with what was saved; its extra outputs are shards of gradients, which go to ``.grad``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerofx.model.layout import Slot
+from zerofx.passes.context import Sync
+from zerofx.passes.ops import stepping
+from zerofx.runtime.eager.ondemand import reduce_rest
+from zerofx.runtime.ranks.watch import skip_collective
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ShardedTensor
+
+
+def forward_runner(
+    compiled: Callable,
+    kept: Sequence[int],
+    groups: Sequence[ShardGroup],
+    saved: dict[int, Any],
+    gathered: dict[int, ShardGroup],
+    uses: Sequence[ShardGroup],
+    trained: bool,
+) -> Callable:
+    """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
+
+    ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
+    its backward, needs. ``trained``: a backward is to come.
+    """
+    live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
+    left = {i: weakref.ref(group) for i, group in gathered.items()}
+    saved_refs = {i: weakref.ref(parameter) for i, parameter in saved.items()}
+
+    def forward(args: list[Any]) -> list[Any]:
+        for group in used:
+            group().use(trained=trained)  # type: ignore[union-attr]
+        for group in live:
+            group().weights.refresh()  # type: ignore[union-attr]
+        with _reading(live, "forward", written=True):
+            outputs = list(compiled(_inputs(args, kept, live)))
+        for i, ref in saved_refs.items():
+            outputs[i] = ref()
+        for i, group in left.items():
+            group().gathered.leave(outputs[i])  # type: ignore[union-attr]
+        return outputs
+
+    forward._boxed_call = True  # type: ignore[attr-defined]
+    return forward
+
+
+def backward_runner(variant: Callable[[Sync, bool], BackwardCode], family: Family, n_outputs: int) -> Callable:
+    """The boxed backward: returns the first ``n_outputs`` outputs, sees to the others as ``family`` says.
+
+    ``variant`` gives the code for one way of treating gradients; each is compiled when it is first asked for.
+    """
+
+    def backward(args: list[Any]) -> list[Any]:
+        sync: Sync = "keep"
+        if family.sync:
+            sync = "reduce"
+            if reduce_rest(family):
+                sync = "merge"
+        return variant(sync, sync != "keep" and family.stepper is not None)(args, n_outputs)
+
+    backward._boxed_call = True  # type: ignore[attr-defined]
+    return backward
+
+
+@dataclass
+class BackwardCode:
+    """One compiled way of a backward graph.
+
+    Attributes:
+        compiled: the boxed function.
+        inputs: which arguments it takes.
+        groups: whose buffers it reads.
+        uses: all that its forward said it uses.
+        kept: the parameters whose kept gradients come after these, with fake tensors of what it expects.
+        gathered: which arguments are whole groups that forward left gathered, and which groups; its last inputs.
+        reductions: what its extra outputs are.
+        keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
+        steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
+    """
+
+    compiled: Callable
+    inputs: Sequence[int]
+    groups: Sequence[weakref.ref[ShardGroup]]
+    uses: Sequence[weakref.ref[ShardGroup]]
+    kept: Sequence[tuple[weakref.ref[ShardGroup], Slot, torch.Tensor]]
+    gathered: Sequence[tuple[int, weakref.ref[ShardGroup]]]
+    reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
+    keeps: bool
+    steps: bool
+
+    def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
+        gathered = self._take_gathered(args)
+        inputs = _inputs(args, self.inputs, self.groups)
+        for group, slot, like in self.kept:
+            kept = group().gradients.take_kept(slot)  # type: ignore[union-attr]
+            inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
+        inputs += gathered
+        gathered.clear()
+        for ref in self.uses:
+            ref().pending -= 1  # type: ignore[union-attr]
+        with stepping(self if self.steps else None), _reading(self.groups, "backward", written=False):
+            outputs = list(self.compiled(inputs))
+        for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
+            live = ref()
+            assert live is not None
+            if self.steps:
+                continue
+            if self.keeps:
+                live.gradients.keep(slots[0], gradient)
+            else:
+                live.accumulate(slots, gradient)
+        return outputs[:n_outputs]
+
+    def step(self, group: str, gradient: torch.Tensor) -> None:
+        """`zerofx.passes.ops.Stepper`"""
+        live, slots = self._reduced(group)
+        live.accumulate(slots, gradient)
+        live.family.stepper.step(live)
+
+    def refresh(self, group: str) -> None:
+        """`zerofx.passes.ops.Stepper`"""
+        live, _ = self._reduced(group)
+        if live.stepped:
+            live.weights.refresh(inside=True)
+        else:
+            skip_collective(live.group_name)
+
+    def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...]]:
+        for ref, slots in self.reductions:
+            if (live := ref()) is not None and live.layout.name == name:
+                return live, slots
+        raise AssertionError(f"no group {name!r} is reduced here")
+
+    def _take_gathered(self, args: list[Any]) -> list[Any]:
+        """A function of its own, so that no local variable holds a buffer while the graph runs."""
+        for i, group in self.gathered:
+            group().gathered.check(args[i])  # type: ignore[union-attr]
+        return [args[i] for i, _ in self.gathered]
+
+
+def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[ShardGroup]]) -> list[Any]:
+    inputs = [args[i] for i in kept]
+    args.clear()  # boxed: what is not an input any more may be freed while the graph runs
+    for x in inputs:
+        if isinstance(x, ShardedTensor):
+            raise RuntimeError(f"{x!r} reaches compiled code that did not expect it: please report this.")
+    return inputs + [group().weights.buffer for group in groups]  # type: ignore[union-attr]
+
+
+def _reading(
+    groups: Sequence[weakref.ref[ShardGroup]], phase: str, *, written: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """A graph reads the weights of ``groups`` inside: `zerofx.runtime.state.weights.Weights.reading`."""
+    if not groups:
+        return contextlib.nullcontext()
+    weights = [group().weights for group in groups]  # type: ignore[union-attr]
+    return weights[0].reading(weights, phase, written=written)
+
+
+def refuse_double_backward(compiled: Callable) -> Callable:
+    """Wrap a compiled function so that ``create_graph=True`` is refused when its backward starts."""
+
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        node = next((x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(_check_single_backward)
+        return outputs
+
+    return run
+
+
+def _check_single_backward(grad_outputs: Any) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "double backward (create_graph=True) through a module that zerofx compiled: gradients of gradients are not "
+            "supported, because gradients leave the graph as reduced shards. Compute this loss on the module before "
+            "zerofx.compile."
+        )

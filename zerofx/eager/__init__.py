@@ -1,1 +1,0 @@
-"""What happens to sharded tensors outside of graphs."""

@@ -1,1 +1,0 @@
-"""Ranks that talk to each other outside of graphs."""

@@ -1,0 +1,21 @@
+"""Corners: what serves one case, in a file that nothing else imports.
+
+Each puts itself into the table of a seam as it is imported: a shortcut between ranks, a case of weights, a pass. Take
+a line out here and delete the file, and everything else works as before.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+CORNERS = (
+    "zerofx.runtime.ranks.same_host",  # ranks of one host read each other's memory      passes/pairwise.py SHORTCUTS
+    "zerofx.runtime.ranks.gloo_threads",  # gloo's threads on a core that computes      ranks/sharing.py SETTLED
+    "zerofx.runtime.state.one_copy",  # weights once for all ranks of a host            state/weights.py WEIGHTS
+)
+
+
+def furnish() -> None:
+    """Import every corner."""
+    for name in CORNERS:
+        importlib.import_module(name)

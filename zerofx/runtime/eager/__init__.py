@@ -1,0 +1,16 @@
+"""Eager: what sharded tensors do outside of graphs.
+
+============  ==================================================================
+elementwise   which operations run on slices, and which need the whole tensor
+ondemand      one parameter at a time: its slices gathered, its gradient reduced
+unshard       the whole tensor for one operation
+norms         norms of many tensors with one all-reduce
+leaf          modules that are gathered whole when they are entered
+whole         whole weights for a while: `zerofx.unsharded`
+============  ==================================================================
+
+Imports `zerofx.runtime.state` and what is below it::
+
+    state ◀── ondemand ◀── whole ◀── leaf
+    state ◀── norms, ondemand ◀── unshard ◀── elementwise
+"""

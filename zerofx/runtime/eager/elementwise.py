@@ -1,0 +1,340 @@
+"""Which operations run on slices, which are answered as they are, and which need the whole tensor.
+
+`dispatch` is the body of ``ShardedTensor.__torch_function__``. It goes by the operation's name, so that a function, a
+method, an in-place method and an aten operator of one name are one row of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofx._torch import call_plainly, gradient_edge, pytree
+from zerofx.runtime.eager.norms import all_reduce, norm, norms
+from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.eager.unshard import readonly, unshard
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.home import Home, all_at_hand
+from zerofx.runtime.state.parameter import (
+    ShardedParameter,
+    ShardedTensor,
+    check_conversion,
+    count_write,
+    detach,
+    is_in_place,
+    same_device,
+)
+
+_NAMED = """
+    abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
+    cos cpu cuda div double empty_like eq exp expm1 fill float floor floor_divide fmax fmin fmod frac
+    full_like ge gt half heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and
+    logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
+    ones_like pow reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sqrt square sub subtract
+    tanh to true_divide trunc type type_as where zero zeros_like absolute divide _to_copy
+    """.split()
+_OPERATORS = """
+    abs neg eq ne lt le gt ge and iand or ior xor ixor add iadd radd sub isub rsub mul imul rmul div idiv rdiv
+    truediv itruediv rtruediv floordiv ifloordiv rfloordiv mod imod rmod pow ipow rpow setitem
+    """.split()
+ELEMENTWISE = frozenset([*_NAMED, *(f"__{name}__" for name in _OPERATORS)])
+"""Operations whose result at one element depends on that element alone. In-place ones end in ``_`` besides."""
+
+_CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type type_as".split())
+"""Those that give the tensor itself where device and dtype stay, which is what ``module.to(...)`` relies on."""
+
+_IN_PLACE = frozenset(function for name in _NAMED if (function := getattr(torch.Tensor, name + "_", None)))
+
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
+CREATION = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
+"""Operations that read nothing but shape and dtype: never differentiated."""
+
+LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+"""Operations on lists of tensors: elementwise all, but for the norm."""
+
+METADATA = frozenset(
+    """
+    _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__
+    dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
+    is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage
+    is_tensor ndimension nelement numel register_post_accumulate_grad_hook requires_grad_ result_type
+    retain_grad size storage_offset stride untyped_storage
+    """.split()
+)
+"""Operations that never look at elements."""
+
+LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
+"""Reductions to an extreme, as the sign under which it is the largest."""
+
+
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it."""
+    if not Home.any_away:
+        return _dispatch(func, args, kwargs)
+    with all_at_hand(x._group.home for x in _sharded([*args, *kwargs.values()])):
+        return _dispatch(func, args, kwargs)
+
+
+def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An optimizer comes here several times per parameter and step: what it does most is done first."""
+    if func in _IN_PLACE and isinstance(args[0], ShardedTensor) and not torch.is_grad_enabled():
+        result = _on_slices(func, args, kwargs, args[0], args[0])
+        if result is not NotImplemented:
+            return result
+    if func == _SET_GRAD and args[1] is None:  # `zero_grad`
+        return _as_is(func, args, kwargs)
+    name = name_of(func)
+    if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
+    if name in METADATA or (name == "type" and len(args) == 1 and not kwargs):  # `type()` is a question
+        return _as_is(func, args, kwargs)
+    if name == "data_ptr":
+        return 0  # there is no memory of this shape: whoever copies memory must copy the slice
+    if name == "new_empty" and isinstance(args[0], ShardedTensor):
+        return _new_empty(*args, **kwargs)
+    if name in ("__repr__", "__str__"):
+        return ShardedTensor.__repr__(args[0])
+    if name == "detach" and isinstance(args[0], ShardedTensor):
+        return detach(args[0])
+    if func is torch.autograd.backward:
+        return _backward(*args, **kwargs)
+    if func is torch.autograd.grad:
+        raise RuntimeError(
+            "torch.autograd.grad with respect to sharded parameters: their gradients are shards and go to .grad. Call "
+            "loss.backward() and read parameter.grad."
+        )
+    if name == "share_memory_":
+        args[0]._refuse(
+            "share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call"
+        )
+    if name in ("register_hook", "detach_", "set_", "resize_", "resize_as_", "backward"):
+        args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
+
+    sharded = _sharded([*args, *kwargs.values()])
+    written = kwargs.get("out", args[0] if is_in_place(name) and args else None)
+    for x in sharded if name.startswith(LISTS) and name.endswith("_") else [written]:
+        _check_leaf(x)
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
+    if not tracked or name in CREATION:
+        if name.startswith(LISTS):
+            return _on_lists(func, name, args, kwargs, sharded)
+        if (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE:
+            result = _on_slices(func, args, kwargs, sharded[0] if written is None else written, written)
+            if result is not NotImplemented:
+                return result
+        reduced = _reduction(name, args, kwargs)
+        if reduced is not NotImplemented:
+            return reduced
+    return _on_full(func, name, args, kwargs, written, tracked)
+
+
+def name_of(func: Callable) -> str:
+    """The name of an operation, whatever it is called as."""
+    return getattr(func, "__name__", str(func)).split(".")[0]
+
+
+def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
+    """The sharded tensors among ``values``, in lists and dicts too."""
+    if any(isinstance(x, (list, tuple, dict)) for x in values):
+        values = pytree.tree_leaves(values)
+    return [x for x in values if isinstance(x, ShardedTensor)]
+
+
+def _as_is(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return call_plainly(func, (), args, kwargs)
+
+
+def _backward(*args: Any, inputs: Any = (), **kwargs: Any) -> None:
+    """``backward(inputs=parameters)``: by their edges in the autograd graph, which is all the engine needs of them."""
+    edges = [gradient_edge(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
+    torch.autograd.backward(*args, **kwargs, inputs=edges)  # type: ignore[misc]
+
+
+def _new_empty(like: ShardedTensor, *size: Any, **kwargs: Any) -> torch.Tensor:
+    """Memory for a tensor like this one: sharded, where it is to have its shape. What async savers copy to."""
+    shape = torch.Size(size[0] if size and isinstance(size[0], (list, tuple)) else kwargs.pop("size", size))
+    if shape == like.shape:
+        return like.like(like._local.new_empty(like._local.shape, **kwargs))
+    return like._local.new_empty(shape, **kwargs)
+
+
+def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
+    tensor = args[0]
+    if name == "data" and action == "__get__":
+        return detach(tensor)
+    if name == "data":
+        if isinstance(args[1], ShardedTensor) and args[1]._local is tensor._local:
+            return None  # `module.to(...)` that changed nothing
+        check_conversion(tensor, args[1])
+        way_out = "use `with torch.no_grad(): parameter.copy_(full_tensor)`"
+        tensor._refuse("assigning .data (as module.to_empty and module._apply do)", way_out)
+    if name in ("T", "mT", "H", "mH", "real", "imag"):
+        return _on_full(func, name, args, {}, written=None, tracked=torch.is_grad_enabled() and tensor.requires_grad)
+    if name == "grad" and action == "__set__" and args[1] is not None:
+        args = (tensor, _as_gradient(tensor, args[1]))
+    return _as_is(func, args, {})
+
+
+def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor:
+    """``gradient`` as ``tensor.grad`` can hold it: of a plain, full-size one this rank's slice."""
+    same_slot = not isinstance(gradient, ShardedTensor) or _same_slot(gradient, tensor)
+    if same_slot and isinstance(gradient, ShardedTensor) and gradient._local.dtype == tensor._local.dtype:
+        return gradient
+    if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype or not same_slot:
+        raise RuntimeError(
+            f"assigning to .grad of {tensor._slot.name!r}: expected a gradient of shape {list(tensor.shape)} and "
+            f"{tensor.dtype}, full or this parameter's own shard, got {list(gradient.shape)} and {gradient.dtype}"
+            f"{'' if same_slot else ', a shard of ' + repr(gradient._slot.name)}."  # type: ignore[attr-defined]
+        )
+    return gradient if isinstance(gradient, ShardedTensor) else tensor.like(_narrow(tensor, gradient).clone())
+
+
+def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, written: Any) -> Any:
+    """An elementwise operation on slices laid out as ``like`` is; NotImplemented where some argument is not."""
+    if not isinstance(like, ShardedTensor):
+        return NotImplemented
+    if func is torch.Tensor.__setitem__ and not isinstance(args[1], ShardedTensor):
+        return NotImplemented  # by mask it is elementwise, by position it is not
+
+    def local(x: Any) -> Any:
+        if isinstance(x, ShardedTensor):
+            if not _same_slot(x, like):
+                raise _Mismatch
+            return x._local
+        if isinstance(x, torch.Tensor) and x.numel() != 1:
+            if written is None or x.shape != torch.Size(like._slot.shape):
+                raise _Mismatch
+            return _narrow(like, x)
+        return x
+
+    try:
+        local_args = [local(x) for x in args]
+        local_kwargs = {k: local(v) for k, v in kwargs.items() if k != "memory_format"}
+    except _Mismatch:
+        return NotImplemented
+    result = func(*local_args, **local_kwargs)
+    if written is not None:
+        count_write(like)
+        return like
+    if result is like._local or _changes_nothing(func, result, like._local, kwargs):
+        return like
+    if result.device != like._local.device and isinstance(like, ShardedParameter):
+        like._refuse(f"moving to {result.device}", "move the module before zerofx.compile or zerofx.shard")
+    made = like.like(like._group.home.keep("moment", result) if name_of(func) in CREATION else result)
+    made._compute_dtype = like._compute_dtype  # what is gathered of it later is what the model computes with
+    return made
+
+
+def _changes_nothing(func: Callable, result: torch.Tensor, local: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` was to convert, and there was nothing to. PyTorch copies from ``cpu`` to ``cpu:0``."""
+    converts = getattr(func, "__name__", "") in _CONVERSIONS and not kwargs.get("copy")
+    return converts and result.dtype == local.dtype and same_device(result.device, local.device)
+
+
+def _same_slot(a: ShardedTensor, b: ShardedTensor) -> bool:
+    return a._group is b._group and (a._slot is b._slot or a._slot == b._slot)
+
+
+def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]) -> Any:
+    if name == "_foreach_norm":
+        return norms(args[0], *args[1:], **kwargs)
+    local_args, local_kwargs = pytree.tree_map(
+        lambda x: x._local if isinstance(x, ShardedTensor) else x, (args, kwargs)
+    )
+    result = func(*local_args, **local_kwargs)
+    if name.startswith("_amp_foreach_non_finite_check"):
+        all_reduce(args[1], dist.ReduceOp.MAX, sharded[0])
+    if name.endswith("_"):
+        for x in sharded:
+            count_write(x)
+        return result
+    likes = args[0] if isinstance(args[0], (list, tuple)) else args[1]
+    return type(result)(
+        like.like(r) if isinstance(like, ShardedTensor) else r for like, r in zip(likes, result, strict=True)
+    )
+
+
+def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A reduction of one sharded tensor to a scalar; NotImplemented for any other."""
+    tensor = args[0]
+    if not isinstance(tensor, ShardedTensor):
+        return NotImplemented
+    if name in ("norm", "vector_norm", "linalg_vector_norm"):
+        dims = [*args[2:3], kwargs.get("dim")]
+        if any(dim is not None for dim in dims) or kwargs.get("keepdim") or kwargs.get("out") is not None:
+            return NotImplemented
+        given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+        order = 2.0 if given in (None, "fro") else float(given)
+        return norm(tensor, order, kwargs.get("dtype")) if order > 0 else NotImplemented
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    if name == "mean":
+        return tensor.sum() / tensor._slot.numel
+    if name in ("any", "all"):
+        wrong = tensor._local.logical_not() if name == "all" else tensor._local
+        found = wrong.any().to(torch.int32)
+        all_reduce(found, dist.ReduceOp.MAX, tensor)
+        return found == 0 if name == "all" else found != 0
+    if name == "sum":
+        all_reduce(total := tensor._local.sum(), dist.ReduceOp.SUM, tensor)
+        return total
+    return _extreme(tensor, LARGEST[name]) if name in LARGEST else NotImplemented
+
+
+def _extreme(tensor: ShardedTensor, sign: int) -> torch.Tensor:
+    """The maximum (``sign`` 1) or minimum (-1) of the whole tensor."""
+    local = tensor._local
+    least = -torch.inf if local.is_floating_point() else -torch.iinfo(local.dtype).max
+    if local.numel() == 0:
+        local = local.new_tensor([sign * least])
+    value = sign * (local.max() if sign > 0 else local.min())
+    # A NaN gets lost when ranks compare: whether there is one travels beside.
+    pair = torch.stack([torch.where(value.isnan(), least, value), value.isnan().to(value.dtype)])
+    all_reduce(pair, dist.ReduceOp.MAX, tensor)
+    return torch.where(pair[1] > 0, torch.nan, sign * pair[0]) if local.is_floating_point() else sign * pair[0]
+
+
+def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any, tracked: bool) -> Any:
+    if isinstance(written, ShardedTensor) and not written._group.family.rewritable:
+        written._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
+    gathered: dict[int, torch.Tensor] = {}
+
+    def full(x: Any) -> Any:
+        if not isinstance(x, ShardedTensor):
+            return x
+        if id(x) not in gathered:
+            gathered[id(x)] = gather_tensor(x) if x._group.family.rewritable else unshard(x, name)
+        return gathered[id(x)]
+
+    args, kwargs = pytree.tree_map(full, (args, kwargs))
+    result = func(*args, **kwargs)
+    if isinstance(written, ShardedTensor):
+        return written.copy_(gathered[id(written)])
+    return result if tracked else readonly(result, list(gathered.values()))
+
+
+def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
+    """The part of a plain, full-shape tensor that lies where ``like``'s slice lies."""
+    piece = like._group.layout.piece(like._slot, like._group.rank)
+    return full.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length)
+
+
+def _check_leaf(tensor: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(tensor, ShardedParameter) and tensor.requires_grad:
+        raise RuntimeError(
+            f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
+            "torch.no_grad()."
+        )
+
+
+DOORS.operation = dispatch
+
+
+class _Mismatch(Exception):
+    """The operands are not slices of one layout."""

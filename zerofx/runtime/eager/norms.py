@@ -1,0 +1,91 @@
+"""Norms of sharded tensors, with one all-reduce for many.
+
+``torch.nn.utils.clip_grad_norm_`` asks for the norm of one gradient after another. Answered one by one that is an
+all-reduce per parameter. So the first question about a gradient computes the norms of all gradients of its module, and
+the others are answered from there: once each, and only while the gradient is the same tensor, unwritten since.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.parameter import ShardedTensor
+
+
+def norm(tensor: ShardedTensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """The norm of the whole ``tensor``, a scalar on every rank. A collective, unless it was computed ahead."""
+    group, slot = tensor._group, tensor._slot
+    owner = group.members.live(slot)
+    if owner is None or owner.grad is not tensor or tensor._local.is_inference():
+        return norms([tensor], order, dtype)[0]
+    ahead = group.family.norms
+    found = ahead.pop((order, dtype, group.layout.name, slot), None)
+    if found is None or not found.of(tensor):
+        ahead.clear()
+        gradients = group.family.gradients()
+        for gradient, value in zip(gradients, norms(gradients, order, dtype), strict=True):
+            ahead[order, dtype, gradient._group.layout.name, gradient._slot] = _Norm(gradient, value)
+        found = ahead.pop((order, dtype, group.layout.name, slot))
+    return found.value
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norm of each whole tensor, with one all-reduce for all of them; plain tensors may be among them.
+
+    Raises:
+        ValueError: an order that is not above 0.
+    """
+    with all_at_hand(x._group.home for x in tensors if isinstance(x, ShardedTensor)):
+        return _norms(tensors, float(order), dtype)
+
+
+def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    if not order > 0:
+        raise ValueError(f"norms of order {order}: expected an order above 0 (inf is the maximum).")
+    largest = order == float("inf")
+    parts = []
+    for x in tensors:
+        local = x._local if isinstance(x, ShardedTensor) else x
+        if local.numel() == 0:
+            parts.append(local.new_zeros((), dtype=dtype))
+        else:
+            part = torch.linalg.vector_norm(local, order, dtype=dtype)
+            parts.append(part if largest else part**order)
+    common = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    stacked = torch.stack([part.to(common) for part in parts])
+    sharded = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
+    reduced = stacked[sharded]
+    if largest:  # a NaN gets lost when ranks compare: whether there is one travels beside
+        pair = torch.stack([reduced.nan_to_num(nan=0.0, posinf=torch.inf), reduced.isnan().to(common)])
+        all_reduce(pair, dist.ReduceOp.MAX, tensors[sharded[0]])
+        reduced = torch.where(pair[1] > 0, torch.nan, pair[0])
+    else:
+        all_reduce(reduced, dist.ReduceOp.SUM, tensors[sharded[0]])
+    stacked[sharded] = reduced
+    stacked = stacked if largest else stacked ** (1.0 / order)
+    return [value.to(part.dtype) for value, part in zip(stacked.unbind(), parts, strict=True)]
+
+
+def all_reduce(value: torch.Tensor, op: Any, like: Any) -> None:
+    """All-reduce ``value`` in place over the ranks that share the sharded tensor ``like``."""
+    like._group.sharing.optimizer.sum_(value, op)
+
+
+class _Norm:
+    """A norm, and the state of the slice that it was computed of."""
+
+    def __init__(self, tensor: ShardedTensor, value: torch.Tensor) -> None:
+        self.value = value
+        self._local = weakref.ref(tensor._local)
+        self._version = tensor._local._version
+
+    def of(self, tensor: ShardedTensor) -> bool:
+        """Whether ``tensor`` holds the very slice, and nothing has written to it since."""
+        return self._local() is tensor._local and self._version == tensor._local._version

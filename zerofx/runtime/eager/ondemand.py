@@ -1,0 +1,193 @@
+"""One parameter at a time, outside of graphs: its slices are gathered, its gradient is reduced.
+
+::
+
+    gather    each rank's slice is broadcast to all others
+    reduce    each rank's part of the gradient is reduced to its owner
+
+A parameter's slice ends where its group's shard ends, so the slices of one tensor are few: one to M. This is the slow
+path: a collective for each use, nothing overlapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofx._torch import (
+    DisableTorchFunction,
+    end_of_backward,
+    inside_backward,
+)
+from zerofx.model.layout import Slot
+from zerofx.runtime.ranks.agree import ON_DEMAND
+from zerofx.runtime.ranks.tracing import region
+from zerofx.runtime.ranks.watch import alone
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.gradients import averaged
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+
+
+@region("gather", lambda tensor: tensor._slot.name)
+def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole of ``tensor`` on every rank, without autograd. A collective."""
+    group, slot = tensor._group, tensor._slot
+    if group.weights.holds(tensor._local):
+        group.use(trained=False)
+    replica = group.weights.own_replica
+    if replica is not None and replica.dtype == group.layout.dtype and group.weights.holds(tensor._local):
+        group.weights.refresh()
+        whole = torch.ops._c10d_functional.wait_tensor(replica)
+        return group.layout.view(whole, slot).clone()
+    flat = tensor._local.new_empty(slot.numel)
+    told = alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype)
+    with group.home.at_hand(), told:
+        for rank in range(group.layout.world_size):
+            piece = group.layout.piece(slot, rank)
+            part = flat.narrow(0, piece.in_parameter, piece.length)
+            if rank == group.rank:
+                part.copy_(tensor._local)
+            if piece.length and group.layout.world_size > 1:
+                # As bytes: gloo does not know every dtype.
+                dist.broadcast(part.view(torch.uint8), group=group.process_group, group_src=rank)
+    return flat.view(slot.shape)
+
+
+DOORS.gather = gather_tensor
+
+
+@region("reduce", lambda parameter, gradient: parameter._slot.name)
+def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None:
+    """Add the average over ranks of the whole ``gradient`` to ``parameter.grad``. A collective.
+
+    Inside of `zerofx.no_sync` it is kept instead.
+    """
+    group, slot = parameter._group, parameter._slot
+    if (leaf := leaf_of(group)) is not None:
+        leaf.collect(group, slot, gradient)
+        return
+    if not group.family.sync:
+        group.gradients.keep(slot, gradient)
+        return
+    reduce_rest(group.family)
+    flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or group.layout.dtype, copy=True)
+    if (kept := group.gradients.take_kept(slot)) is not None:
+        flat += kept.reshape(-1)
+    group.accumulate((slot,), _average(group, slot, flat))
+
+
+def leaf_of(group: ShardGroup) -> Any:
+    """The leaf module's call that has ``group`` whole, in whose backward this is: nothing needs a collective then."""
+    return group.leaf if inside_backward() else None
+
+
+def reduce_rest(family: Family) -> bool:
+    """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced.
+
+    Returns whether anything is kept.
+    """
+    kept = any(group.has_kept() for group in family.groups())
+    if kept:
+        end_of_backward(lambda: reduce_kept(family))
+    return kept
+
+
+def reduce_kept(family: Family) -> None:
+    """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
+    for group in family.groups():
+        if group.gradients.kept_unevenly:
+            group.reduce({}, checked=True)
+        for slot in group.gradients.kept_slots():
+            kept = group.gradients.take_kept(slot)
+            assert kept is not None
+            flat = kept.reshape(-1).to(group.layout.dtype, copy=True)
+            group.accumulate((slot,), _average(group, slot, flat), checked=True)
+
+
+def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+    """The average of ``flat`` over the ranks as `ShardGroup.accumulate` takes it; ``flat`` is used up."""
+    with alone(group.group_name, ON_DEMAND, "reduction", slot.name, flat.nbytes, flat.dtype):
+        return _reduced(group, slot, flat)
+
+
+def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+    ranks = group.layout.world_size
+    if group.family.stage == 0:
+        if ranks > 1:
+            dist.all_reduce(flat, group=group.process_group)
+        return averaged(flat, group.layout.dtype, ranks).view(slot.shape)
+    for rank in range(ranks):
+        piece = group.layout.piece(slot, rank)
+        if piece.length and ranks > 1:
+            part = flat.narrow(0, piece.in_parameter, piece.length)
+            dist.reduce(part, group=group.process_group, group_dst=rank)
+    piece = group.layout.piece(slot, group.rank)
+    shard = torch.zeros_like(group.shard)
+    mine = flat.narrow(0, piece.in_parameter, piece.length)
+    group.local(slot, shard).copy_(averaged(mine, shard.dtype, ranks))
+    return shard
+
+
+def average_by_hook(parameter: ReplicatedParameter) -> None:
+    """Have the gradient averaged that code outside of any graph gives a parameter of stage 0."""
+    reference = weakref.ref(parameter)
+
+    def hook(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        target = reference()
+        if gradient is None or target is None:
+            return None  # compiled code has seen to it
+        group, slot = target._group, target._slot
+        if (leaf := leaf_of(group)) is not None:
+            leaf.collect(group, slot, gradient)
+            return torch.zeros_like(gradient)
+        if not group.family.sync:
+            group.gradients.keep(slot, gradient)
+            return torch.zeros_like(gradient)
+        reduce_rest(group.family)
+        flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or gradient.dtype, copy=True)
+        if (kept := group.gradients.take_kept(slot)) is not None:
+            flat += kept.reshape(-1)
+        return _average(group, slot, flat)
+
+    with _trained(parameter):
+        parameter.register_hook(hook)
+
+
+@contextlib.contextmanager
+def _trained(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Hooks can be registered on what requires grad alone, and stay when it is frozen: it may be trained later."""
+    with DisableTorchFunction():
+        before = parameter.requires_grad
+        parameter.requires_grad_(True)
+        yield
+        parameter.requires_grad_(before)
+
+
+def reduce_by_hook(parameter: ShardedParameter) -> None:
+    """Have a gradient reduced that autograd itself brings: of a ``torch.autograd.Function`` outside of any graph.
+
+    Such a function is handed the parameter as it is, without any word to us, and returns a whole gradient. The engine
+    is let to put that where ``.grad`` was, and then it is added to what was there as any other is.
+    """
+    reference, held = weakref.ref(parameter), []
+
+    def before(gradient: torch.Tensor | None) -> None:
+        if gradient is not None and (target := reference()) is not None:
+            held.append(target.grad)
+            target.grad = None
+
+    def after(target: torch.Tensor) -> None:
+        if held and isinstance(target, ShardedParameter):
+            whole, target.grad = target.grad, held.pop()
+            assert whole is not None
+            reduce_gradient(target, whole)
+
+    with _trained(parameter):
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)

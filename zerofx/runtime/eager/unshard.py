@@ -1,0 +1,167 @@
+"""An operation outside of any compiled graph that needs a whole tensor gets it.
+
+This is what keeps code right that Dynamo could not capture: slower (a gather per use, nothing overlapped), so the
+first time each line does it there is a warning that names the line.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zerofx._torch import DisableTorchFunction, adapt_arguments, inlined_alone, pytree, saved_tensors_are_hooked
+from zerofx.model.units import format_bytes
+from zerofx.runtime.eager.ondemand import gather_tensor, leaf_of, reduce_gradient
+from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, is_in_place
+
+
+class _Unshard(torch.autograd.Function):
+    """The full weight from a sharded parameter; its gradient goes to ``parameter.grad`` as a slice."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
+        ctx.parameter = parameter
+        return _whole(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"double backward through the sharded parameter {ctx.parameter._slot.name!r}: gradients of gradients "
+                "(create_graph=True) are not supported for sharded parameters."
+            )
+        # Autograd would add to the parameter's full-size grad, which has no memory: None, and done by hand.
+        reduce_gradient(ctx.parameter, gradient)
+
+
+def _whole_where_hooked(function: str, x: Any) -> Any:
+    """What a ``torch.autograd.Function`` outside of any graph gets for ``x`` where hooks keep what it saves.
+
+    That is so in a checkpoint. Autograd takes what such a hook brings back for an ordinary tensor: a sharded one would
+    be read in backward as if it had memory. Elsewhere the function gets the parameter, see `reduce_by_hook`.
+    """
+    return unshard(x, function) if isinstance(x, ShardedTensor) and saved_tensors_are_hooked() else x
+
+
+adapt_arguments(_whole_where_hooked)
+
+
+def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
+    """The full tensor for an operation that needs it, differentiable where the parameter is.
+
+    Raises:
+        TypeError: the operation is an optimizer's. On each rank's slice it would mean something else than on the
+            whole, and on the whole every rank would repeat all of the work.
+    """
+    frame = _caller()
+    optimizer = _enclosing_optimizer(frame)
+    if optimizer is not None:
+        raise TypeError(not_elementwise(optimizer, func_name, tensor._slot.name))
+    if leaf_of(tensor._group) is None:
+        _warn(frame, func_name, tensor)
+    if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
+        tensor._group.use(trained=True)
+        full = _Unshard.apply(tensor)
+    else:
+        full = _whole(tensor)
+    # Code of the model that was not compiled sees what compiled code sees (`precision`).
+    return full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
+
+
+def _whole(tensor: ShardedTensor) -> torch.Tensor:
+    leaf = leaf_of(tensor._group) if tensor._group.weights.holds(tensor._local) else None
+    return gather_tensor(tensor) if leaf is None else leaf.whole(tensor)
+
+
+def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:
+    """What to tell who brings an optimizer that looks at more than one element at a time."""
+    return (
+        f"{optimizer} is not elementwise: it uses {func_name!r} on {parameter!r}. A rank holds a flat slice of each "
+        "parameter, which need not be whole rows, so only optimizers that treat every element by itself (SGD, Adam, "
+        "AdamW, Adagrad, RMSprop, NAdam, RAdam, Adadelta, Adamax, ASGD, Rprop) work on it. Use one of these."
+    )
+
+
+class GatheredView(torch.Tensor):
+    """A view of a gathered weight, as eager code without autograd gets it: readable, not writable.
+
+    ``with torch.no_grad(): weight[0].zero_()`` would write to the gathered copy and be lost.
+    """
+
+    @classmethod
+    @inlined_alone
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "").split(".")[0]
+        written = [(kwargs or {}).get("out"), args[0] if is_in_place(name) and args else None]
+        if any(isinstance(x, cls) for x in pytree.tree_leaves(written)):
+            raise RuntimeError(
+                f"{name!r} writes to a view of a sharded weight. The view is of a gathered copy, the write would be "
+                "lost: change weight.full_tensor() and copy it back, weight.copy_(full)."
+            )
+        with DisableTorchFunction():
+            return readonly(func(*args, **(kwargs or {})), args)
+
+
+def readonly(result: Any, inputs: Any) -> Any:
+    """``result``, with every tensor in it that shares memory with one of ``inputs`` made a `GatheredView`."""
+    storages = {x.untyped_storage().data_ptr() for x in pytree.arg_tree_leaves(inputs) if isinstance(x, torch.Tensor)}
+
+    def mark(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages:
+            return x.as_subclass(GatheredView)
+        return x
+
+    return pytree.tree_map(mark, result)
+
+
+_HERE = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_warned: set[tuple[str, int]] = set()
+
+
+def _caller() -> FrameType | None:
+    """The innermost frame that is neither ours nor PyTorch's, or is an optimizer's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if _optimizer_of(frame) is not None or not name.startswith((_HERE, _TORCH)):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _enclosing_optimizer(frame: FrameType | None) -> str | None:
+    while frame is not None:
+        owner = _optimizer_of(frame)
+        if owner is not None and "step" in frame.f_code.co_name:
+            return type(owner).__name__
+        frame = frame.f_back
+    return None
+
+
+def _optimizer_of(frame: FrameType) -> Optimizer | None:
+    """The optimizer of which this frame runs a method, whatever it calls ``self``."""
+    names = frame.f_code.co_varnames
+    owner = frame.f_locals.get(names[0]) if names else None
+    return owner if isinstance(owner, Optimizer) else None
+
+
+def _warn(frame: FrameType | None, func_name: str, tensor: ShardedTensor) -> None:
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame else ("unknown", 0)
+    if place in _warned:
+        return
+    _warned.add(place)
+    size = format_bytes(tensor._slot.numel * tensor._local.element_size())
+    ranks = tensor._group.layout.world_size
+    warnings.warn_explicit(
+        f"{func_name!r} needs the whole of {tensor._slot.name!r} outside of a compiled graph: it is gathered here, at "
+        f"every use, {size} from all {ranks} ranks. Right, but slow: compile the code around it.",
+        UserWarning,
+        *place,
+    )

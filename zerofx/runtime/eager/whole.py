@@ -1,0 +1,187 @@
+"""Whole weights for a while: `unsharded`.
+
+::
+
+    with zerofx.unsharded(model):        every name has a plain, whole parameter
+        model.head.weight[0] = 0         read it, edit it, run the model, copy it, pickle it
+                                         rank 0's values go back to the slices
+
+Each sharded parameter is replaced, under all its names, by a `WholeParameter` that holds gathered values of its own.
+The sharded one is not touched: an optimizer holds it, a backward of an earlier forward finds it unchanged. So the two
+live side by side, and what cannot end well is noticed at the end:
+
+=======================================================  ================================================
+inside                                                   at the end
+=======================================================  ================================================
+edits in place, on rank 0 or everywhere                  rank 0's values are taken
+edits in place on other ranks alone                      RuntimeError on every rank, nothing is written
+another parameter put under the name                     the same
+the sharded parameter written (an optimizer's step)      the same, unless ``writeback=False``
+an exception                                             the exception; nothing is written
+a backward through a whole parameter                     RuntimeError at once: its gradient would be lost
+=======================================================  ================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofx._torch import uncompiled
+from zerofx.model.hugging_face import each_by_itself
+from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter
+
+Place = tuple[nn.Module, str]
+"""Where a parameter stands: the module that holds it, and its name there."""
+
+
+class WholeParameter(PlainlyCopied):
+    """A whole parameter that stands in the place of a sharded one."""
+
+
+@contextlib.contextmanager
+def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeback: bool = True) -> Iterator[Any]:
+    """Whole weights inside of the block, under their names. A collective: every rank must enter it.
+
+    ::
+
+        with zerofx.unsharded(model):
+            with torch.no_grad():
+                model.embedding.weight[0] = 0
+        with zerofx.unsharded(model, writeback=False):
+            text = model.generate(prompt)                   # not a single collective: prompts may differ by rank
+            plain = copy.deepcopy(model)                    # an ordinary module
+        with zerofx.unsharded([p, q]) as (whole_p, whole_q):
+            ...
+
+    Everything in ``what`` is whole at once, on every rank, beside the shards: take a submodule, or a few parameters,
+    where the model is too large. The module runs uncompiled inside. With mixed precision the weights are the masters
+    and inputs are not cast.
+
+    Args:
+        what: a module that is sharded in any stage, a submodule of one; or parameters.
+        writeback: rank 0's values become the parameters' when the block ends: what DeepSpeed's ``GatheredParameters``
+            does with ``modifier_rank=0``. One transfer of all slices. False: edits are dropped.
+
+    Yields:
+        the module; or the whole parameters, in the order given (of one tensor the one).
+
+    Raises:
+        ValueError: nothing in ``what`` is sharded.
+        RuntimeError: see the table above.
+    """
+    places = places_of(what)
+    sharded = [p for p in places if isinstance(p, (ShardedParameter, ReplicatedParameter))]
+    if not sharded and not any(isinstance(p, WholeParameter) for p in places):
+        raise ValueError(f"no parameter of this {type(what).__name__} is sharded: call zerofx.compile on it first.")
+    wholes = {p: whole_of(p) for p in sharded}
+    versions = {p: (p._version, wholes[p]._version) for p in sharded}
+    families = {p._group.family for p in sharded}
+    with contextlib.ExitStack() as stack:
+        if isinstance(what, nn.Module):
+            stack.enter_context(uncompiled(what))
+            stack.enter_context(each_by_itself(what))
+        for family in families:
+            stack.enter_context(family.casts_off())
+        for p in sharded:
+            stack.enter_context(in_place_of(p, wholes[p], places[p]))
+        if isinstance(what, nn.Module):
+            yield what
+        else:
+            given = [wholes.get(p, p) for p in places]
+            yield given[0] if isinstance(what, torch.Tensor) else given
+        if writeback and sharded:
+            _agree(places, wholes, versions)
+            with torch.no_grad():
+                for p in sharded:
+                    _take_from_rank_0(p, wholes[p].detach())
+
+
+def whole_of(parameter: ShardedParameter | ReplicatedParameter) -> WholeParameter:
+    """A whole parameter with the values of ``parameter``, which are gathered. A collective."""
+    value = gather_tensor(parameter) if isinstance(parameter, ShardedParameter) else parameter.detach().clone()
+    whole = WholeParameter(value.detach(), parameter.requires_grad)
+    if parameter.requires_grad:
+        name = parameter._slot.name
+
+        def refuse(gradient: torch.Tensor) -> None:
+            raise RuntimeError(
+                f"a backward through {name!r} as zerofx.unsharded had it: this gradient would be lost. Run forward and "
+                "backward outside of zerofx.unsharded, or forward under torch.no_grad()."
+            )
+
+        whole.register_hook(refuse)
+    return whole
+
+
+@contextlib.contextmanager
+def in_place_of(parameter: nn.Parameter, whole: nn.Parameter, places: Iterable[Place]) -> Iterator[None]:
+    """``whole`` stands where ``parameter`` stood."""
+    for module, name in places:
+        setattr(module, name, whole)
+    try:
+        yield
+    finally:
+        for module, name in places:
+            setattr(module, name, parameter)
+
+
+def places_of(what: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> dict[Any, list[Place]]:
+    """The parameters of ``what``, and where in it each stands."""
+    places: dict[Any, list[Place]] = {}
+    if isinstance(what, nn.Module):
+        for module in what.modules():
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(p, []).append((module, name))
+        return places
+    return {p: [] for p in ([what] if isinstance(what, torch.Tensor) else what)}
+
+
+def _agree(places: dict[Any, list[Place]], wholes: dict[Any, WholeParameter], versions: dict[Any, Any]) -> None:
+    """Raise on every rank where what one of them did cannot be written back; else on none."""
+    error, edited = "", set()
+    for p, whole in wholes.items():
+        sharded_version, whole_version = versions[p]
+        name = p._slot.name
+        if whole._version != whole_version:
+            edited.add(name)
+        if any(getattr(module, attribute) is not whole for module, attribute in places[p]):
+            error = f"{name!r} was replaced by another parameter: edit it in place"
+        elif p._version != sharded_version:
+            error = (
+                f"{name!r} was written where it is sharded (by an optimizer's step?): step outside, or use "
+                "writeback=False"
+            )
+    group = next(iter(wholes))._group
+    everyone = group.sharing.weights.told((error, edited))
+    for rank, (text, theirs) in enumerate(everyone):
+        if not text and (alone := sorted(theirs - everyone[0][1])):
+            text = f"{alone[0]!r} was edited there and not on rank 0, whose values are taken: edit on rank 0 too"
+        if text:
+            raise RuntimeError(f"zerofx.unsharded cannot write back, and has not; rank {rank}: {text}.")
+
+
+def _take_from_rank_0(parameter: ShardedParameter | ReplicatedParameter, whole: torch.Tensor) -> None:
+    """Rank 0's ``whole`` becomes the value of ``parameter``. Each rank is sent its slice alone."""
+    group, slot = parameter._group, parameter._slot
+    layout, process_group = group.layout, group.process_group
+    if isinstance(parameter, ReplicatedParameter):
+        if layout.world_size > 1:
+            dist.broadcast(whole := whole.contiguous(), group=process_group, group_src=0)
+        parameter.copy_(whole)
+        return
+    flat = whole.reshape(-1)
+    for rank in range(1, layout.world_size):
+        piece = layout.piece(slot, rank)
+        part = flat.narrow(0, piece.in_parameter, piece.length)
+        if piece.length and group.rank == 0:
+            dist.send(part.view(torch.uint8), group=process_group, group_dst=rank)  # as bytes: gloo lacks dtypes
+        elif piece.length and group.rank == rank:
+            dist.recv(part.view(torch.uint8), group=process_group, group_src=0)
+    parameter.copy_(flat.view(slot.shape))

@@ -1,0 +1,15 @@
+"""Optim: the optimizer's step over shards.
+
+============  ==================================================================
+adamw         `zerofx.AdamW`
+spans         flat runs of shards, instead of one parameter after another
+moments       moments in 32, 16 or 8 bits
+device_step   the step in Triton kernels
+step          `zerofx.step_in_backward`
+hooks         what every optimizer is asked before a step
+============  ==================================================================
+
+Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
+
+    kernels, state ◀── spans ◀── moments ◀── device_step ◀── adamw ◀── step
+"""

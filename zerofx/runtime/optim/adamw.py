@@ -1,0 +1,401 @@
+"""`AdamW`: the optimizer's step on flat shards, with clipping, unscaling and master weights folded in.
+
+What ``torch.optim.AdamW`` with ``clip_grad_norm_`` and a cast does in three walks over lists of tensors is one walk
+over a few flat runs here (`zerofx.runtime.optim.spans`)::
+
+    gradients ──▶ sum of squares ──all-reduce──▶ norm ──▶ found_inf, factor = clip / scale
+    gradients, moments, weights ──▶ one update with the factor, or none where found_inf
+
+Where the weights are of low precision the update is of *master weights*, which the optimizer holds: float32 copies,
+or the 16 bits that a bfloat16 weight lacks (`zerofx.kernels.split`). Bytes of state per parameter, sharded as it is:
+
+==========================  =============  =======  ==============================================
+weights                     master         moments  where the master lives
+==========================  =============  =======  ==============================================
+float32                     --             8        the weights are the master (`MixedPrecision` too:
+                                                    there the group's shard is)
+bfloat16, float16           4              8        ``state[p]["master"]``
+bfloat16, master="split"    2              8        ``state[p]["remainder"]``
+==========================  =============  =======  ==============================================
+
+and 4 less with ``moments=torch.bfloat16``, 6 less with ``moments="8bit"`` (`zerofx.runtime.optim.moments`: of
+parameters of 4096 elements or more), both rounded stochastically. Which code runs where:
+
+======================  ================================================================================
+device                  path
+======================  ================================================================================
+cpu                     `zerofx.kernels.cpu`: PyTorch's fused AdamW, or a loop that Inductor compiles
+cuda                    Triton: two launches per run and one per step, nothing waits for the host
+======================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from zerofx._torch import DisableTorchFunction
+from zerofx.kernels import cpu
+from zerofx.kernels.split import join, split
+from zerofx.runtime.optim import moments as _moments
+from zerofx.runtime.optim.spans import Member, Run, Span, at_hand, find_runs, find_spans, ranks_of
+from zerofx.runtime.state.parameter import ShardedTensor
+
+if TYPE_CHECKING:
+    from zerofx.runtime.optim.device_step import DeviceStep
+    from zerofx.runtime.state.group import ShardGroup
+
+Master = Literal["float32", "split"] | None
+Moments = torch.dtype | Literal["8bit"]
+_OPTIONS = ("max_grad_norm", "master", "moments", "seed")
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter 2019) for sharded and plain parameters; the numbers of ``torch.optim.AdamW``.
+
+    It is one: parameter groups, schedulers, hooks, closures, ``state_dict`` and ``GradScaler`` work as they do there,
+    and either loads the other's state.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``. ``lr`` and betas may be tensors.
+        max_grad_norm: clip the norm of all gradients together, over all ranks, as ``clip_grad_norm_`` would before
+            the step. With a number (``inf`` to clip nothing) a step whose norm is not finite changes nothing, on any
+            rank; the last norm is in `grad_norm`. None: gradients are taken as they are.
+        master: what float32 master weights of low-precision parameters are kept as: ``"float32"``, ``"split"`` (the
+            16 bits that a bfloat16 weight lacks: half the memory, the same numbers), or None: none are kept, updates
+            are rounded to the weights' dtype.
+        moments: what both are kept as: ``torch.float32``, ``torch.bfloat16``, or ``"8bit"``, codes with a float32 scale
+            for each block of 256 elements (Dettmers et al. 2022; `zerofx.runtime.optim.moments` says of which
+            parameters). The latter two are rounded stochastically.
+        seed: of that rounding.
+
+    Attributes:
+        grad_norm: the norm of the gradients at the last step, unscaled, before clipping; None without max_grad_norm.
+
+    Raises:
+        ValueError: an option out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        master: Master = "float32",
+        moments: Moments = torch.float32,
+        maximize: bool = False,
+        capturable: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm!r}: expected a number above 0, or None for no clipping.")
+        if master not in ("float32", "split", None):
+            raise ValueError(f'master={master!r}: expected "float32", "split" or None.')
+        if moments not in (torch.float32, torch.bfloat16, "8bit"):
+            raise ValueError(f'moments={moments!r}: expected torch.float32, torch.bfloat16 or "8bit".')
+        self.max_grad_norm, self.master, self.moments, self.seed = max_grad_norm, master, moments, seed
+        self.grad_norm: torch.Tensor | None = None
+        self._spans: list[Span] | None = None
+        self._spans_of: dict[ShardGroup, list[Span]] = {}
+        self._group_of: dict[int, int] = {}
+        self._device_step: DeviceStep | None = None
+        self._step_supports_amp_scaling = True
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Returns what ``closure``, which computes the loss anew, returns.
+
+        Raises:
+            RuntimeError: a sparse gradient; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        if self._spans is None:
+            self._flatten()
+        assert self._spans is not None
+        self._update(self._spans, scale, found_inf)
+        return loss
+
+    @torch.no_grad()
+    def step_group(self, group: ShardGroup) -> None:
+        """One update of ``group`` alone, unclipped: a part of `step`, for `zerofx.step_in_backward`."""
+        if self._spans is None:
+            self._flatten()
+        self._update(self._spans_of[group], None, None)
+
+    def _update(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        with at_hand(spans):
+            self._update_at_hand(spans, scale, found_inf)
+
+    def _update_at_hand(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        self._prepare(spans)
+        active = [member for span in spans for member in span.members if member.gradient is not None]
+        if self._device_step is None:
+            stepped = self._step_on_host(spans, active, scale, found_inf)
+        else:
+            stepped = self._step_on_device(spans, active, scale, found_inf, self._device_step)
+        if stepped:
+            self._count_writes(spans, active)
+        for member in active:
+            member.gradient = None
+
+    def _prepare(self, spans: list[Span]) -> None:
+        """Look what every member's gradient is, and have state for those that have one."""
+        members = [member for span in spans for member in span.members]
+        with DisableTorchFunction():
+            for member in members:
+                member.take_gradient()
+        for span in spans:
+            if any(member.gradient is not None for member in span.members):
+                self._ensure_state(span)
+            for member in span.members:
+                if member.gradient is not None and not self.state[member.parameter]:
+                    self._give_state(span, member)
+
+    def _give_state(self, span: Span, member: Member) -> None:
+        state = {"step": self._counts[member.row]} | {
+            name: member.like(flat, name) for name, flat in span.state.items()
+        }
+        self.state[member.parameter].update(state)
+
+    def _step_on_host(
+        self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> bool:
+        runs: list[tuple[int, float, int, Run]] = []
+        for n, span in enumerate(spans):
+            keys = [(self._group_of[id(member.parameter)], member.updates) for member in span.members]
+            runs += [(*key, n, run) for key, run in find_runs(span, keys)]
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        skip = found_inf is not None and bool(found_inf)
+        if self.max_grad_norm is not None:
+            norm = math.sqrt(_sum_of_squares(spans, [run for *_, run in runs])) * factor
+            self.grad_norm = torch.tensor(norm)
+            skip |= not math.isfinite(norm)
+            factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
+        if skip:
+            return False
+        runs.sort(key=lambda run: run[:3])
+        for (index, updates), together in itertools.groupby(runs, key=lambda run: run[:2]):
+            members = list(together)
+            states = [run.state() for *_, run in members]
+            exp_avgs, exp_avg_sqs, scales = zip(*map(_moments.operands, states), strict=True)
+            cpu.adamw(
+                [run.of(run.span.weights()) for *_, run in members],
+                [run.flat_gradient() for *_, run in members],
+                exp_avgs,
+                exp_avg_sqs,
+                [state.get("master", state.get("remainder")) for state in states],
+                _hyper(self.param_groups[index], updates + 1),
+                factor,
+                # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
+                [hash((self.seed, updates, run.span.index)) + run.span.position + run.start for *_, run in members],
+                scales,
+            )
+        everywhere = len(active) == len(self._counts)
+        self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
+        for member in active:
+            member.updates += 1
+        return True
+
+    def _step_on_device(
+        self,
+        spans: list[Span],
+        active: list[Member],
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        device_step: DeviceStep,
+    ) -> bool:
+        runs = [run for span in spans for _, run in find_runs(span, [""] * len(span.members))]
+        groups = [self.param_groups[self._group_of[id(member.parameter)]] for member in active]
+        norm = device_step(runs, active, groups, self.max_grad_norm, scale, found_inf)
+        self.grad_norm = None if self.max_grad_norm is None else norm
+        return True  # for all that the host knows
+
+    def _count_writes(self, spans: list[Span], active: list[Member]) -> None:
+        """The kernels do not count their writes; replicas, and weights saved for backward, go by these counters.
+
+        By whether there are gradients, not by whether this rank has a part of them: every rank must refresh alike.
+        """
+        written = [span for span in spans if any(member.gradient is not None for member in span.members)]
+        weights = [span.weights() for span in written]
+        with DisableTorchFunction():
+            torch.autograd.graph.increment_version([*(member.parameter for member in active), *weights])
+        for span, weight in zip(written, weights, strict=True):
+            span.version = weight._version
+
+    def _ensure_state(self, span: Span) -> None:
+        """The span's flat buffers, made when the first of its parameters has a gradient.
+
+        Weights that were written by somebody else since the last step are what counts: their masters are made anew.
+        (A remainder is less than half a unit of a weight's last place, whatever the weight: it can stay.)
+        """
+        weights = span.weights()
+        if span.state:
+            if "master" in span.state and weights._version != span.version:
+                master = span.state["master"]
+                master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
+                span.version = weights._version
+            return
+        dtype = torch.float32 if self.moments == "8bit" else self.moments
+        span.state.update(_moments.zeros(span, torch.float64 if weights.dtype == torch.float64 else dtype))
+        if weights.dtype.itemsize >= 4 or self.master is None:
+            return
+        if self.master == "split" and weights.dtype == torch.bfloat16:
+            span.state["remainder"] = span.zeros(span.numel, torch.int16)
+        else:
+            span.state["master"] = span.keep(weights.float())
+        span.version = weights._version
+
+    def _flatten(self) -> None:
+        """Find the spans anew, and bring the state that parameters have already into flat buffers."""
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        spans = self._spans = find_spans(parameters, blocks=self.moments == "8bit")
+        self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self._spans_of = defaultdict(list)
+        for span in spans:
+            if span.group is not None:
+                self._spans_of[span.group].append(span)
+        device = next(iter(spans)).weights().device
+        self._device_step = None
+        self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
+        if _runs_triton(device):
+            from zerofx.runtime.optim.device_step import DeviceStep  # here, because it needs triton
+
+            self._device_step = DeviceStep(spans, device, self.seed)
+            self._counts = self._device_step.steps
+        with at_hand(spans):
+            for span in spans:
+                for member in span.members:
+                    if state := self.state.get(member.parameter):
+                        self._adopt_state(span, member, state)
+
+    def _adopt_state(self, span: Span, member: Member, state: dict[str, Any]) -> None:
+        """What a parameter has as state becomes its part of the span's flat buffers."""
+        self._ensure_state(span)
+        self._adopt_masters(span, member, state)
+        if span.blocks and "exp_avg" in state:
+            _quantize(member, state)
+        for name, flat in span.state.items():
+            mine = member.like(flat, name)
+            if name in state and state[name] is not mine:
+                _copy(mine, state[name])
+            state[name] = mine
+        for name in ({"master", "remainder"} & set(state)) - set(span.state):
+            del state[name]
+        state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
+        if self._device_step is None:
+            member.updates = float(state["step"])
+
+    def _adopt_masters(self, span: Span, member: Member, state: dict[str, Any]) -> None:
+        """Masters that were kept another way are made into this optimizer's."""
+        weight = member.like(span.weights())
+        if "remainder" in state and "master" in span.state:
+            local = join(_local(weight), _local(state["remainder"]).to(torch.int16))
+            state["master"] = _like(state["remainder"], local)
+        elif "master" in state and "remainder" in span.state:
+            high, low = split(_local(state["master"]).float())
+            _local(weight).copy_(high)
+            state["remainder"] = _like(state["master"], low)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in _OPTIONS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.grad_norm, self._spans, self._device_step = None, None, None
+        self._step_supports_amp_scaling = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``torch.optim``; what the parameters so far have learned stays."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.is_complex():
+                raise ValueError("zerofx.AdamW takes real parameters; a complex one was found: use torch.view_as_real.")
+        self._spans = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``, with float32 moments where they are kept in 8 bits (a copy; no collective)."""
+        kept = self.state
+        try:
+            with at_hand(self._spans or ()):
+                self.state = defaultdict(dict, {p: _moments.in_float32(state) for p, state in kept.items()})
+            return super().state_dict()
+        finally:
+            self.state = kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``, but moments and masters keep the dtype that this optimizer has for them."""
+        super().load_state_dict(state_dict)
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in zip(saved, mine, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name in (*_moments.MOMENTS, "master", "remainder"):
+                    self.state[p][name] = value  # torch has cast it to the parameter's dtype
+        self._flatten()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return tensor.like(local) if isinstance(tensor, ShardedTensor) else local
+
+
+def _runs_triton(device: torch.device) -> bool:
+    """The choice of path: kernels for GPUs (and in Triton's interpreter, which tests use), `kernels.cpu` elsewhere."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return cpu.Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"], step)
+
+
+def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
+    """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
+    shared = ranks_of(spans)
+    totals = {name: torch.zeros(1, dtype=torch.float64) for name in (None, *shared)}
+    for run in runs:
+        totals[run.span.ranks] += cpu.sum_of_squares(run.flat_gradient())
+    for name, ranks in shared.items():
+        ranks.sum_(totals[name])
+    return sum(total.item() for total in totals.values())
+
+
+def _quantize(member: Member, state: dict[str, Any]) -> None:
+    """A parameter's moments as they were loaded, whole or sharded some way, become codes and scales of its part."""
+    parts = []
+    for name in _moments.MOMENTS:
+        value = state.pop(name)
+        part = member.shaped(_local(member.parameter).new_empty(member.length, dtype=torch.float32))
+        _copy(part, value)
+        parts.append(part)
+    codes = _moments.in_codes(*parts)
+    state.update({name: x if name.endswith("_scales") else member.shaped(x) for name, x in codes.items()})
+
+
+def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """``value``, whole or sharded like ``mine`` (by another module's group, perhaps), into ``mine``."""
+    if isinstance(mine, ShardedTensor) and isinstance(value, ShardedTensor):
+        if value._group.layout == mine._group.layout and value._slot == mine._slot:
+            mine._local.copy_(value._local)
+            return
+        value = value.full_tensor()
+    mine.copy_(value)

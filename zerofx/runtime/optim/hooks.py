@@ -1,0 +1,62 @@
+"""What every optimizer's step is asked before, and tells after, if it has sharded parameters.
+
+PyTorch calls these for each ``torch.optim.Optimizer``, whatever module its parameters are of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zerofx.runtime.eager.unshard import not_elementwise
+from zerofx.runtime.ranks.watch import stepped
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parameter import ShardedTensor
+
+_WHOLE_TENSOR_OPTIMIZERS = {
+    "Adafactor": "row and column means",
+    "LBFGS": "dot products of all parameters",
+    "Muon": "matrix products",
+    "SparseAdam": "sparse gradients",
+}
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
+
+    So is a step while gradients are kept back: the optimizer would not see them.
+    """
+    for shards in _groups_in(optimizer):
+        if shards.has_kept():
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
+                f"{shards.gradients.kept_slots()[0].name!r}, for one): run the last backward outside of "
+                "zerofx.no_sync, or give them up with zerofx.drop_kept(module)."
+            )
+    names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
+    uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
+    if uses is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedTensor):
+                raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After any optimizer's step: the watchdogs of those who share its parameters hear of it."""
+    for name in {shards.group_name for shards in _groups_in(optimizer) if shards.family.stage}:
+        stepped(name)
+
+
+def _groups_in(optimizer: torch.optim.Optimizer) -> list[ShardGroup]:
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    groups = dict.fromkeys(getattr(parameter, "_group", None) for parameter in parameters)
+    return [group for group in groups if isinstance(group, ShardGroup)]
+
+
+register_optimizer_step_pre_hook(_check_step)
+register_optimizer_step_post_hook(_note_step)

@@ -1,0 +1,260 @@
+"""What an optimizer works through: flat runs of shards, instead of one parameter after another.
+
+The parameters of a group lie end to end in its shard, and their gradients in the output of one reduction. An
+elementwise optimizer need not know where one ends and the next begins::
+
+    shard       | attn.weight ........ | attn.bias | norm.weight | ... | of one group, on one rank
+    span        |<------------------------------------------------>|     all that one optimizer owns
+    runs        |<------------------- decayed ----->|<-not decayed->|    equal hyper-parameters and step count,
+                                                                         gradients that lie as the weights lie
+
+A *span* is a maximal sequence of neighbours in a shard that belong to one optimizer; its state (moments, master
+weights) lies in flat buffers of the span's length, and ``optimizer.state[p]`` holds views of them. A *run* is found
+anew at every step: parameters without a gradient, of another parameter group, with a gradient of their own or behind
+in their step count split a span. A parameter that is not sharded is a span of its own.
+
+Padding between neighbours is in spans and runs: weights, gradients and moments are zero there and stay so.
+
+An optimizer that keeps a scale for each block of 256 elements (`zerofx.runtime.optim.moments`) asks for spans of
+which all members have *blocks*, or none has. There every member starts on a multiple of 256, so blocks are a regular
+grid over the span, and no two parameters share one::
+
+    span        |<------ attn.weight ------>|<-attn.bias->|<------ mlp.weight ------>|
+    blocks      |  0  |  1  |  2  |  3  |  4|    none     |  0  |  1  |  2  |  3  |  4
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerofx.kernels.blockwise import BLOCK, blocks_in
+from zerofx.model.layout import BLOCKED_NUMEL, Slot
+from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.parameter import ShardedTensor
+
+
+@dataclass
+class Member:
+    """One parameter in a span: ``length`` elements from ``start``, which may be none.
+
+    Attributes:
+        gradient: this rank's part of its gradient at this step, 1-D; None where it has none, and between steps.
+        updates: how many it has had, where the host counts them.
+        row: its place among all members of the optimizer's spans.
+    """
+
+    parameter: torch.Tensor
+    start: int
+    length: int
+    gradient: torch.Tensor | None = None
+    updates: float = 0.0
+    row: int = 0
+
+    def take_gradient(self) -> None:
+        """Look what ``parameter.grad`` is at this step.
+
+        Raises:
+            RuntimeError: it is sparse.
+        """
+        gradient = self.parameter.grad
+        if isinstance(gradient, ShardedTensor):
+            gradient = gradient._local
+        elif gradient is not None:
+            if gradient.is_sparse:
+                raise RuntimeError(
+                    f"zerofx.AdamW: a parameter of shape {list(self.parameter.shape)} has a sparse gradient; use "
+                    "sparse=False in the embedding it belongs to, or torch.optim.SparseAdam for it."
+                )
+            if gradient.stride() != self.parameter.stride():
+                gradient = torch.empty_like(self.parameter).copy_(gradient)
+            gradient = in_memory_order(gradient)
+        self.gradient = gradient
+
+    def like(self, flat: torch.Tensor, name: str = "") -> torch.Tensor:
+        """The parameter's part of a flat buffer of the span, as ``optimizer.state`` has it under ``name``."""
+        part = _part(flat, name, self.start, self.length)
+        return part if name.endswith("_scales") else self.shaped(part)
+
+    def shaped(self, part: torch.Tensor) -> torch.Tensor:
+        """``length`` elements that are this rank's part of something of the parameter's shape, as that."""
+        if isinstance(self.parameter, ShardedTensor):
+            return self.parameter.like(part)
+        return part.as_strided(self.parameter.shape, self.parameter.stride())
+
+
+@dataclass
+class Span:
+    """Neighbours in one shard (``group``), or one parameter that is not sharded (None).
+
+    Attributes:
+        origin: where in the shard the span starts.
+        numel: its length, padding between its members included.
+        index: of its group, or parameter, among the optimizer's. The same on every rank and at any world size.
+        blocks: whether its members have blocks.
+        state: flat buffers by the name that ``optimizer.state[p]`` has for them.
+        version: the weights' version counter when the state was brought up to date with them.
+    """
+
+    members: list[Member]
+    group: ShardGroup | None
+    origin: int
+    numel: int
+    index: int = 0
+    blocks: bool = False
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where in the group's whole flat buffer the span starts, on this rank: what randomness may depend on."""
+        return self.origin if self.group is None else self.group.rank * self.group.layout.shard_numel + self.origin
+
+    @property
+    def ranks(self) -> str | None:
+        """The process group of the ranks that its state is divided over; None where it is not divided."""
+        return None if self.group is None else self.group.sharing.optimizer.name
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """New state."""
+        device = self.weights().device
+        if self.group is None:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self.group.home.new("moment", numel, dtype, device)
+
+    def keep(self, state: torch.Tensor) -> torch.Tensor:
+        """State that was computed, as it is to be held."""
+        return state if self.group is None else self.group.home.keep("moment", state)
+
+    def weights(self) -> torch.Tensor:
+        """The span's weights, flat: a view, so that what is written there is written to the parameters."""
+        if self.group is not None:
+            return self.group.shard.narrow(0, self.origin, self.numel)
+        return in_memory_order(self.members[0].parameter.detach())
+
+
+@dataclass
+class Run:
+    """Elements of a span from ``start`` up to ``end`` that one kernel call can do, with their gradients."""
+
+    span: Span
+    members: list[Member]
+    gradient: torch.Tensor
+
+    @property
+    def start(self) -> int:
+        return self.members[0].start
+
+    @property
+    def end(self) -> int:
+        return self.members[-1].start + self.members[-1].length
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The run's part of a flat buffer of the span."""
+        return flat.narrow(0, self.start, self.end - self.start)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The run's part of the span's state."""
+        length = self.end - self.start
+        return {name: _part(flat, name, self.start, length) for name, flat in self.span.state.items()}
+
+    def flat_gradient(self) -> torch.Tensor:
+        """The gradients of all members, and what lies between them, as one flat tensor."""
+        return self.gradient.as_strided((self.end - self.start,), (1,))
+
+
+def _part(flat: torch.Tensor, name: str, start: int, length: int) -> torch.Tensor:
+    """Elements of a span's flat buffer; where it holds scales, those of their blocks."""
+    if name.endswith("_scales"):
+        return flat.narrow(0, start // BLOCK, blocks_in(length))
+    return flat.narrow(0, start, length)
+
+
+def find_spans(parameters: Iterable[torch.Tensor], blocks: bool = False) -> list[Span]:
+    """The spans of the parameters of one optimizer, in the order in which it has them, shard by shard.
+
+    With ``blocks``, parameters that have some and parameters that have none are in spans of their own.
+    """
+    by_group: dict[ShardGroup, dict[Slot, torch.Tensor]] = {}
+    spans: list[Span] = []
+    for parameter in parameters:
+        if isinstance(parameter, ShardedTensor):
+            by_group.setdefault(parameter._group, {})[parameter._slot] = parameter
+        else:
+            span = Span([Member(parameter, 0, parameter.numel())], None, 0, parameter.numel(), index=len(spans))
+            span.blocks = blocks and parameter.numel() >= BLOCKED_NUMEL and parameter.dtype != torch.float64
+            spans.append(span)
+    for index, (group, owned) in enumerate(by_group.items(), start=len(spans)):
+        keys = {slot: _has_blocks(group, slot) if blocks else False for slot in owned}
+        for key, run in itertools.groupby(group.layout.slots, key=keys.get):
+            if key is not None:
+                spans.append(_span(group, [(slot, owned[slot]) for slot in run], index, key))
+    for row, member in enumerate(member for span in spans for member in span.members):
+        member.row = row
+    return spans
+
+
+def _has_blocks(group: ShardGroup, slot: Slot) -> bool:
+    return group.layout.dtype != torch.float64 and group.layout.keeps_blocks_whole(slot)
+
+
+def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]], index: int, blocks: bool) -> Span:
+    pieces = [(parameter, group.layout.piece(slot, group.rank)) for slot, parameter in neighbours]
+    held = [piece for _, piece in pieces if piece.length]
+    origin = held[0].in_shard if held else 0
+    end = held[-1].in_shard + held[-1].length if held else 0
+    members = [Member(p, piece.in_shard - origin if piece.length else 0, piece.length) for p, piece in pieces]
+    return Span(members, group, origin, end - origin, index, blocks)
+
+
+def ranks_of(spans: Iterable[Span]) -> dict[str, RankGroup]:
+    """The ranks that the spans' state is divided over, by the name of their process group."""
+    shared = (span.group.sharing.optimizer for span in spans if span.group is not None)
+    return {ranks.name: ranks for ranks in shared}
+
+
+def at_hand(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
+    """The weights, gradients and state of ``spans`` can be computed with inside."""
+    return all_at_hand(span.group.home for span in spans if span.group is not None)
+
+
+def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:
+    """The runs of ``span`` at this step, and the ``keys`` that the members of each agree in.
+
+    A gradient continues a run where it lies behind the gradients before it as its weight lies behind theirs.
+    """
+    key: object = None
+    run: Run | None = None
+    for member, its_key in zip(span.members, keys, strict=True):
+        gradient = member.gradient
+        if gradient is not None and not member.length:
+            continue  # nothing of it is here, and it separates nobody
+        if run is not None and gradient is not None and key == its_key and _continues(run, member, gradient):
+            run.members.append(member)
+            continue
+        if run is not None:
+            yield key, run
+        key, run = its_key, None if gradient is None else Run(span, [member], gradient)
+    if run is not None:
+        yield key, run
+
+
+def _continues(run: Run, member: Member, gradient: torch.Tensor) -> bool:
+    first = run.gradient
+    return (
+        gradient.dtype == first.dtype
+        and gradient.data_ptr() == first.data_ptr() + (member.start - run.start) * first.itemsize
+        and gradient.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    )
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor without gaps, as a 1-D view in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,15 @@
+"""Ranks: who takes part, how they reach each other, and whether they are in step.
+
+============  ==================================================================
+sharing       who shares what: a seam, with one case so far
+agree         the collectives of a graph, compared over ranks
+watch         the watchdog: a hang becomes an error that says who is missing
+tracing       names in profiler traces
+same_host     a corner: ranks of one host read each other's memory
+gloo_threads  a corner: gloo's threads on a core that computes
+============  ==================================================================
+
+Imports `zerofx.passes`, `zerofx.model` and `zerofx._torch`::
+
+    passes ◀── ranks ◀── state
+"""

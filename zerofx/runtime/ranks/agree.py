@@ -1,0 +1,158 @@
+"""Ranks in step: what each rank compiled and ran, compared through the store, never waiting for anyone.
+
+A `Schedule` is the list of collectives of one compiled graph. It follows from the graph alone, so ranks that run the
+same code have the same; ranks that do not would wait for each other, or worse, add up what does not belong together.
+Compared are
+
+* at compile time: schedules of graphs with the same operators for the same parameters. A rank that compiles alone, for
+  an input of another shape, must get what the others have published;
+* at run time: which schedules ran, in order (`zerofx.runtime.ranks.watch`).
+
+::
+
+    zerofx/<group>/schedule/<digest>            the schedule, for whoever meets its digest
+    zerofx/<group>/compiled/<what>/<rank>       the digest that the rank got for these operators and parameters
+
+Nothing is asked for that is not there: a key is read after ``store.check`` has said that it exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from zerofx.passes.context import Context
+from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH
+from zerofx.passes.proof.meaning import Op
+from zerofx.passes.travel import GATHERS, SCATTERS
+
+_KINDS = (("all-gather", GATHERS), ("reduce-scatter", SCATTERS), ("all-reduce", ALL_REDUCES))
+ON_DEMAND = "on demand"
+"""The phase of what eager code gathers."""
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks run, or would run, different collectives; or one does not come to the collective that others wait in."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a schedule: ``nbytes`` of its result, or of its input where that is more."""
+
+    kind: str
+    group: str
+    nbytes: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.group!r} ({self.nbytes:,} bytes of {self.dtype})"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The collectives of one graph in the order they start. ``phase``: forward, backward, ..., or where else."""
+
+    phase: str
+    collectives: tuple[Collective, ...]
+
+    @property
+    def digest(self) -> str:
+        """Equal where the collectives are. An inference that gathers what a forward does is in step with it."""
+        phase = self.phase.replace("inference", "forward")
+        return hashlib.sha256(Schedule(phase, self.collectives).to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps([self.phase, [list(asdict(c).values()) for c in self.collectives]])
+
+    @staticmethod
+    def from_json(text: bytes | str) -> Schedule:
+        phase, collectives = json.loads(text)
+        return Schedule(phase, tuple(Collective(*c) for c in collectives))
+
+    @staticmethod
+    def of(gm: GraphModule, ctx: Context) -> Schedule:
+        """The schedule of a graph that all passes have been through."""
+        found = []
+        for node in gm.graph.nodes:
+            op = Op.of(node) if node.op == "call_function" else None
+            kind = next((kind for kind, targets in _KINDS if op and op.target in targets), None)
+            if op is not None and op.target is REFRESH:
+                layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
+                dtype = ctx.param_dtype or layout.dtype
+                found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))
+            if op is None or kind is None:
+                continue
+            source = op.inputs[0].meta["val"]
+            value = max(op.value, source, key=lambda x: x.numel())
+            tag = node.meta.get("zerofx")
+            nbytes = int(value.numel()) * value.dtype.itemsize
+            group = tag.group if tag else "the model's own"
+            found.append(Collective(kind, group, nbytes, _name(value.dtype)))
+        return Schedule(ctx.name, tuple(found))
+
+    def where(self, i: int) -> str:
+        """The collective ``i``, in words."""
+        if i >= len(self.collectives):
+            return f"nothing more in {self.phase}"
+        return f"{self.phase}: {self.collectives[i]}"
+
+    def short(self, i: int) -> str:
+        """The collective ``i`` by kind and group alone."""
+        if i >= len(self.collectives):
+            return self.where(i)
+        return f"{self.collectives[i].kind} {self.collectives[i].group}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def difference(mine: Schedule, theirs: Schedule, rank: int, other: int) -> str:
+    """The first collective in which two schedules differ, as a sentence."""
+    pairs = zip_longest(mine.collectives, theirs.collectives)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+    return (
+        f"the first collective that differs is number {first + 1}: rank {rank} has {mine.where(first)}; "
+        f"rank {other} has {theirs.where(first)}"
+    )
+
+
+def identity(gm: GraphModule, ctx: Context, family: int) -> str:
+    """What a graph that no pass has touched is: the operators, the parameters they serve, and the model (a number).
+
+    Where sizes of messages follow from those of inputs (``ctx.lookups``), a batch of another shape is another graph.
+    """
+    names = sorted({(ref.layout.name, ref.slot.name) for ref in [*ctx.parameters.values(), *ctx.gradients.values()]})
+    operators = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    inputs = gm.graph.find_nodes(op="placeholder") if ctx.lookups else []
+    shapes = [str(node.meta["val"].shape) for node in inputs if isinstance(node.meta["val"], torch.Tensor)]
+    return hashlib.sha256(repr((family, ctx.name, names, operators, shapes)).encode()).hexdigest()[:16]
+
+
+def publish(store: dist.Store, schedule: Schedule, what: str, rank: int, world_size: int) -> None:
+    """Say what this rank compiled, and compare it with what others have said. Waits for nobody.
+
+    Raises:
+        OutOfStepError: another rank has compiled the same operators, for the same parameters, to another schedule.
+    """
+    digest = schedule.digest
+    store.set(f"schedule/{digest}", schedule.to_json())
+    store.set(f"compiled/{what}/{rank}", digest)
+    for other in range(world_size):
+        key = f"compiled/{what}/{other}"
+        if other == rank or not store.check([key]):
+            continue
+        theirs = store.get(key).decode()
+        if theirs != digest:
+            told = Schedule.from_json(store.get(f"schedule/{theirs}"))
+            raise OutOfStepError(
+                f"ranks {rank} and {other} compiled the same {schedule.phase} differently: "
+                f"{difference(schedule, told, rank, other)}. Options (memory_budget, stage, precision) and versions "
+                "must be the same on all ranks."
+            )

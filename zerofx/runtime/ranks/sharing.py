@@ -1,0 +1,158 @@
+"""Who shares what: for each purpose the ranks that take part, and the process group by which they are reached.
+
+::
+
+    sharing.weights      the ranks that a group's weights are divided over; its gathers run there
+    sharing.gradients    the ranks that gradients are reduced over, and divided over
+    sharing.optimizer    the ranks that the optimizer's state is divided over; norms are summed there
+    sharing.everyone     the ranks that train one model; they start from rank 0's weights
+
+Layouts, the passes' context, the watchdog, checkpoints and the optimizer ask here, and nowhere else, which ranks they
+deal with. Today all four are the ranks of one process group (`OneGroup`). Reductions may run in a second process group
+of the same ranks. Another case is a class in a file of its own, and a line in `SHARINGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx._torch import PretendedGroup, backend_name, resolve_process_group
+from zerofx.passes.travel import travel_of
+from zerofx.runtime.ranks.watch import Watch, watch_of, watch_too
+
+
+class RankGroup:
+    """The ranks of one process group.
+
+    Attributes:
+        name: the process group's. A `RankGroup` keeps no process group itself: one that outlives
+            ``destroy_process_group`` aborts the interpreter as it exits.
+        rank: this rank's place among them.
+        size: how many they are.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | PretendedGroup) -> None:
+        self.name = process_group.group_name
+        self.rank, self.size = process_group.rank(), process_group.size()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The live process group. Do not keep it."""
+        return resolve_process_group(self.name)
+
+    def backend(self, device: torch.device) -> str:
+        """The communication backend for tensors on ``device``."""
+        return backend_name(self.process_group, device)
+
+    def told(self, what: Any) -> list[Any]:
+        """What each rank has to say, by rank. A collective."""
+        everyone: list[Any] = [what] * self.size
+        if self.size > 1:
+            dist.all_gather_object(everyone, what, group=self.process_group)
+        return everyone
+
+    def sum_(self, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce ``value`` over the ranks, in place; returns it. A collective."""
+        if self.size > 1:
+            dist.all_reduce(value, op=op, group=self.process_group)
+        return value
+
+
+class PretendedRanks(RankGroup):
+    """Rank 0 of ranks that are not there, for a dry run."""
+
+    def __init__(self, size: int, backend: str) -> None:
+        self._pretended = PretendedGroup("dry run", size, backend)
+        super().__init__(self._pretended)
+
+    def backend(self, device: torch.device) -> str:
+        return self._pretended.name()
+
+
+class Sharing:
+    """See the file's first lines. A case sets all four attributes."""
+
+    weights: RankGroup
+    gradients: RankGroup
+    optimizer: RankGroup
+    everyone: RankGroup
+
+    def check(self) -> None:
+        """Refuse ranks that do not fit together (ValueError)."""
+
+    def meet(self, device: torch.device) -> None:
+        """Ranks get to know each other, before anything travels. A collective."""
+        for ranks in {ranks.name: ranks for ranks in (self.gradients, self.weights)}.values():
+            travel_of(ranks.backend(device)).meet(ranks.name)
+
+    def watch(self) -> Watch | None:
+        """The watchdog of these ranks; None where there is nobody to be out of step with."""
+        watch = watch_of(self.weights.name)
+        if watch is not None and self.gradients.name != self.weights.name:
+            watch_too(watch, self.gradients.name)
+        return watch
+
+
+class OneGroup(Sharing):
+    """All is divided over the ranks of one process group; ``reductions`` is the name of a second one of the same."""
+
+    def __init__(self, ranks: RankGroup, reductions: str | None = None) -> None:
+        self.weights = self.gradients = self.optimizer = self.everyone = ranks
+        self._reductions = reductions
+        if reductions:
+            try:
+                self.gradients = RankGroup(resolve_process_group(reductions))
+            except RuntimeError:  # `check` says so, on every rank
+                self.gradients = ranks
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, reductions: str | None) -> OneGroup:
+        """The ranks of a 1-D mesh; without one, all there are.
+
+        Raises:
+            RuntimeError: there is no process group.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group() first, and start the program with "
+                "torchrun (one process works too: `torchrun --nproc-per-node 1`)."
+            )
+        group = dist.group.WORLD if mesh is None else mesh.get_group()
+        assert group is not None
+        return OneGroup(RankGroup(group), reductions)
+
+    def check(self) -> None:
+        if self._reductions is None:
+            return
+        try:
+            ranks = dist.get_process_group_ranks(resolve_process_group(self._reductions))
+        except RuntimeError as e:
+            raise ValueError(
+                f"reduce_group={self._reductions!r}: rank {dist.get_rank()} is in no process group of that name."
+            ) from e
+        if ranks != (expected := dist.get_process_group_ranks(self.weights.process_group)):
+            raise ValueError(
+                f"reduce_group has the ranks {ranks}: expected {expected}, those that the module is sharded over. Make "
+                "one with torch.distributed.new_group(ranks)."
+            )
+
+
+SETTLED: list[Callable[[], None]] = []
+"""Called whenever a module was sharded (`zerofx.runtime.ranks.gloo_threads`)."""
+
+SHARINGS: list[Callable[[DeviceMesh | None, str | None], Sharing | None]] = [OneGroup.of]
+"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken."""
+
+
+def sharing_of(mesh: DeviceMesh | None, reductions: str | None) -> Sharing:
+    """Who shares a module.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    return next(sharing for of in SHARINGS if (sharing := of(mesh, reductions)) is not None)

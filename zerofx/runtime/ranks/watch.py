@@ -1,0 +1,356 @@
+"""The watchdog: a thread per process group that turns a hang into an error which says what hangs, where, and for whom.
+
+::
+
+    the rank's own thread                              the watchdog's, once a second
+    stepped             an optimizer has stepped
+    enter(schedule)     the next graph, its digest     writes to the store:  which graphs ran last, what is under way
+    started(works)      its next collective            reads of its neighbour:  the same. Different graphs: fail
+    wait                where a rank hangs             waits for longer than the timeout: asks all who is missing; fail
+
+A rank whose optimizer did not step runs the same graphs as the others. So with its digest a graph is noted to be the
+first since a step: whether one was, not how many (there may be an optimizer per parameter), and not what was written
+(ranks hold parts of different parameters). Only optimizers with sharded parameters count, stages 1 to 3: each rank has
+other parts of those, so all must step or none. In stage 0 a program may step on one rank and broadcast.
+
+Entering and starting cost a few appends; the store is written and read by the watchdog alone, over a connection of its
+own. Each rank looks at the next one only, so the store is asked as often as there are ranks; where all neighbours
+agree, all do.
+
+**To fail** is to write why under the key "failed", which every watchdog reads, and to end what this rank waits in
+(`zerofx._torch.abort_collectives`). The wait then raises `zerofx.OutOfStepError` with the reason. A process group
+that failed is of no more use; restart the ranks.
+
+A rank that was killed closes its connections, and gloo raises by itself: the error is completed with who is gone.
+
+The timeout is `Options.timeout`; without one, that of the process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from zerofx import _torch
+from zerofx.passes import pairwise
+from zerofx.runtime.ranks.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
+from zerofx.runtime.ranks.tracing import while_profiled
+
+TICK = 1.0
+"""Seconds between two looks."""
+SILENT = 4 * TICK
+"""A rank whose watchdog has not written for so long is gone, or stopped."""
+REMEMBERED = 256
+"""Graphs that a rank remembers to have run."""
+_AFTER_STEP = "+"
+"""Stands behind the digest of a graph that is the first since an optimizer's step."""
+
+_NOT_CAPTURED = (
+    "One of them runs this outside of any graph: next to a graph break Dynamo may capture code for inputs of one "
+    "shape and not for those of another. Mend the graph break, or give all ranks inputs of the same shapes."
+)
+_BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
+
+
+class Watch:
+    """What this rank is doing in one process group."""
+
+    def __init__(self, name: str) -> None:
+        group = _torch.resolve_process_group(name)
+        self.name, self.rank, self.world_size = name, group.rank(), group.size()
+        self.names = {name}  # and those of process groups that share the watch
+        self.default_store = _torch.default_store()
+        self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
+        self.timeout: float | None = None
+        self.failure = ""
+        self.stepped = False
+        self.families = 0
+        self._runs: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._count = 0
+        self._published: set[str] = set()
+        self._schedule = Schedule("nothing yet", ())
+        self._started = 0
+        self._waiting: dict[object, tuple[float, Schedule, int]] = {}
+        self._beat = 0
+        self._stop = threading.Event()
+        threading.Thread(target=self._look, name=f"zerofx watchdog of {name!r}", daemon=True).start()
+
+    # ---- the rank's own thread --------------------------------------------------------------------------------------
+
+    def enter(self, schedule: Schedule, digest: str, timeout: float | None = None) -> None:
+        """The next collectives are those of ``schedule``."""
+        self.check()
+        self._count += 1
+        self._runs.append((self._count, digest + _AFTER_STEP * self.stepped))
+        self.stepped = False
+        self._schedule, self._started, self.timeout = schedule, 0, timeout
+
+    def starting(self) -> contextlib.AbstractContextManager[Any]:
+        """The next collective of the schedule is started inside."""
+        schedule, i = self._schedule, self._started
+        return while_profiled(lambda: f"start {schedule.short(i)}")
+
+    def started(self, works: list[dist.Work]) -> list[dist.Work]:
+        """The next collective of the schedule is under way: ``works``, as one that explains itself when it fails."""
+        self._started += 1
+        return [_Watched(self, self._schedule, self._started - 1, works)]
+
+    def skip(self) -> None:
+        """The next collective of the schedule is left out."""
+        self._started += 1
+
+    def check(self) -> None:
+        """Raise what the watchdog found, if anything."""
+        if self.failure:
+            raise OutOfStepError(self.failure)
+
+    def publish(self, schedule: Schedule, what: str) -> None:
+        """A graph was compiled; see `zerofx.runtime.ranks.agree.publish`."""
+        publish(self.store, schedule, what, self.rank, self.world_size)
+
+    @contextlib.contextmanager
+    def alone(self, where: str, kind: str, group: str, nbytes: int, dtype: Any) -> Iterator[None]:
+        """Collectives outside of any graph run inside."""
+        schedule = Schedule(where, (Collective(kind, group, nbytes, str(dtype).removeprefix("torch.")),))
+        digest = schedule.digest
+        if digest not in self._published:
+            self.store.set(f"schedule/{digest}", schedule.to_json())
+            self._published.add(digest)
+        self.enter(schedule, digest, self.timeout)
+        with self.waiting(schedule, 0):
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, schedule: Schedule, i: int) -> Iterator[None]:
+        """This rank waits for a collective inside; what is raised there is explained."""
+        key = object()
+        self._waiting[key] = time.monotonic(), schedule, i
+        try:
+            yield
+        except OutOfStepError:
+            raise
+        except RuntimeError as e:
+            raise OutOfStepError(self.failure or self.explain(schedule.where(i), e)) from e
+        finally:
+            self._waiting.pop(key, None)
+        self.check()
+
+    def explain(self, what: str, error: RuntimeError) -> str:
+        """Why a collective failed by itself: most likely somebody is gone. The other ranks are told."""
+        why = str(error).splitlines()[0]
+        try:
+            before = self._states()
+            time.sleep(SILENT)
+            states = self._states()
+            silent = [
+                r for r, now in states.items() if now is None or ((was := before[r]) and now["beat"] == was["beat"])
+            ]
+            gone = f"rank {', '.join(map(str, silent))} was not heard of for {SILENT:g} s"
+            text = (
+                f"rank {self.rank} waited for {what}, which failed: {gone if silent else 'all ranks are there'}. {why}"
+            )
+            if not self.failure:
+                self._fail(text)
+            return self.failure
+        except dist.DistError as e:
+            return f"rank {self.rank} waited for {what}, which failed, and so did the store ({e}). {why}"
+
+    # ---- the watchdog's thread --------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        while not self._stop.wait(TICK):
+            try:
+                if _torch.default_store() is not self.default_store:
+                    return
+                self._tell()
+                self._compare()
+                self._check_waiting()
+            except (RuntimeError, ValueError):  # the store, or the process group, is gone: so is what there is to watch
+                return
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def _tell(self) -> None:
+        self._beat += 1
+        state = {
+            "beat": self._beat,
+            "at": [self._count, self._started],
+            "last": self._schedule.where(max(0, self._started - 1)),
+            "runs": list(self._runs),
+        }
+        self.store.set(f"rank/{self.rank}", json.dumps(state))
+        if not self.failure and self.store.check(["failed"]):
+            self._fail(self.store.get("failed").decode())
+
+    def _state(self, rank: int) -> dict[str, Any] | None:
+        key = f"rank/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _states(self) -> dict[int, dict[str, Any] | None]:
+        return {rank: self._state(rank) for rank in range(self.world_size) if rank != self.rank}
+
+    def _compare(self) -> None:
+        other = (self.rank + 1) % self.world_size
+        state = self._state(other)
+        if state is None or self.failure:
+            return
+        mine, theirs = dict(list(self._runs)), dict(state["runs"])
+        for i in sorted(set(mine) & set(theirs)):
+            if mine[i] != theirs[i]:
+                self._fail(self._out_of_step(other, i, mine[i], theirs[i]))
+                return
+
+    def _out_of_step(self, other: int, run: int, mine: str, theirs: str) -> str:
+        ranks = f"ranks {self.rank} and {other} are out of step"
+        if mine.endswith(_AFTER_STEP) != theirs.endswith(_AFTER_STEP):
+            did, did_not = (self.rank, other) if mine.endswith(_AFTER_STEP) else (other, self.rank)
+            return (
+                f"{ranks}: before graph number {run} rank {did} has stepped its optimizer and rank {did_not} has not. "
+                "Their parts of the weights are of different steps. Step on every rank or on none (docs/debugging.md)."
+            )
+        digests = (digest.removesuffix(_AFTER_STEP) for digest in (mine, theirs))
+        a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
+        return (
+            f"{ranks}: {difference(a, b, self.rank, other)}. "
+            "Every rank must run the same layers in the same order (docs/debugging.md). "
+            f"{_NOT_CAPTURED if (a.phase == ON_DEMAND) != (b.phase == ON_DEMAND) else _BY_DATA}"
+        )
+
+    def _check_waiting(self) -> None:
+        waiting = next(iter(list(self._waiting.values())), None)
+        if self.failure or waiting is None or self.timeout is None or time.monotonic() - waiting[0] < self.timeout:
+            return
+        _, schedule, i = waiting
+        at, missing = (self._count, self._started), []
+        for rank, state in self._states().items():
+            if state is None or tuple(state["at"]) < at:
+                missing.append(f"rank {rank} ({'never heard of' if state is None else 'last at ' + state['last']})")
+        who = ", ".join(missing) or "no rank: all have started it"
+        self._fail(
+            f"rank {self.rank} has waited {self.timeout:g} s for {schedule.where(i)}; missing: {who}. {_BY_DATA}"
+        )
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        if not self.store.check(["failed"]):
+            self.store.set("failed", why)
+        for name in self.names:
+            pairwise.give_up(name)
+            _torch.abort_collectives(name)
+
+
+class _Watched(_torch.PythonWork):
+    """Works that are waited for as one, under the eyes of the watchdog."""
+
+    def __init__(self, watch: Watch, schedule: Schedule, i: int, works: list[dist.Work]) -> None:
+        super().__init__()
+        self.watch, self.schedule, self.i, self.works = watch, schedule, i, works
+
+    def wait(self, timeout: Any = None) -> bool:
+        named = while_profiled(lambda: f"wait for {self.schedule.short(self.i)}")
+        with self.ending(), named, self.watch.waiting(self.schedule, self.i):
+            works, self.works = self.works, []
+            for work in works:
+                work.wait()
+        return True
+
+
+_watches: dict[str, Watch] = {}
+
+
+def watch_of(name: str) -> Watch | None:
+    """The watch of a process group; None where there is nobody to be out of step with, or nothing real."""
+    watch = _watches.get(name)
+    if watch is not None and watch.default_store is _torch.default_store():
+        return watch
+    if watch is not None:
+        watch.stop()
+        del _watches[name]
+    group = _torch.resolve_process_group(name)
+    if group.size() == 1 or not _torch.has_backend(group, ("gloo", "nccl")):
+        return None
+    _watches[name] = Watch(name)
+    return _watches[name]
+
+
+def watch_too(watch: Watch, name: str) -> None:
+    """Collectives in the process group ``name``, of the same ranks, are under ``watch`` as well."""
+    watch.names.add(name)
+    _watches[name] = watch
+
+
+def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:
+    """A compiled graph whose collectives are under watch."""
+    if not schedule.collectives or watch_of(name) is None:
+        return compiled
+    digest = schedule.digest
+
+    def run(args: list[Any]) -> Any:
+        watch = watch_of(name)
+        assert watch is not None
+        watch.enter(schedule, digest, timeout)
+        try:
+            outputs = compiled(args)
+        except RuntimeError as e:  # of a collective that is not pairwise, so that nobody explained it
+            if isinstance(e, OutOfStepError) or not (watch.failure or _torch.is_communication_error(e)):
+                raise
+            raise OutOfStepError(watch.failure or watch.explain(f"the collectives of {schedule.phase}", e)) from e
+        watch.check()
+        return outputs
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def alone(
+    name: str, where: str, kind: str, group: str, nbytes: int, dtype: Any
+) -> contextlib.AbstractContextManager[Any]:
+    """A collective outside of any graph, under watch: `Watch.alone`."""
+    watch = watch_of(name)
+    return contextlib.nullcontext() if watch is None else watch.alone(where, kind, group, nbytes, dtype)
+
+
+def skip_collective(name: str) -> None:
+    """The next collective of the graph that runs is left out, on this rank as on the others."""
+    watch = _watches.get(name)
+    if watch is not None:
+        watch.skip()
+
+
+class _Exchanges:
+    """Hears of every pairwise exchange (`zerofx.passes.pairwise.Watcher`)."""
+
+    def starting(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        watch = _watches.get(name)
+        return contextlib.nullcontext() if watch is None else watch.starting()
+
+    def under_watch(self, works: list[dist.Work], name: str) -> list[dist.Work]:
+        watch = _watches.get(name)
+        return works if watch is None else watch.started(works)
+
+
+def stepped(name: str) -> None:
+    """An optimizer with parameters that the process group ``name`` shares has stepped."""
+    watch = _watches.get(name)
+    if watch is not None:
+        watch.stepped = True
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Before the store goes away with rank 0."""
+    for watch in _watches.values():
+        watch.stop()
+
+
+pairwise.WATCHERS.append(_Exchanges())

@@ -1,0 +1,17 @@
+"""State: what a rank holds of each group of parameters.
+
+============  ==================================================================
+parameter     a sharded tensor: full shape outside, a flat slice inside
+group         a group, and the family of groups of one module
+weights       shard and replica
+gradients     ``.grad``, and what `zerofx.no_sync` keeps back
+gathered      whole buffers that outlive what gathered them
+home          where state lives: a seam, with one case so far
+doors         what is left to rooms above
+one_copy      a corner: the weights once, for all ranks of a host
+============  ==================================================================
+
+Imports `zerofx.runtime.ranks` and what is below it::
+
+    ranks ◀── home ◀── weights ◀── gathered, gradients ◀── group ◀── parameter ◀── eager
+"""

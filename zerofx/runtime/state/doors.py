@@ -1,0 +1,34 @@
+"""What a sharded tensor leaves to rooms above this one: a table that they fill in.
+
+==================  =========================================  ======================================
+door                what goes through it                       who fills it in
+==================  =========================================  ======================================
+``operation``       an operation on sharded tensors            `zerofx.runtime.eager.elementwise`
+``gather``          ``full_tensor()``                          `zerofx.runtime.eager.ondemand`
+``write_items``     three questions of                         `zerofx.checkpoint.dcp`
+``chunk_list``      torch.distributed.checkpoint
+``tensor_shard``
+``is_zerofx``       "is this ``torch.compile`` backend ours?"  `zerofx.compiler.backend`
+==================  =========================================  ======================================
+
+Imports run down only. A call that has to go up goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Doors:
+    """The table. An entry that nobody has filled in is missing: reading it is an AttributeError with its name."""
+
+    operation: Callable[[Callable, tuple, dict[str, Any]], Any]
+    gather: Callable[[Any], Any]
+    write_items: Callable[[Any, str], list[Any]]
+    chunk_list: Callable[[Any], list[Any]]
+    tensor_shard: Callable[[Any, Any], Any]
+    is_zerofx: Callable[[Any], bool]
+
+
+DOORS = Doors()

@@ -1,0 +1,49 @@
+"""Whole buffers of one group that outlive what gathered them.
+
+Forward may leave a group gathered for its backward (`zerofx.passes.keep`). Then backward reads what forward has read,
+and this notes which version of the shard that was. A leaf module's buffers are noted too, to be counted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zerofx._torch import StorageWeakRef, storage_of
+from zerofx.runtime.state.weights import Weights
+
+
+class Gathered:
+    """The whole buffers of one group that are there now."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._left: dict[int, tuple[int, StorageWeakRef]] = {}  # address -> the shard's version then; the buffer
+        self._alone: list[StorageWeakRef] = []  # outside of graphs: a leaf module's
+
+    def leave(self, buffer: torch.Tensor) -> None:
+        """``buffer``, gathered in this forward, waits for its backward."""
+        ref = StorageWeakRef(buffer.untyped_storage())
+        self._left[buffer.data_ptr()] = self._weights.shard._version, ref
+
+    def check(self, buffer: torch.Tensor) -> None:
+        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered. Once."""
+        version, _ = self._left.pop(buffer.data_ptr(), (self._weights.shard._version, None))
+        if version != self._weights.shard._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of the group {self._weights.layout.name!r}, between forward and backward. Run backward "
+                "before the optimizer's step, and update weights by hand only between steps."
+            )
+
+    def start(self) -> torch.Tensor:
+        """Start to gather the group for a leaf module; see `Weights.start_gather`."""
+        buffer = self._weights.start_gather()
+        if buffer is not self._weights.own_replica:
+            alive = [ref for ref in self._alone if not ref.expired()]
+            self._alone = [*alive, StorageWeakRef(buffer.untyped_storage())]
+        return buffer
+
+    def now(self) -> list[torch.UntypedStorage]:
+        """The buffers that are there; what was let go is not among them."""
+        refs = [*(ref for _, ref in self._left.values()), *self._alone]
+        return [storage for ref in refs if (storage := storage_of(ref)) is not None]

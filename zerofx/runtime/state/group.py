@@ -1,0 +1,257 @@
+"""A group at run time: the parameters that travel together, and what this rank holds of them.
+
+::
+
+    module ══▶ ShardedParameter ══▶ ShardGroup ══▶ weights      shard, replica        weights.py
+                                        │      ══▶ gradients    .grad, kept ones      gradients.py
+                                        │      ══▶ gathered     whole buffers         gathered.py
+                                        └────▶ its parameters (weakly)
+    compiled graph ────▶ ShardGroup
+
+A double arrow owns, a single one does not. So a model's memory is free as soon as nothing holds the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofx._torch import inside_backward
+from zerofx.model.layout import GroupLayout, Slot
+from zerofx.model.precision import Casts, MixedPrecision
+from zerofx.passes.context import Buckets
+from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.state.gathered import Gathered
+from zerofx.runtime.state.gradients import Gradients, Members
+from zerofx.runtime.state.home import home_of
+from zerofx.runtime.state.weights import weights_of
+
+
+class Family:
+    """The groups of one module, in registration order, and what holds for all of them.
+
+    Attributes:
+        stage: what is sharded (see `zerofx.compiler.options.Options`).
+        precision: the dtypes of weights and gradients.
+        buckets: what one all-reduce of stage 0 takes.
+        one_copy: whether the ranks of the host have the weights once.
+        sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
+        stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
+        number: of the module among those of its process group, the same on every rank.
+        norms: norms of gradients that were computed ahead, see `zerofx.runtime.eager.norms`.
+        casts: the module's hooks under mixed precision.
+        rewritable: whether an operation that needs the whole of a parameter may write it
+            (`zerofx.compiler.initialize`).
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        precision: MixedPrecision | None = None,
+        buckets: Buckets = "group",
+        one_copy: bool = False,
+    ) -> None:
+        self.stage = stage
+        self.precision = precision or MixedPrecision()
+        self.buckets: Buckets = buckets
+        self.one_copy = one_copy
+        self.sync = True
+        self.stepper: Any = None
+        self.number = 0
+        self.norms: dict[Any, Any] = {}
+        self.casts: Casts | None = None
+        self.rewritable = False
+        self._gathered: dict[frozenset[str], int] = {}
+        self._elsewhere: dict[tuple[frozenset[str], str], int] = {}
+        self._groups: list[weakref.ref[ShardGroup]] = []
+
+    def keeps(self, names: frozenset[str], nbytes: int) -> None:
+        """The graph of the groups ``names`` leaves so much gathered between forward and backward."""
+        self._gathered[names] = nbytes
+
+    def held_elsewhere(self, names: frozenset[str], phase: str) -> int:
+        """Bytes that graphs of other groups than ``names`` leave gathered.
+
+        As it was when this was first asked for these groups: a rank that compiles a graph anew, for a shape that it
+        alone has met, must come to the schedule that the others go on with.
+        """
+        others = sum(nbytes for other, nbytes in self._gathered.items() if other != names)
+        return self._elsewhere.setdefault((names, phase), others)
+
+    def add(self, group: ShardGroup) -> None:
+        """``group`` is the next of the module's."""
+        self._groups.append(weakref.ref(group))
+
+    def groups(self) -> list[ShardGroup]:
+        """Those that are alive."""
+        return [group for ref in self._groups if (group := ref()) is not None]
+
+    @contextlib.contextmanager
+    def casts_off(self) -> Iterator[None]:
+        """Inputs and outputs of the module stay as they are."""
+        if self.casts is None:
+            yield
+            return
+        before, self.casts.on = self.casts.on, False
+        try:
+            yield
+        finally:
+            self.casts.on = before
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """All ranks write to parameters in place, the same operations in the same order."""
+        self.rewritable = True
+        try:
+            yield
+        finally:
+            self.rewritable = False
+
+    def gradients(self) -> list[Any]:
+        """The gradients that the module's parameters have now, in the same order on every rank."""
+        parameters = [group.members.live(slot) for group in self.groups() for slot in group.layout.slots]
+        return [p.grad for p in parameters if p is not None and p.grad is not None]
+
+
+class ShardGroup:
+    """One group on this rank.
+
+    Attributes:
+        layout: where each parameter lies.
+        sharing: which ranks share it.
+        family: the groups of the same module.
+        home: where its state lives.
+        weights, gradients, gathered: what this rank holds.
+        members: its parameters.
+        leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.runtime.eager.leaf`).
+        pending: uses whose gradient is still to come: forwards of graphs less their backwards, and all uses outside of
+            graphs. Those that never get a backward are forgotten as `zerofx.step_in_backward` ends.
+        stepped: this backward has updated it (`zerofx.step_in_backward`).
+    """
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        sharing: Sharing,
+        device: torch.device,
+        family: Family,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """``memory``: see `zerofx.runtime.state.weights.Weights.allocate`."""
+        self.layout, self.sharing, self.family, self.device = layout, sharing, family, device
+        family.add(self)
+        stage, precision = family.stage, family.precision
+        self.home = home_of(stage, device)
+        dtype = precision.param_dtype or layout.dtype
+        case = weights_of(stage, family.one_copy)
+        self.weights = case(layout, sharing, device, dtype, self.home, memory)
+        self.members = Members()
+        self.gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)
+        self.gathered = Gathered(self.weights)
+        self.leaf: Any = None
+        self.pending = 0
+        self.stepped = False
+
+    def __deepcopy__(self, memo: dict) -> ShardGroup:
+        """The group itself: a copy of a sharded tensor is one more tensor of the same group."""
+        return self
+
+    @property
+    def group_name(self) -> str:
+        """The name of the process group of the ranks that share its weights."""
+        return self.sharing.weights.name
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share its weights. Do not keep it."""
+        return self.sharing.weights.process_group
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that share its weights."""
+        return self.sharing.weights.rank
+
+    @property
+    def backend(self) -> str:
+        """The communication backend of these ranks, for tensors on the group's device."""
+        return self.sharing.weights.backend(self.device)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """`Weights.shard`"""
+        return self.weights.shard
+
+    @property
+    def replica(self) -> torch.Tensor | None:
+        """`Weights.replica`"""
+        return self.weights.replica
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """`Weights.nbytes`"""
+        return self.weights.nbytes
+
+    def parameter(self, slot: Slot) -> Any:
+        """The parameter of ``slot``, which must be alive."""
+        return self.members.get(slot)
+
+    def local(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``slot`` as a view of ``flat``, a tensor laid out as the shard is."""
+        piece = self.layout.piece(slot, self.rank)
+        return flat.narrow(0, piece.in_shard, piece.length)
+
+    def use(self, *, trained: bool) -> None:
+        """The group's weights are about to be read; ``trained``: and a gradient is to come of it.
+
+        Raises:
+            RuntimeError: they are not what this backward began with.
+        """
+        if self.stepped and inside_backward():
+            raise RuntimeError(
+                f"the weights of group {self.layout.name!r} are needed in a backward that has updated them already: of "
+                "a layer that several reentrant checkpoints run again? They are updated now, with a part of their "
+                "gradient; train such a model without zerofx.step_in_backward."
+            )
+        self.pending += trained
+
+    def accumulate(self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False) -> None:
+        """Add averaged gradients to the parameters' ``.grad``: `Gradients.accumulate`.
+
+        Raises:
+            RuntimeError: this backward has updated the group already.
+        """
+        if self.stepped:
+            raise RuntimeError(
+                f"group {self.layout.name!r} gets a gradient in a backward that has updated it already: of a second "
+                "backward in zerofx.step_in_backward, of a graph kept with retain_graph=True, or of a custom autograd "
+                "function. It is updated now, without that one; take such a step without zerofx.step_in_backward."
+            )
+        self.gradients.accumulate(slots, gradient, checked=checked)
+
+    def reduce(self, gradients: dict[Slot, torch.Tensor], *, checked: bool = False) -> None:
+        """Average whole gradients over the ranks and add them to ``.grad``; in `zerofx.no_sync` keep them.
+
+        See `Gradients.reduce`. A collective, outside of any graph; ``checked`` as in `Gradients.accumulate`.
+        """
+        if self.family.sync:
+            self.gradients.reduce(gradients, self.accumulate, checked=checked)
+            return
+        for slot, gradient in gradients.items():
+            self.gradients.keep(slot, gradient)
+        self.gradients.kept_unevenly = True
+
+    def has_kept(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return self.gradients.has_kept()
+
+
+def groups_of(module: nn.Module) -> list[ShardGroup]:
+    """The groups of a sharded module, in registration order."""
+    groups = {group: None for p in module.parameters() if (group := getattr(p, "_group", None)) is not None}
+    return [group for group in groups if isinstance(group, ShardGroup)]

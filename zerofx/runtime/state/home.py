@@ -1,0 +1,98 @@
+"""Where state lives: the shard, the gradient and the optimizer's moments of a group, between their uses.
+
+::
+
+    new(kind, ...)           state is made
+    keep(kind, tensor)       state that a graph or an optimizer has made: what stays of it
+    with at_hand():          state is on the device: read it, write it
+    at rest                  it is wherever the home keeps it
+
+Today state is at hand at any time (`OnDevice`), and all of this costs nothing. Another case, host memory or a file, is
+a class in a file of its own, and a line in `HOMES`. It sets ``away``. Then whoever computes on slices does it inside of
+`at_hand`: compiled graphs, gathers, operations on sharded tensors, optimizers, checkpoints.
+
+Views of a tensor stay views of it: a home that gives memory back empties the storage and fills it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+
+Kind = Literal["weights", "gradient", "moment"]
+
+_HERE = contextlib.nullcontext()
+
+
+class Home:
+    """Where one group's state lives. A case overrides these four.
+
+    Attributes:
+        away: whether state has to be brought to where it is computed with.
+        any_away: whether that is so of any home there is.
+    """
+
+    away = False
+    any_away: ClassVar[bool] = False
+
+    @classmethod
+    def takes(cls, stage: int, device: torch.device) -> bool:
+        """Whether groups of this stage, on this device, live here."""
+        raise NotImplementedError
+
+    def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """State of ``numel`` zeros, 1-D."""
+        raise NotImplementedError
+
+    def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
+        """State that somebody else has made: the tensor to hold from now on."""
+        raise NotImplementedError
+
+    def at_hand(self) -> contextlib.AbstractContextManager[Any]:
+        """State can be computed with inside; what is written there stays. May be entered again inside."""
+        raise NotImplementedError
+
+
+class OnDevice(Home):
+    """State is on the device at any time."""
+
+    @classmethod
+    def takes(cls, stage: int, device: torch.device) -> bool:
+        return True
+
+    def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def at_hand(self) -> contextlib.AbstractContextManager[Any]:
+        return _HERE
+
+
+HOMES: list[type[Home]] = [OnDevice]
+"""Every case. The first that takes a group is taken."""
+
+
+def home_of(stage: int, device: torch.device) -> Home:
+    """A home for one group."""
+    home = next(home for home in HOMES if home.takes(stage, device))()
+    Home.any_away |= home.away
+    return home
+
+
+def all_at_hand(homes: Iterable[Home]) -> contextlib.AbstractContextManager[Any]:
+    """The state of several groups can be computed with inside."""
+    away = {id(home): home for home in homes if home.away}
+    return _entered(away.values()) if away else _HERE
+
+
+@contextlib.contextmanager
+def _entered(homes: Iterable[Home]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for home in homes:
+            stack.enter_context(home.at_hand())
+        yield

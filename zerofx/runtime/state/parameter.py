@@ -1,0 +1,322 @@
+"""Sharded tensors: full shape outside, a flat slice inside.
+
+A `ShardedTensor` has the shape and dtype of the whole tensor and holds this rank's slice of it, a 1-D tensor that
+may be empty. A `ShardedParameter` is the one that stands in the module; its slice is a view of the group's shard.
+Gradients and optimizer state are plain `ShardedTensor`s of the same slot.
+
+What ``__torch_function__`` does with an operation on one:
+
+====================================  ==============================================================================
+while Dynamo traces for zerofx        nothing: Dynamo sees an ordinary tensor of the full shape, cast to what the
+                                      model computes in (`precision`)
+while anything else traces            refused: its code would read memory that is not there. So are functorch's
+                                      wrappers and arguments of TorchScript, which do not ask (`watch_arguments`)
+metadata (shape, grad, ...)           answered as is
+elementwise, among one slot           runs on the slices: optimizers, scaling, clipping (`elementwise`)
+reductions to a scalar, norms         slices, then one all-reduce
+anything else                         the full tensor is gathered first, differentiably (`unshard`)
+====================================  ==============================================================================
+
+The full-shape tensor's own memory is freed, and some kernels read freed memory without asking. So no operation
+reaches one except through this table, and what would go around it (``.data =``, pickling, deepcopy) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zerofx._torch import (
+    DisableTorchFunction,
+    call_plainly,
+    inlined_alone,
+    pytree,
+    run_while_tracing,
+    static_shape,
+    traced_for,
+    watch_arguments,
+)
+from zerofx.model.layout import Slot
+from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.group import ShardGroup
+
+_ASKED = "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
+_QUESTIONS = frozenset([*(getattr(torch.Tensor, name).__get__ for name in _ASKED), torch.is_complex])
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which this rank holds a flat slice. Made by `ShardedTensor.like`, never directly."""
+
+    _group: ShardGroup
+    _slot: Slot
+    _local: torch.Tensor
+    _compute_dtype: torch.dtype | None = None
+    _traced_as = "a gradient or optimizer state of a sharded parameter"
+
+    @classmethod
+    @inlined_alone
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            _check_backend(cls._traced_as)
+            return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        if func in _QUESTIONS:  # of an optimizer, a dozen per parameter and step
+            return call_plainly(func, types, args, kwargs or {})
+        if torch.jit.is_tracing():
+            pytree.tree_map(_refuse_argument, (args, kwargs))
+        return DOORS.operation(func, args, kwargs or {})
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
+        return DOORS.gather(self)
+
+    def like(self, local: torch.Tensor) -> ShardedTensor:
+        """A sharded tensor of the same slot that holds ``local`` (any dtype)."""
+        # One element, expanded: full shape, no memory, and no kernel can read past it.
+        shell = local.new_empty(()).expand(self._slot.shape)
+        return _dress(shell.as_subclass(ShardedTensor), self._group, self._slot, local)
+
+    # What torch.distributed.checkpoint asks of a tensor; see `zerofx.checkpoint.dcp`.
+
+    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
+        return DOORS.write_items(self, name)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        count_write(self)  # what is asked for here is written to next, on some ranks: all must refresh replicas alike
+        return DOORS.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return DOORS.tensor_shard(self, index)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held, ranks = self._local.numel(), self._group.layout.world_size
+        return (
+            f"{type(self).__name__}({self._slot.name!r}, shape={list(self._slot.shape)}, dtype={self._local.dtype}, "
+            f"rank {self._group.rank} of {ranks} holds {held:,} of {self._slot.numel:,} elements)"
+        )
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickling (torch.save)", "use zerofx.save, or zerofx.full_state_dict, which every rank must call")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # PyTorch does not dispatch it
+        self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
+
+    def _refuse(self, what: str, way_out: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} of the sharded tensor {self._slot.name!r}: this rank holds only a slice of it; {way_out}."
+        )
+
+
+class ShardedParameter(ShardedTensor, nn.Parameter):
+    """A parameter of a sharded module: what `shard_parameter` made of an ``nn.Parameter`` in place.
+
+    Every parameter has a subclass of its own. Dynamo guards on the exact class, so code that was compiled for one
+    parameter's group is never run with another's, even where two models share code and all shapes are equal.
+    """
+
+
+class PlainlyCopied(nn.Parameter):
+    """A whole parameter of a class of ours: copied or pickled it is an ordinary parameter."""
+
+    def plain(self) -> nn.Parameter:
+        """An ordinary parameter with a copy of the values."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        memo[id(self)] = copy = self.plain()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+class ReplicatedParameter(PlainlyCopied):
+    """A parameter of a module under plain data parallelism (stage 0): whole, with its own memory, in all plain code.
+
+    Like a `ShardedParameter` it has a class of its own, and Dynamo sees it cast to what the model computes in. Where
+    code that is not compiled uses it, its gradient is averaged by a hook. Its memory may be replaced (``.data =``), for
+    compiled code gets it anew at each call; its dtype and device may not, for groups and compiled code have them.
+    """
+
+    _group: ShardGroup
+    _slot: Slot
+    _compute_dtype: torch.dtype | None = None
+
+    @classmethod
+    @inlined_alone
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        kwargs = kwargs or {}
+        if func in _CONVERTED and isinstance(args[0], ReplicatedParameter):
+            check_conversion(args[0], args[1])
+        with DisableTorchFunction():
+            if cls._compute_dtype is not None and _meets(func, args, kwargs, cls._compute_dtype):
+                args = _cast(args, cls._compute_dtype)
+                kwargs = {name: _cast(value, cls._compute_dtype) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+
+
+# Where ``module.to(...)`` puts a converted parameter: in ``parameter.data``, or in a new parameter after asking this.
+_CONVERTED = (torch.Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether both are one device: ``cpu:0`` is the CPU."""
+    return a.type == b.type and (a.index == b.index or a.type == "cpu")
+
+
+def check_conversion(parameter: ShardedTensor | ReplicatedParameter, new: torch.Tensor) -> None:
+    """Raise where ``new``, which is to take the parameter's place, has another dtype or is on another device."""
+    if parameter.dtype != new.dtype or not same_device(parameter.device, new.device):
+        raise RuntimeError(
+            f"converting {parameter._slot.name!r} from {parameter.dtype} on {parameter.device} to {new.dtype} on "
+            f"{new.device}: its group, its optimizer and compiled code are bound to the dtype and device it has. "
+            "Convert the module before zerofx.compile or zerofx.shard; to compute in 16 bits pass "
+            "mixed_precision=zerofx.MixedPrecision(torch.bfloat16)."
+        )
+
+
+def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
+    """Turn ``parameter`` into a `ShardedParameter` in place: copy its slice to the group's shard, free the rest.
+
+    The object stays the same, so optimizers that hold it stay right. One of no elements, where its slot has some, is
+    yet to be initialised: there is nothing to copy.
+    """
+    piece = group.layout.piece(slot, group.rank)
+    local, replica = group.local(slot, group.shard), group.weights.own_replica
+    with torch.no_grad(), group.home.at_hand():
+        whole = parameter.detach()
+        if whole.shape == torch.Size(slot.shape):
+            if replica is not None:
+                group.layout.view(replica, slot).copy_(whole)
+            local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
+        else:
+            local.fill_(torch.nan)
+        del whole
+        # The old memory is let go, not emptied: a tensor elsewhere may share it. Before the new is made, for the peak.
+        parameter.data = parameter.new_empty(0)
+        parameter.data = parameter.new_empty(slot.shape)
+    parameter.untyped_storage().resize_(0)
+    adopt_shell(parameter, group, slot)
+
+
+def adopt_shell(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
+    """Turn ``parameter``, which has its shape and no memory any more, into the `ShardedParameter` of ``slot``."""
+    _become(parameter, ShardedParameter, group, slot)
+    _dress(parameter, group, slot, group.local(slot, group.shard))
+
+
+def replicate_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
+    """Turn ``parameter`` into a `ReplicatedParameter` in place: nothing but its class changes."""
+    _become(parameter, ReplicatedParameter, group, slot)
+    parameter._group, parameter._slot = group, slot  # type: ignore[attr-defined]
+
+
+def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -> None:
+    members = {
+        "__module__": __name__,
+        "_traced_as": f"the sharded parameter {slot.name!r}",
+        "_compute_dtype": group.family.precision.param_dtype,
+    }
+    static_shape(parameter)
+    parameter.__class__ = type(cls.__name__, (cls,), members)
+    group.members.add(slot, parameter)
+
+
+def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    """``func`` as Dynamo is to see it: on ordinary tensors, the weights among them cast to ``dtype``.
+
+    While it compiles Dynamo also looks at the parameter itself, for real: that is let through as it is.
+    """
+    with DisableTorchFunction():
+        if dtype is not None and torch.compiler.is_dynamo_compiling():
+            args = _cast(args, dtype)
+            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether ``func`` brings parameters and activations of ``dtype``, or indices, together, and writes to neither."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):
+        return False
+    met = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
+    others = [x for x in met if not isinstance(x, ReplicatedParameter)]
+    return any(x.dtype == dtype or not (x.is_floating_point() or x.is_complex()) for x in others)
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the operation of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name in _IN_PLACE
+    return name.endswith("_")
+
+
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
+_IN_PLACE.add("__setitem__")
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, (ShardedParameter, ReplicatedParameter)):
+        return x.to(dtype)
+    if isinstance(x, (list, tuple)):
+        return type(x)([_cast(item, dtype) for item in x])
+    return x
+
+
+@run_while_tracing
+def _check_backend(what: str) -> None:
+    if not traced_for(DOORS.is_zerofx):
+        raise RuntimeError(
+            f"{what} is being compiled by another backend than zerofx, whose code would read memory that is not there. "
+            'Use zerofx.compile(module), or torch.compile(..., backend="zerofx"); keep optimizer steps out of compiled '
+            "code; if you wrap zerofx's backend in a function of your own, mark it with functools.wraps."
+        )
+
+
+def _refuse_argument(x: Any) -> None:
+    """Raise for a sharded tensor that reaches code which would read the memory it does not have."""
+    if not torch.compiler.is_compiling() and isinstance(x, ShardedTensor):
+        raise RuntimeError(
+            f"the sharded tensor {x._slot.name!r} reaches a transform of torch.func (grad, vjp, vmap, ...) "
+            "or TorchScript, which read its memory, and this rank has only a slice. Pass parameter.full_tensor(), or "
+            "use weights inside of `with zerofx.unsharded(module):`."
+        )
+
+
+watch_arguments(_refuse_argument)
+
+
+def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
+    tensor._group, tensor._slot, tensor._local = group, slot, local
+    return tensor
+
+
+def count_write(tensor: ShardedTensor) -> None:
+    """Count a write, so that a backward that saved the old value raises, and replicas are refreshed.
+
+    The slice's too: PyTorch's fused optimizers count none.
+    """
+    with DisableTorchFunction():
+        torch.autograd.graph.increment_version([tensor, tensor._local])
+
+
+def detach(tensor: ShardedTensor) -> ShardedTensor:
+    """A detached alias: same slice, same version counter (what ``Tensor.detach`` is to a plain tensor)."""
+    with DisableTorchFunction():
+        alias = tensor.detach().as_subclass(ShardedTensor)
+    return _dress(alias, tensor._group, tensor._slot, tensor._local)

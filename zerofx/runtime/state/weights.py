@@ -1,0 +1,247 @@
+"""The weights of one group, as this rank has them.
+
+============  ====================================  =================================  ================
+class         shard: flat, 1/M                      replica: flat, whole               graphs are given
+============  ====================================  =================================  ================
+`Whole`       --                                    -- (the parameters are whole)      the parameters
+`Replicated`  a part of the replica; with mixed     what the model computes with       the replica
+              precision a tensor of its own, the
+              master
+`Sharded`     the weights                           --                                 the shard
+============  ====================================  =================================  ================
+
+Stage 0 is `Whole`, stages 1 and 2 are `Replicated`, stage 3 is `Sharded`. Another case is a class in a file of its own,
+and a line in `WEIGHTS` (`zerofx.runtime.state.one_copy`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from zerofx.model.layout import GroupLayout
+from zerofx.passes.pairwise import under_way
+from zerofx.passes.travel import Travel, travel_of
+from zerofx.runtime.ranks.sharing import RankGroup, Sharing
+from zerofx.runtime.ranks.watch import alone
+from zerofx.runtime.state.home import Home, all_at_hand
+
+
+class Weights:
+    """What all cases have in common.
+
+    Attributes:
+        shard: 1-D, ``layout.shard_numel`` elements of ``layout.dtype``; parameters' local parts are views of it. There
+            is none in stage 0.
+        replica: 1-D, ``layout.numel`` elements of ``dtype``; or None.
+        dtype: what the model computes in.
+        gathers: whether graphs gather them.
+        in_common: whether the ranks of the host have the replica once, in memory that they share.
+        steps_inside: whether a backward may update them (`zerofx.step_in_backward`).
+    """
+
+    gathers = False
+    in_common = False
+    steps_inside = True
+    shard: torch.Tensor
+    replica: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        sharing: Sharing,
+        device: torch.device,
+        dtype: torch.dtype,
+        home: Home,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """``memory``: what `allocate` has for this group."""
+        self.layout, self.device, self.dtype, self.home = layout, device, dtype, home
+        self.ranks: RankGroup = sharing.weights
+        self.travel: Travel = travel_of(self.ranks.backend(device))
+        self.ahead: list[dist.Work] = []
+        """Of a refresh: what is still to be waited for."""
+        self._refreshed = -1
+
+    @classmethod
+    def takes(cls, stage: int, one_copy: bool) -> bool:
+        """Whether weights are so in this stage."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        """Refuse a device on which they cannot be so (ValueError)."""
+
+    @classmethod
+    def allocate(
+        cls, layouts: Sequence[tuple[GroupLayout, torch.dtype]], sharing: Sharing
+    ) -> Sequence[torch.Tensor | None]:
+        """Memory that all groups get at once; None where each makes its own. A collective."""
+        return [None] * len(layouts)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What graphs are given."""
+        return self.shard if self.replica is None else self.replica
+
+    @property
+    def own_replica(self) -> torch.Tensor | None:
+        """The replica, where this rank alone writes to it: code outside of graphs may read it."""
+        return self.replica
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole flat buffer, in what the model computes in."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def holders(self, tensor: torch.Tensor) -> int:
+        """How many ranks have the memory of ``tensor``, a shard or replica: each counts 1/M of it as its own."""
+        return 1
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether ``local`` is a slice of the shard: a parameter's, not a gradient's or a moment's."""
+        return share_memory(local, self.shard)
+
+    def mark_fresh(self) -> None:
+        """The replica holds what the shards hold."""
+
+    def refresh(self, *, inside: bool = False) -> None:
+        """Start to bring the replica up to date. ``inside``: of a graph that runs."""
+
+    def land(self) -> None:
+        """Wait for the refresh that is on its way, if there is one."""
+        for work in self.ahead:
+            work.wait()
+        self.ahead = []
+
+    @classmethod
+    def reading(
+        cls, weights: Sequence[Weights], phase: str, *, written: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A graph reads all of ``weights`` inside. ``written``: since a graph read them last, they may have been."""
+        return all_at_hand(each.home for each in weights)
+
+    def start_gather(self) -> torch.Tensor:
+        """Start to bring the whole flat buffer; ``wait_tensor`` of it waits. A collective, outside of any graph.
+
+        The replica, where this rank has one: to be read, not written.
+        """
+        if self.own_replica is not None:
+            self.refresh()
+            return self.own_replica
+        buffer = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        with record_function(f"zerofx: gather {self.layout.name}"):
+            return under_way(buffer, self._gather_into(buffer, "leaf module"))
+
+    def _gather_into(self, out: torch.Tensor, where: str) -> list[dist.Work]:
+        """Returns what to wait for. ``where``: in whose name the watchdog is told; "" where it expects it."""
+        with self.home.at_hand():
+            shard = self.shard.to(out.dtype)
+            if self.ranks.size == 1:
+                if shard.data_ptr() != out.data_ptr():
+                    out.copy_(shard)
+                return []
+            told: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if where:
+                told = alone(self.ranks.name, where, "all-gather", self.layout.name, self.nbytes, shard.dtype)
+            with told:
+                return self.travel.gather_into(out, shard, self.ranks.name)
+
+
+class Whole(Weights):
+    """Stage 0: the parameters have their own memory, and zerofx none."""
+
+    steps_inside = False
+
+    @classmethod
+    def takes(cls, stage: int, one_copy: bool) -> bool:
+        return stage == 0
+
+
+class Sharded(Weights):
+    """Stage 3: a rank has its shard, and graphs gather the rest."""
+
+    gathers = True
+
+    def __init__(self, layout: GroupLayout, *args: Any) -> None:
+        super().__init__(layout, *args)
+        self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
+
+    @classmethod
+    def takes(cls, stage: int, one_copy: bool) -> bool:
+        return stage == 3 and not one_copy
+
+
+class Replicated(Weights):
+    """Stages 1 and 2: a rank has the weights whole, and updates its part of them."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        sharing: Sharing,
+        device: torch.device,
+        dtype: torch.dtype,
+        home: Home,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(layout, sharing, device, dtype, home)
+        if memory is None:
+            memory = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.replica = memory.view(dtype)
+        if dtype == layout.dtype and not home.away:
+            # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
+            self.shard = self.own_part(self.replica.data)
+        else:
+            self.shard = home.new("weights", layout.shard_numel, layout.dtype, device)
+
+    @classmethod
+    def takes(cls, stage: int, one_copy: bool) -> bool:
+        return stage in (1, 2)
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole flat buffer."""
+        return whole.narrow(0, self.ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+    def mark_fresh(self) -> None:
+        self._refreshed = self.shard._version
+
+    def refresh(self, *, inside: bool = False) -> None:
+        """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.
+
+        A collective, and the same decision on every rank: optimizers step on all ranks or on none. ``inside``: it is
+        one of those of the graph that runs. It is waited for after the next call of this, if there is any.
+        """
+        assert self.replica is not None
+        if self.shard._version != self._refreshed:
+            with record_function(f"zerofx: refresh {self.layout.name}"):
+                self.ahead += self._gather_into(self.replica, "" if inside else "refresh")
+                self.mark_fresh()
+        if not inside:
+            under_way(self.replica, self.ahead)
+            self.ahead = []
+
+
+WEIGHTS: list[type[Weights]] = [Whole, Replicated, Sharded]
+"""Every case. The first that takes a stage is taken."""
+
+
+def weights_of(stage: int, one_copy: bool) -> type[Weights]:
+    """How weights are kept in a stage.
+
+    Raises:
+        ValueError: no case takes it.
+    """
+    for case in WEIGHTS:
+        if case.takes(stage, one_copy):
+            return case
+    raise ValueError(f"one_copy={one_copy!r} with stage={stage}: this zerofx has no such weights. Leave it out.")
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are parts of one storage."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
