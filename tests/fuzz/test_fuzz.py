@@ -109,6 +109,14 @@ FOUND = {
     "empty_weights_of_one_shape": Recipe(
         (LINEAR, Layer("sequence", children=(Layer("empty"), Layer("empty"))), LINEAR)
     ),
+    # Stage 0: Dynamo compiled the __torch_function__ of a weight, and answered one getter with another: its shape was
+    # taken for the weight.
+    "a_weight_of_stage_0_where_graphs_break": Recipe(
+        (LINEAR, *(Layer(kind, width=6, of=1) for kind in ("tied", "transposed", "peek", "sometimes"))),
+        steps=(("plain", "sometimes"), ("plain",)),
+        world=1,
+        stage=0,
+    ),
     # Dynamo compiled the __torch_function__ of a view of a gathered weight, and went round in it.
     "a_view_of_a_weight_where_a_graph_breaks_in_evaluation": Recipe(
         (

@@ -1,7 +1,8 @@
 """Cases of PyTorch's own FSDP2 tests, by their names, written anew: those that no other test here has.
 
-docs/fsdp2-parity.md lists all of them and says where each is. Two ranks, stage 3, the eager executor; what is compared
-with is one process on the whole batch.
+docs/fsdp2-parity.md lists all of them and says where each is. Two ranks; what is compared with is one process on the
+whole batch. What trains does so in every stage with both executors: ``make test`` runs a selection in which all meet in
+pairs, ``make slow`` the rest. The others are of stage 3 and run with the eager executor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
+from tests.pairwise import EXECUTORS, STAGES, table
 
 DIM, ROWS = 10, 3
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear, nn.LayerNorm), min_bytes=0)
@@ -48,15 +50,20 @@ def rows(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x[dist.get_rank()], x.flatten(0, 1)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter or a gradient with all its values: stage 0 has them, other stages gather them."""
+    return tensor.full_tensor() if isinstance(tensor, zerofx.ShardedTensor) else tensor.detach()
+
+
 def same_gradients(net: nn.Module, plain: nn.Module, zeros: bool = False) -> None:
     """``zeros``: where one process has no gradient there may be zeros."""
     for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
         if zeros and p.grad is not None and q.grad is None:
-            assert not p.grad.full_tensor().any(), name
+            assert not whole(p.grad).any(), name
             continue
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-6, msg=f"{name}: {{}}".format)
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-4, atol=1e-6, msg=f"{name}: {{}}".format)
 
 
 def check_parity(
@@ -66,8 +73,8 @@ def check_parity(
     net, plain = pair(build, **options)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-3) for m in (net, plain)]
     for step in range(steps):
-        mine, whole = rows(step)
-        got, wanted = loss(net, mine), loss(plain, whole)
+        mine, every = rows(step)
+        got, wanted = loss(net, mine), loss(plain, every)
         got.backward()
         wanted.backward()
         dist.all_reduce(mean := got.detach().clone())
@@ -77,7 +84,7 @@ def check_parity(
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole(p), q.detach(), rtol=1e-4, atol=1e-5)
 
 
 def mean_square(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -190,23 +197,23 @@ PARITY: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], dict
 }
 
 
-def run_parity(name: str) -> None:
+def run_parity(name: str, stage: int, executor: str) -> None:
     build, loss, options = PARITY[name]
-    check_parity(build, loss, **options)
+    check_parity(build, loss, stage=stage, executor=executor, **options)
 
 
-@pytest.mark.parametrize("name", PARITY)
-def test_a_case_of_fsdp2_trains_as_one_process(workers2, name: str) -> None:
-    workers2.run(run_parity, name, timeout=120)
+@table(name=list(PARITY), stage=STAGES, executor=EXECUTORS)
+def test_a_case_of_fsdp2_trains_as_one_process(workers2, name: str, stage: int, executor: str) -> None:
+    workers2.run(run_parity, name, stage, executor, timeout=250)
 
 
-def check_freezing() -> None:
+def check_freezing(stage: int, executor: str) -> None:
     """The first block is trained, then not, then again; the last the other way round."""
-    net, plain = pair(lambda: nn.Sequential(MLP(), MLP(), MLP()))
+    net, plain = pair(lambda: nn.Sequential(MLP(), MLP(), MLP()), stage=stage, executor=executor)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain)]
     for step in range(4):
-        mine, whole = rows(step)
-        for module, x in ((net, mine), (plain, whole)):
+        mine, every = rows(step)
+        for module, x in ((net, mine), (plain, every)):
             module[0].requires_grad_(step % 2 == 0)
             module[2].requires_grad_(step % 2 == 1)
             mean_square(module, x).backward()
@@ -216,8 +223,9 @@ def check_freezing() -> None:
             optimizer.zero_grad()
 
 
-def test_train_mixed_requires_grad_across_groups(workers2) -> None:
-    workers2.run(check_freezing)
+@table(stage=STAGES, executor=EXECUTORS)
+def test_train_mixed_requires_grad_across_groups(workers2, stage: int, executor: str) -> None:
+    workers2.run(check_freezing, stage, executor, timeout=250)
 
 
 def check_registration() -> None:
@@ -236,22 +244,23 @@ def test_param_registration_after_forward_and_backward(workers2) -> None:
     workers2.run(check_registration)
 
 
-def check_non_root() -> None:
-    net, plain = pair(lambda: nn.ModuleDict({"a": MLP(), "b": MLP()}))
-    mine, whole = rows()
-    for module, x in ((net, mine), (plain, whole)):
+def check_non_root(stage: int, executor: str) -> None:
+    net, plain = pair(lambda: nn.ModuleDict({"a": MLP(), "b": MLP()}), stage=stage, executor=executor)
+    mine, every = rows()
+    for module, x in ((net, mine), (plain, every)):
         module["a"](x).square().mean().backward()
         assert all(p.grad is None for p in module["b"].parameters())
     same_gradients(net, plain)
 
 
-def test_non_root_forward_backward(workers2) -> None:
-    workers2.run(check_non_root)
+@table(stage=STAGES, executor=EXECUTORS)
+def test_non_root_forward_backward(workers2, stage: int, executor: str) -> None:
+    workers2.run(check_non_root, stage, executor, timeout=250)
 
 
-def check_1f1b() -> None:
+def check_1f1b(stage: int, executor: str) -> None:
     """One forward ahead of the backwards, as pipelines do it; only the last backward reduces."""
-    net, plain = pair(stack)
+    net, plain = pair(stack, stage=stage, executor=executor)
     batches = [rows(step) for step in range(4)]
     waiting = [mean_square(net, batches[0][0])]
     for i in range(4):
@@ -267,8 +276,9 @@ def check_1f1b() -> None:
     same_gradients(net, plain)
 
 
-def test_1f1b_microbatching(workers2) -> None:
-    workers2.run(check_1f1b)
+@table(stage=STAGES, executor=EXECUTORS)
+def test_1f1b_microbatching(workers2, stage: int, executor: str) -> None:
+    workers2.run(check_1f1b, stage, executor, timeout=250)
 
 
 def check_cached_state_dict() -> None:

@@ -1,12 +1,11 @@
-"""Hugging Face's own models under ZeRO-3, against one process on the whole batch.
+"""Hugging Face's own models in every stage, against one process on the whole batch.
 
 What must hold, for both executors, on 2 and 3 ranks, over 10 steps: every loss within 1e-5 relative of the single
 process, and with SGD every parameter within 1e-5 at the end. (Adam turns a gradient that is pure rounding, such as a
 key bias's, into whole steps: there the losses decide.)
 
-Every model runs with both executors and on both numbers of ranks, and every executor on both numbers of ranks, but not
-every model in all four ways: what depends on all three at once would have to be the model's. (Inductor takes a minute
-per model.)
+``make slow`` runs every model in every stage with both executors. ``make test`` runs a selection in which they meet in
+pairs (tests/pairwise.py), but Inductor with one model alone. Numbers of ranks go in turns.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import functools
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import zerofx
 from tests import models
+from tests.pairwise import EXECUTORS, STAGES, table
 
 STEPS, BATCH = 10, 2  # per rank: on 2 and on 3 ranks Inductor finds the same shapes, and its kernels compiled
 OPTIMIZERS = {
@@ -29,11 +28,16 @@ OPTIMIZERS = {
 }
 
 
-def train_sharded(name: str, executor: str) -> dict[str, Any]:
+def world_of(name: str, stage: int) -> int:
+    """Two ranks or three: in turns, so that each model and each stage meets both."""
+    return 2 + (models.HUGGING_FACE.index(name) + stage) % 2
+
+
+def train_sharded(name: str, stage: int, executor: str) -> dict[str, Any]:
     """On each rank: train from the same weights with each optimizer; losses (averaged over ranks) and parameters."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = models.build(name, seed=rank)  # rank 0's weights must win
-    zerofx.compile(model, stage=3, executor=executor, groups=zerofx.Grouping(min_bytes=0))
+    zerofx.compile(model, stage=stage, executor=executor, groups=zerofx.Grouping(min_bytes=0))
     start = models.build(name, seed=0).state_dict()
     results: dict[str, Any] = {}
     for key, make in OPTIMIZERS.items():
@@ -47,7 +51,10 @@ def train_sharded(name: str, executor: str) -> dict[str, Any]:
             optimizer.zero_grad()
             dist.all_reduce(mean := loss.detach().clone())
             losses.append(mean.item() / world)
-        parameters = {n: p.full_tensor() for n, p in model.named_parameters()}
+        parameters = {
+            n: p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p.detach().clone()
+            for n, p in model.named_parameters()
+        }
         results[key] = losses, parameters if rank == 0 else None
     return results
 
@@ -57,19 +64,16 @@ def reference(name: str, optimizer: str, world: int) -> tuple[list[float], dict[
     return models.reference_run(name, STEPS, OPTIMIZERS[optimizer], batch=BATCH * world)
 
 
-CASES = [
-    ("llama", "inductor", 2),
-    *[pytest.param(name, "inductor", n, marks=pytest.mark.slow) for name, n in (("gpt2", 2), ("bert", 2), ("vit", 3))],
-    *[("gpt2", "eager", 3), ("llama", "eager", 2), ("bert", "eager", 3), ("vit", "eager", 2)],
-    # GPT-2, its graph broken once: eager tells enough.
-    ("gpt2_two_graphs", "eager", 2),
-    pytest.param("gpt2_two_graphs", "eager", 3, marks=pytest.mark.slow),
-]
+def is_dear(name: str, stage: int, executor: str) -> bool:
+    """With Inductor one model is enough in ``make test``: tests/zoo has small ones, and each takes a minute here."""
+    return executor == "inductor" and name != "llama"
 
 
-@pytest.mark.parametrize(("name", "executor", "world"), CASES)
-def test_losses_and_parameters_are_those_of_one_process(make_workers, world: int, name: str, executor: str) -> None:
-    results = make_workers(world).run(train_sharded, name, executor, timeout=280)
+# GPT-2 a second time, its graph broken once.
+@table(is_dear, name=models.HUGGING_FACE, stage=STAGES, executor=EXECUTORS)
+def test_losses_and_parameters_are_those_of_one_process(make_workers, name: str, stage: int, executor: str) -> None:
+    world = world_of(name, stage)
+    results = make_workers(world).run(train_sharded, name, stage, executor, timeout=280)
     for optimizer in OPTIMIZERS:
         expected, parameters = reference(name, optimizer, world)
         for rank_results in results:
