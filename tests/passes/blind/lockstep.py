@@ -19,8 +19,9 @@ from torch.fx import GraphModule, Node
 
 from zerofx import _torch
 from zerofx.passes import ops
-from zerofx.passes.proof.facts import ALL_REDUCES, GATHERS, REFRESH, SCATTERS, STEP
+from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
+from zerofx.passes.travel import GATHERS, SCATTERS
 
 _pytree = _torch.pytree
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -97,7 +98,7 @@ class Lockstep:
 
     def _call(self, target: Any, filled: list[Any], draws: list[Iterator[int]], steppers: Steppers) -> list[Any]:
         ranks = range(self.world_size)
-        if target in GATHERS + SCATTERS + ALL_REDUCES:
+        if target in GATHERS or target in SCATTERS or target in ALL_REDUCES:
             return self._start(target, [args for args, _ in filled])
         if target is _WAIT:
             return [self._wait(rank, args[0]) for rank, (args, _) in enumerate(filled)]
