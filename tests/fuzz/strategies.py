@@ -74,8 +74,8 @@ def allowed(
     twice, and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts
     gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
     them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
-    torch.compile, too, where the call is behind a graph break. ``inside``: kinds of containers around; "frozen" if one
-    is.
+    torch.compile, too, where the call is behind a graph break. ``torch.vmap`` of a weight is refused outside of
+    any graph. ``inside``: kinds of containers around; "frozen" if one is.
     """
     kept = []
     for layer in layers:
@@ -83,7 +83,8 @@ def allowed(
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and bool(around & {"frozen", "no_grad"})
         again = layer.kind == "again" and "no_grad" in around
-        if layer.kind in without or again or (checkpointed and (layer.kind in COUNTERS or attention)):
+        mapped = layer.kind == "vmap" and bool(around & {"eager", "reentrant"})
+        if layer.kind in without or again or mapped or (checkpointed and (layer.kind in COUNTERS or attention)):
             layer = replace(layer, kind="norm")
         if {"no_grad", "reentrant"} <= around and layer.kind in ("no_grad", "reentrant"):
             layer = replace(layer, kind="sequence")

@@ -112,7 +112,7 @@ FOUND = {
     # Stage 0: Dynamo compiled the __torch_function__ of a weight, and answered one getter with another: its shape was
     # taken for the weight.
     "a_weight_of_stage_0_where_graphs_break": Recipe(
-        (LINEAR, *(Layer(kind, width=6, of=1) for kind in ("tied", "transposed", "peek", "sometimes"))),
+        tuple(Layer(kind, width=6, of=1) for kind in ("linear", "tied", "transposed", "peek", "sometimes")),
         steps=(("plain", "sometimes"), ("plain",)),
         world=1,
         stage=0,
