@@ -43,7 +43,7 @@ from zerofx.model.layout import GroupLayout
 from zerofx.passes.pairwise import meet_, neighbours
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.home import Home, all_at_hand
+from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.weights import WEIGHTS, Replicated, Weights, share_memory
 
 
@@ -52,19 +52,12 @@ class InCommon(Replicated):
 
     in_common = True
     steps_inside = False
+    others = False
+    """Whether there are other ranks that write to the replica. Not so for one rank, and in a dry run."""
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        sharing: Sharing,
-        device: torch.device,
-        dtype: torch.dtype,
-        home: Home,
-        memory: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(layout, sharing, device, dtype, home, memory)
+    def _make(self, memory: torch.Tensor | None) -> None:
+        super()._make(memory)
         self.others = memory is not None
-        """Whether there are other ranks that write to the replica. Not so for one rank, and in a dry run."""
 
     @classmethod
     def takes(cls, stage: int, one_copy: bool) -> bool:

@@ -67,6 +67,10 @@ class Weights:
         self.ahead: list[dist.Work] = []
         """Of a refresh: what is still to be waited for."""
         self._refreshed = -1
+        self._make(memory)
+
+    def _make(self, memory: torch.Tensor | None) -> None:
+        """Make the shard and the replica, as far as a case has them."""
 
     @classmethod
     def takes(cls, stage: int, one_copy: bool) -> bool:
@@ -168,9 +172,8 @@ class Sharded(Weights):
 
     gathers = True
 
-    def __init__(self, layout: GroupLayout, *args: Any) -> None:
-        super().__init__(layout, *args)
-        self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
+    def _make(self, memory: torch.Tensor | None) -> None:
+        self.shard = self.home.new("weights", self.layout.shard_numel, self.layout.dtype, self.device)
 
     @classmethod
     def takes(cls, stage: int, one_copy: bool) -> bool:
@@ -180,24 +183,16 @@ class Sharded(Weights):
 class Replicated(Weights):
     """Stages 1 and 2: a rank has the weights whole, and updates its part of them."""
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        sharing: Sharing,
-        device: torch.device,
-        dtype: torch.dtype,
-        home: Home,
-        memory: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(layout, sharing, device, dtype, home)
+    def _make(self, memory: torch.Tensor | None) -> None:
+        layout = self.layout
         if memory is None:
-            memory = torch.zeros(layout.numel, dtype=dtype, device=device)
-        self.replica = memory.view(dtype)
-        if dtype == layout.dtype and not home.away:
+            memory = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self.replica = memory.view(self.dtype)
+        if self.dtype == layout.dtype and not self.home.away:
             # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
             self.shard = self.own_part(self.replica.data)
         else:
-            self.shard = home.new("weights", layout.shard_numel, layout.dtype, device)
+            self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
 
     @classmethod
     def takes(cls, stage: int, one_copy: bool) -> bool:
