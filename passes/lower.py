@@ -25,6 +25,9 @@ must not move against each other is therefore made a dependence::
     start C             ─────▶   start C, after every use of A:  no more is live than the budget allows
     wait B                       wait B, after start C:          the next gather is under way by then
 
+    start B             ─────▶   reduce C, after start B; start D, after reduce C: one order of collectives, the graph's
+    reduce C;  start D
+
     step A              ─────▶   step A, after every use of A, and after the start of the reduction before it; the next
     reduce C                     reduction after step A: the same order of collectives on every rank
 
@@ -80,19 +83,24 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     dead: list[Node] = []
     started: list[Node] = []  # since the last wait
     previous: list[Node] = []
+    reduced: list[Node] = []  # the reduction that started last, if that was behind the last gather
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", "ask", "answer", "give"):
+    reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", "ask", "answer", "give", *reductions):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
+        elif kind == "reduce_scatter":
+            after[node] += previous
+            reduced = [node]
         elif kind in ("ask", "answer", "give"):
             after[node] += previous
             previous = [*previous, node]
         elif kind == "all_gather":
             for buffer in dead:
                 _follow(after, node, buffer, order, nodes)
-            after[node] += previous
-            dead, previous = [], [node]
+            after[node] += previous + reduced
+            dead, previous, reduced = [], [node], []
             started.append(node)
         else:
             if node.meta["zerofx"].group != waited:

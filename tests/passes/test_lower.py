@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -134,6 +135,17 @@ def test_all_starts_are_chained_so_that_every_rank_issues_them_in_one_order() ->
     for start in starts:
         assert first in start.args[0]
         first = start
+
+
+def test_gathers_and_reductions_start_as_they_take_turns_in_the_graph() -> None:
+    gm, ctx = mlp_backward(2, layers="abcdef", executor="inductor", memory_budget=2 * 512)
+    apply(gm, ctx, *up_to(lower))
+    turns = 0
+    for first, second in pairwise(edit.tagged(gm.graph, "all_gather", "reduce_scatter")):
+        if first.meta["zerofx"].kind != second.meta["zerofx"].kind:
+            assert first in second.args[0]
+            turns += 1
+    assert turns > 2
 
 
 def test_the_first_wait_stands_behind_all_starts_that_go_ahead_of_it() -> None:

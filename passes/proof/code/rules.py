@@ -82,8 +82,7 @@ class _Reading:
     stale: dict[Memory, str] = field(default_factory=dict)
     origins: dict[Memory, set[Place]] = field(default_factory=lambda: defaultdict(set))
     copied: Counter[tuple[Place, int]] = field(default_factory=Counter)
-    starts: dict[int, Line] = field(default_factory=dict)
-    started: int = 0
+    starts: list[Line] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)
     writes: dict[int, str] = field(default_factory=dict)
     rewritten: dict[str, str] = field(default_factory=dict)
@@ -166,26 +165,12 @@ class _Reading:
             self._refuse("discard", buffer.place, "it writes over gathered weights", "no writes to them")
         del self.buffers[memory]
 
-    def _next(self, line: Line) -> int:
-        """The number in the graph of the collective that ``line`` starts.
-
-        `lower` lets Inductor choose between gathers of weights and all others, so each of these two has its own order.
-        """
-        starts = self.promise.starts
-        left = [i for i in range(len(starts)) if i not in self.starts]
-        if not left:
-            self._refuse("order", None, "it starts a collective that the graph has not", f"{len(starts)} collectives")
-        others = (i for i in left if starts[i].gathers != starts[left[0]].gathers)
-        for i in (left[0], next(others, left[0])):
-            if starts[i].operator == plain_name(line.name):
-                return i
-        return left[0]
-
     def _start(self, line: Line) -> None:
-        i = self._next(line)
+        i = len(self.starts)
+        self.starts.append(line)
+        if i >= len(self.promise.starts):
+            self._refuse("order", None, "it starts a collective that the graph has not", f"{i} collectives")
         asked, place = self.promise.starts[i], ("start", i)
-        self.starts[i] = line
-        self.started = i
         if plain_name(line.name) != asked.operator or (asked.operator == "refresh" and line.group != asked.group):
             self._refuse("order", place, f"it starts another collective, as number {i + 1}", f"{asked.operator}")
         sent = [p for p in line.passed if p.memories and not p.writes] or [p for p in line.passed if p.memories]
@@ -298,7 +283,7 @@ class _Reading:
         """What the memory that a line writes to is made of now."""
         origins = set().union(*(self.origins[memory] for memory in line.reads))
         if line.kind == "start":
-            origins = origins | {("start", self.started)}
+            origins = origins | {("start", len(self.starts) - 1)}
         for memory in line.writes:
             self.origins[memory] = self.origins[memory] | origins
         if line.result is not None:
@@ -310,7 +295,7 @@ class _Reading:
         """The rules of what must have been by the end."""
         promise = self.promise
         if len(self.starts) < len(promise.starts):
-            i = next(i for i in range(len(promise.starts)) if i not in self.starts)
+            i = len(self.starts)
             self._refuse("order", ("start", i), f"its collective number {i + 1} is never started", "every one")
         asked = {("start", i): start.waits for i, start in enumerate(promise.starts) if start.operator != "refresh"}
         asked |= {("input", i): waits for i, waits in promise.arriving.items()}
@@ -321,7 +306,7 @@ class _Reading:
             if not self.steps[group]:
                 self._refuse("step", self._home(group), f"{group!r} is never updated", "one update")
         for memory, buffer in self.buffers.items():
-            after = next((line for line in self.starts.values() if line.number > buffer.last), None)
+            after = next((line for line in self.starts if line.number > buffer.last), None)
             if buffer.returned or after is None or (buffer.place or "?")[0] == "input":
                 continue
             if self.walk.released.get(memory, after.number) >= after.number:

@@ -231,13 +231,7 @@ def a_doubled_start(text: Text, each: Collective) -> None:
     text.insert(each.line, text.lines[each.line].strip().replace(f"{each.result} =", "buf900 ="))
 
 
-def _of_one_order(text: Text) -> list[tuple[Collective, Collective]]:
-    """Those of `_successive` that are both gathers, or neither: only these have an order among each other."""
-    gathers = {each.line for each in text.collectives("all_gather")}
-    return [(a, b) for a, b in _successive(text) if (a.line in gathers) == (b.line in gathers)]
-
-
-@breaks("order", lambda text: not_updated(text) and _of_one_order(text))
+@breaks("order", lambda text: not_updated(text) and _successive(text))
 def a_start_behind_the_next(text: Text, place: tuple[Collective, Collective]) -> None:
     first, second = place
     alias = text.find(rf"^\s*{first.brought} = {first.result}$")[0]
