@@ -1,4 +1,4 @@
-"""Kernels: the optimizer's arithmetic, in Triton and for CPUs.
+"""Kernels: the optimizer's arithmetic, and numbers in codes, in Triton and for CPUs.
 
 ============  ==================================================================
 adamw         AdamW over a flat run
@@ -6,7 +6,9 @@ norm          sums of squares, and what clipping makes of them
 segments      flat runs as the kernels see them: tiles of parameters
 blockwise     moments as 8-bit codes with a scale per block
 split         a float32 as a bfloat16 and the rest
-cpu           all of it in PyTorch, for CPUs
+cpu           the step in PyTorch, for CPUs
+wire          numbers as codes on the wire, on any device
+quantize      those codes in Triton
 ============  ==================================================================
 
 Imports nothing of zerofx.

@@ -253,8 +253,8 @@ def _update(
         tl.store(exp_avg_sq + at + lanes, v, mask=mask)
     elif exp_avg_scales is None:
         bits = _random_bits(tl.load(seed), position + at, BLOCK)
-        tl.store(exp_avg + at + lanes, _to_bfloat16(m, bits & 0xFFFF), mask=mask)
-        tl.store(exp_avg_sq + at + lanes, _to_bfloat16(v, bits >> 16), mask=mask)
+        tl.store(exp_avg + at + lanes, to_bfloat16(m, bits & 0xFFFF), mask=mask)
+        tl.store(exp_avg_sq + at + lanes, to_bfloat16(v, bits >> 16), mask=mask)
     else:
         if mask is not None:  # what is loaded where the mask is off may be anything
             m = tl.where(mask, m, 0.0)
@@ -351,14 +351,14 @@ def _store_master(
             tl.store(master + at, p, mask=mask)
         if param.dtype.element_ty == tl.bfloat16:
             bits = p.to(tl.uint32, bitcast=True)
-            weight = _to_bfloat16(p, 0x7FFF + ((bits >> 16) & 1))  # to nearest, ties to even
+            weight = to_bfloat16(p, 0x7FFF + ((bits >> 16) & 1))  # to nearest, ties to even
         else:
             weight = p.to(param.dtype.element_ty)
     tl.store(param, weight, mask=mask)
 
 
 @triton.jit
-def _to_bfloat16(x: tl.tensor, add: tl.tensor) -> tl.tensor:
+def to_bfloat16(x: tl.tensor, add: tl.tensor) -> tl.tensor:
     """The upper half of ``x``'s bits, after ``add`` has been added to the whole: what rounds up is the carry.
 
     Not ``x.to(tl.bfloat16)``, which cuts off in Triton's interpreter.

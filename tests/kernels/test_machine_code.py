@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.kernels.test_adamw import KINDS
-from zerofx.kernels import adamw, norm
+from zerofx.kernels import adamw, norm, quantize
 from zerofx.kernels.segments import BLOCK
 
 POINTERS = {
@@ -121,3 +121,20 @@ def test_finalize_compiles_with_and_without_loss_scaling(target: GPUTarget, tmp_
     scaling = dict.fromkeys(("scale", "found_inf"), torch.float32 if given else None)
     arguments = {**tables, **scaling, "max_norm": "fp32", "rows": "i32", "ROWS": 8}
     assert_no_spills(compiled(norm._finalize, target, norm._OPTIONS | {"num_warps": 1}, **arguments), tmp_path)
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_written_and_read_without_spills(
+    target: GPUTarget, tmp_path: Path, dtype: torch.dtype, halves: bool
+) -> None:
+    layout = {"blocks": "i32", "LENGTH": 128 if halves else 256, "HALVES": halves, "TILE": quantize.TILE}
+    strides = dict.fromkeys(("codes_stride", "scales_stride"), "i32")
+    buffers = {"codes": torch.uint8, "scales": torch.float32}
+    arguments = {"x": dtype, **buffers, **strides, "x_stride": "i32", "largest": "fp32", "step": "fp32", **layout}
+    for stochastic in (False, True):
+        writes = compiled(quantize._encode, target, quantize._OPTIONS, **arguments, STOCHASTIC=stochastic)
+        assert_no_spills(writes, tmp_path)
+    for add in (False, True) if dtype == torch.float32 else (False,):
+        arguments = {**buffers, "out": dtype, **strides, "out_stride": "i32", **layout, "ADD": add}
+        assert_no_spills(compiled(quantize._decode, target, quantize._OPTIONS, **arguments), tmp_path)

@@ -1,0 +1,186 @@
+"""Codes on the wire in Triton: `zerofx.kernels.wire`'s formulas for int8 and int4, the same bits.
+
+::
+
+    encode    a program reads TILE blocks, finds their scales, writes codes and scales: each byte read and written once
+    decode    a program reads TILE blocks of codes and their scales, and writes numbers, or adds to them
+
+A block of int4 is read in two halves, since byte i holds elements i and i + L/2; so every load and store is of
+neighbours. Scales are found as integers: a maximum of floats loses NaN. Division is IEEE's, and nothing is fused: a GPU
+computes what Triton's interpreter and the CPU compute.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from zerofx.kernels.adamw import to_bfloat16
+from zerofx.kernels.wire import LARGEST, TINY, Code
+
+TILE = 8
+"""Blocks that a program sees to; of 256 elements, 64 for each of its threads."""
+
+_TINY = tl.constexpr(TINY)
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+
+
+def encode(x: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """``x``: [rows, blocks, L]; ``codes``: uint8 [rows, blocks, L or L/2]; ``scales``: float32 [rows, blocks, 1].
+
+    Within a row, blocks lie one behind the other in all three.
+    """
+    rows, blocks, length = x.shape
+    halves = code.name == "int4"
+    _encode[(triton.cdiv(blocks, TILE), rows)](
+        x,
+        codes,
+        scales,
+        *(t.stride(0) for t in (x, codes, scales)),
+        blocks,
+        _largest(code),
+        1 / _largest(code),
+        LENGTH=length // 2 if halves else length,
+        HALVES=halves,
+        STOCHASTIC=code.stochastic,
+        TILE=TILE,
+        **_OPTIONS,
+    )
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
+    """Shapes as in `encode`, ``out`` like its ``x``. ``add``: to what is there, in float32."""
+    rows, blocks, length = out.shape
+    halves = code.name == "int4"
+    _decode[(triton.cdiv(blocks, TILE), rows)](
+        codes,
+        scales,
+        out,
+        *(t.stride(0) for t in (codes, scales, out)),
+        blocks,
+        LENGTH=length // 2 if halves else length,
+        HALVES=halves,
+        ADD=add,
+        TILE=TILE,
+        **_OPTIONS,
+    )
+
+
+def _largest(code: Code) -> float:
+    return LARGEST[code.name]
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _encode(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    x_stride: int,
+    codes_stride: int,
+    scales_stride: int,
+    blocks: int,
+    largest: float,
+    step: float,
+    LENGTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """``LENGTH``: bytes of a block's codes; ``step``: one over ``largest``."""
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    lanes = tl.arange(0, LENGTH)
+    here = block < blocks
+    length = LENGTH * 2 if HALVES else LENGTH
+    first = row * x_stride + block[:, None].to(tl.int64) * length + lanes[None, :]
+    low = tl.load(x + first, mask=here[:, None], other=0).to(tl.float32)
+    most = _most(low)
+    high = low
+    if HALVES:
+        high = tl.load(x + first + LENGTH, mask=here[:, None], other=0).to(tl.float32)
+        most = tl.maximum(most, _most(high))
+    most_float = most.to(tl.float32, bitcast=True)
+    scale = tl.where(most_float < _TINY, 0.0, most_float) * step
+    tl.store(scales + row * scales_stride + block, scale, mask=here)
+    inverse = tl.where(scale > 0, tl.div_rn(tl.full([TILE], 1.0, tl.float32), scale), 0.0)
+    position = (row.to(tl.int32) * blocks + block)[:, None] * length + lanes[None, :]
+    key = _hash(scale.to(tl.int32, bitcast=True))[:, None]
+    byte = _code(low * inverse[:, None], largest, position ^ key, STOCHASTIC)
+    if HALVES:
+        upper = _code(high * inverse[:, None], largest, (position + LENGTH) ^ key, STOCHASTIC)
+        byte = (byte & 15) | ((upper & 15) << 4)
+    at = row * codes_stride + block[:, None].to(tl.int64) * LENGTH + lanes[None, :]
+    tl.store(codes + at, (byte & 255).to(tl.uint8), mask=here[:, None])
+
+
+@triton.jit
+def _most(x: tl.tensor) -> tl.tensor:
+    """The largest magnitude of each row, as the bits of a float: of magnitudes, integers have the order of floats."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit
+def _code(scaled: tl.tensor, largest: float, key: tl.tensor, STOCHASTIC: tl.constexpr) -> tl.tensor:
+    if STOCHASTIC:
+        rounded = tl.floor(scaled + (_hash(key) & 0xFFFFFF).to(tl.float32) * (1.0 / 16777216))
+    else:
+        rounded = _to_nearest(scaled)
+    rounded = tl.where(scaled == scaled, rounded, 0.0)
+    return tl.minimum(tl.maximum(rounded, -largest), largest).to(tl.int32)
+
+
+@triton.jit
+def _to_nearest(x: tl.tensor) -> tl.tensor:
+    """Ties to even, by adding and taking away what leaves no room for a fraction; |x| is below 2^22."""
+    magic = 12582912.0  # 1.5 · 2^23
+    return (x + magic) - magic
+
+
+@triton.jit
+def _hash(x: tl.tensor) -> tl.tensor:
+    """As `wire`'s, on int32."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _decode(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    codes_stride: int,
+    scales_stride: int,
+    out_stride: int,
+    blocks: int,
+    LENGTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    ADD: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    lanes = tl.arange(0, LENGTH)
+    here = block < blocks
+    length = LENGTH * 2 if HALVES else LENGTH
+    at = row * codes_stride + block[:, None].to(tl.int64) * LENGTH + lanes[None, :]
+    byte = tl.load(codes + at, mask=here[:, None], other=0).to(tl.int32)
+    scale = tl.load(scales + row * scales_stride + block, mask=here, other=0)[:, None]
+    to = out + row * out_stride + block[:, None].to(tl.int64) * length + lanes[None, :]
+    if HALVES:
+        _write(to, ((byte << 28) >> 28).to(tl.float32) * scale, here, ADD)
+        _write(to + LENGTH, ((byte << 24) >> 28).to(tl.float32) * scale, here, ADD)
+    else:
+        _write(to, ((byte << 24) >> 24).to(tl.float32) * scale, here, ADD)
+
+
+@triton.jit
+def _write(to: tl.tensor, value: tl.tensor, here: tl.tensor, ADD: tl.constexpr) -> None:
+    if ADD:
+        value = tl.load(to, mask=here[:, None]) + value
+    if to.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        tl.store(to, to_bfloat16(value, 0x7FFF + ((bits >> 16) & 1)), mask=here[:, None])  # to nearest, ties to even
+    else:
+        tl.store(to, value.to(to.dtype.element_ty), mask=here[:, None])

@@ -1,0 +1,200 @@
+"""Numbers on the wire: a code for each element, and one float32 scale for each *block* of neighbours.
+
+::
+
+    n elements     x x x x x x x x │ x x x x x x x x │ ...              a scale is its block's largest |x| / largest code
+    one row        [ codes of all blocks │ scales of all blocks ]       uint8, `Code.nbytes` of them
+
+============  =====================  ======================  ===================================================
+code          bits of an element     an element reads as     off by at most, for a block whose largest |x| is a
+============  =====================  ======================  ===================================================
+``"bf16"``    16, and no scale       x, rounded              |x| / 256
+``"fp8"``     8                      code · scale            |x| / 16, or a / 448 / 1024 near zero (e4m3)
+``"int8"``    8                      code · scale            a / 254
+``"int4"``    4                      code · scale            a / 14
+============  =====================  ======================  ===================================================
+
+With blocks of 256, an element of int8 takes 8.125 bits, one of int4 4.125. Two codes of int4 share a byte: element i of a
+block has the lower half of byte i, element i + L/2 the upper half.
+
+**Rounded to nearest, or stochastically**: up with the probability of what is cut off, so that the mean over many steps
+is exact. Then the error is at most twice the table's. The random bits are a hash of the element's position and its
+block's scale. So they need no state, every device draws the same ones, and a run that is resumed repeats itself.
+
+**What is not finite** makes all of its block read as not finite: the scale is what infects it. A block with nothing above
+``TINY`` reads as zeros.
+
+Symmetric codes, so that zero is zero. The largest element comes back to within one rounding. The same formulas run in
+Triton (``quantize.py``), bit for bit. Blocks and their scales: Dettmers et al. 2022; on the wire: ZeRO++ (Wang et al.
+2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Name = Literal["bf16", "fp8", "int8", "int4"]
+
+TINY = 2.0**-100
+"""A block whose largest magnitude is below it is taken for zeros, lest a factor overflow."""
+
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+"""The largest code; both signs have it."""
+
+ALIGNMENT = 16
+"""Bytes: every row is a multiple of it, so that parts of any dtype can stand behind it."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """How elements are written.
+
+    Attributes:
+        name: see the table.
+        block: elements that share a scale; even.
+        stochastic: how int8 and int4 are rounded.
+    """
+
+    name: Name
+    block: int = 256
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        return self.name + f"/{self.block}" * (self.name != "bf16") + "?" * self.stochastic
+
+    @staticmethod
+    def of(text: str) -> Code:
+        """What ``str`` made text of."""
+        name, _, block = text.rstrip("?").partition("/")
+        return Code(name, int(block or 256), text.endswith("?"))  # type: ignore[arg-type]
+
+    def payload(self, numel: int) -> int:
+        """Bytes of the codes of ``numel`` elements."""
+        return numel * {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}[self.name] // 8
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a row of ``numel`` elements, which are whole blocks: codes and scales."""
+        scales = 0 if self.name == "bf16" else numel // self.block * 4
+        return -(-(self.payload(numel) + scales) // ALIGNMENT) * ALIGNMENT
+
+    def parts(self, wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of ``wire``, [rows, at least `nbytes`]: codes [rows, blocks, bytes of a block], and scales [..., 1]."""
+        rows, blocks, payload = wire.shape[0], numel // self.block, self.payload(numel)
+        codes = wire[:, :payload].unflatten(1, (blocks, payload // blocks))
+        if self.name == "bf16":
+            return codes, wire.new_empty(rows, blocks, 1, dtype=torch.float32)
+        return codes, wire[:, payload : payload + 4 * blocks].view(torch.float32).unsqueeze(2)
+
+
+def encode(x: torch.Tensor, code: Code, out: torch.Tensor) -> None:
+    """Write ``x``, [rows, n], to ``out``, uint8 [rows, at least ``code.nbytes(n)``]. n: whole blocks.
+
+    A block that fills no whole number of bytes of `ALIGNMENT` leaves what is between as it was.
+    """
+    codes, scales = code.parts(out, x.shape[1])
+    blocks = x.unflatten(1, (-1, code.block))
+    if code.name == "bf16":
+        codes.view(torch.bfloat16).copy_(blocks)
+    elif code.name == "fp8":
+        _encode_fp8(blocks, codes, scales)
+    elif x.is_cuda:
+        _triton().encode(blocks, code, codes, scales)
+    else:
+        found = _compiled(_encode)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
+        for part, value in zip((codes, scales), found):  # not in place: they are views of one memory in two dtypes
+            part.copy_(value)
+
+
+def decode(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
+    """Fill ``out``, [rows, n] of a floating dtype, from ``wire``, uint8 [rows, at least ``code.nbytes(n)``]."""
+    _read(wire, code, out, add=False)
+
+
+def add(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
+    """Add to ``out``, float32 [1, n], what ``wire``, one row, stands for."""
+    _read(wire, code, out, add=True)
+
+
+def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
+    codes, scales = code.parts(wire, out.shape[1])
+    blocks = out.unflatten(1, (-1, code.block))
+    if code.name in ("bf16", "fp8"):
+        value = codes.view(torch.bfloat16) if code.name == "bf16" else codes.view(torch.float8_e4m3fn).float() * scales
+        blocks.add_(value) if add else blocks.copy_(value)
+    elif out.is_cuda:
+        _triton().decode(codes, scales, code, blocks, add)
+    else:
+        _compiled(_decode)(codes, scales, blocks, code.name == "int4", add)
+
+
+# ---- the formulas -----------------------------------------------------------------------------------------------------
+
+
+def _encode(x: torch.Tensor, largest: float, halves: bool, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x``: [rows, blocks, L]. Codes, uint8 [rows, blocks, L, or L/2 in ``halves``], and scales [rows, blocks, 1]."""
+    x = x.float()
+    scale = _scales(x, largest)
+    scaled = x * torch.where(scale > 0, scale.reciprocal(), 0.0)
+    if stochastic:
+        rounded = (scaled + _uniform(x.shape, scale)).floor()
+    else:
+        rounded = scaled.round()
+    rounded = torch.where(scaled == scaled, rounded, 0.0).clamp(-largest, largest).to(torch.int32)  # noqa: PLR0124
+    if halves:
+        low, high = rounded.chunk(2, dim=-1)
+        rounded = (low & 15) | ((high & 15) << 4)
+    return (rounded & 255).to(torch.uint8), scale
+
+
+def _decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, halves: bool, add: bool) -> None:
+    if halves:
+        wide = codes.to(torch.int32)
+        signed = torch.cat([wide << 28, wide << 24], dim=-1) >> 28
+    else:
+        signed = codes.view(torch.int8)
+    value = signed.float() * scales
+    out.copy_(out + value if add else value)
+
+
+def _scales(x: torch.Tensor, largest: float) -> torch.Tensor:
+    most = x.abs().amax(dim=-1, keepdim=True)
+    return torch.where(most < TINY, 0.0, most) * (1 / largest)
+
+
+def _uniform(shape: torch.Size, scale: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), 24 bits each: an integer hash (lowbias32, C. Wellons 2018) of position and scale."""
+    rows, blocks, length = (torch.arange(n, dtype=torch.int32, device=scale.device) for n in shape)
+    position = (rows[:, None, None] * shape[1] + blocks[:, None]) * shape[2] + length
+    bits = _hash(position ^ _hash(scale.view(torch.int32)))
+    return (bits & 0xFFFFFF).float() * 2.0**-24
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _encode_fp8(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """With PyTorch's own conversion, on every device: Triton has none before sm_89."""
+    scale = _scales(x.float(), LARGEST["fp8"])
+    scales.copy_(scale)
+    scaled = x.float() * torch.where(scale > 0, scale.reciprocal(), 0.0)
+    codes.view(torch.float8_e4m3fn).copy_(scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"]))
+
+
+@functools.cache
+def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """A vectorized loop by Inductor: in plain PyTorch each of a dozen operations would go through memory."""
+    return torch.compile(formula, dynamic=True)
+
+
+def _triton():  # type: ignore[no-untyped-def]
+    from zerofx.kernels import quantize  # here, because it needs triton
+
+    return quantize
