@@ -2,7 +2,7 @@
 
 ::
 
-    n elements     x x x x x x x x │ x x x x x x x x │ ...              a scale is its block's largest |x| / largest code
+    n elements     x x x x x x x x │ x x x x x x x x │ ...     a scale is its block's largest |x| / the largest code
     one row        [ codes of all blocks │ scales of all blocks ]       uint8, `Code.nbytes` of them
 
 ============  =====================  ======================  ===================================================
@@ -14,15 +14,15 @@ code          bits of an element     an element reads as     off by at most, for
 ``"int4"``    4                      code · scale            a / 14
 ============  =====================  ======================  ===================================================
 
-With blocks of 256, an element of int8 takes 8.125 bits, one of int4 4.125. Two codes of int4 share a byte: element i of a
-block has the lower half of byte i, element i + L/2 the upper half.
+With blocks of 256, an element of int8 takes 8.125 bits, one of int4 4.125. Two codes of int4 share a byte: element i of
+a block has the lower half of byte i, element i + L/2 the upper half.
 
 **Rounded to nearest, or stochastically**: up with the probability of what is cut off, so that the mean over many steps
 is exact. Then the error is at most twice the table's. The random bits are a hash of the element's position and its
 block's scale. So they need no state, every device draws the same ones, and a run that is resumed repeats itself.
 
-**What is not finite** makes all of its block read as not finite: the scale is what infects it. A block with nothing above
-``TINY`` reads as zeros.
+**What is not finite** makes all of its block read as not finite: the scale is what infects it. A block with nothing
+above ``TINY`` reads as zeros.
 
 Symmetric codes, so that zero is zero. The largest element comes back to within one rounding. The same formulas run in
 Triton (``quantize.py``), bit for bit. Blocks and their scales: Dettmers et al. 2022; on the wire: ZeRO++ (Wang et al.
@@ -132,7 +132,7 @@ def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
         _compiled(_decode)(codes, scales, blocks, code.name == "int4", add)
 
 
-# ---- the formulas -----------------------------------------------------------------------------------------------------
+# ---- the formulas ---------------------------------------------------------------------------------------------------
 
 
 def _encode(x: torch.Tensor, largest: float, halves: bool, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +144,7 @@ def _encode(x: torch.Tensor, largest: float, halves: bool, stochastic: bool) -> 
         rounded = (scaled + _uniform(x.shape, scale)).floor()
     else:
         rounded = scaled.round()
-    rounded = torch.where(scaled == scaled, rounded, 0.0).clamp(-largest, largest).to(torch.int32)  # noqa: PLR0124
+    rounded = torch.where(scaled == scaled, rounded, 0.0).clamp(-largest, largest).to(torch.int32)
     if halves:
         low, high = rounded.chunk(2, dim=-1)
         rounded = (low & 15) | ((high & 15) << 4)

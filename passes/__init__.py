@@ -11,12 +11,13 @@ schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
 travel        how a buffer travels between ranks: a seam
+coded         buffers in codes: operators, and a gather outside of graphs
 proof/        what `verify` is made of
 ============  ==================================================================
 
-Imports `zerofx.model.layout` and `zerofx._torch`::
+Imports `zerofx._torch`, `zerofx.model` and `zerofx.kernels.wire`::
 
-    _torch, layout ◀── pairwise ◀── ops ◀── travel ◀── context ◀── edit ◀── every pass
+    _torch, model ◀── pairwise ◀── ops ◀── travel ◀── context, coded ◀── edit ◀── every pass
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from torch.fx import GraphModule
 
 from zerofx.passes.all_reduce import all_reduce
+from zerofx.passes.compress import compress
 from zerofx.passes.context import Context, ParameterRef, Recipe, Reduction, Tag
 from zerofx.passes.discard import discard
 from zerofx.passes.gather import gather
@@ -55,6 +57,7 @@ PIPELINE: tuple[Pass, ...] = (
     prefetch,
     discard,
     step,
+    compress,
     lower,
     verify,
 )
@@ -86,6 +89,7 @@ __all__ = [
     "VerificationError",
     "all_reduce",
     "before_lower",
+    "compress",
     "discard",
     "gather",
     "group",

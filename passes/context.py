@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx.model.layout import GroupLayout, Slot
+from zerofx.model.wire import Wire
 from zerofx.passes.travel import Travel, travel_of
 
 Phase = Literal["forward", "backward", "inference"]
@@ -57,6 +58,8 @@ class Tag:
     give, given             the gather of the rows' gradients, and the wait,
     rows                    and what picks, adds and reshapes rows (lookup)
     all_gather, wait        the group's gather, and the wait for it
+    encode, decode          codes on the wire: a row of them, and what is read
+                            of all ranks' rows (compress)
     weight                  a parameter as a view of the gathered buffer
     prepare                 what adds a kept gradient, or casts, before packing
     pack                    what lays a group's gradients into one flat buffer
@@ -179,6 +182,8 @@ class Context:
     """What weights compute in (`zerofx.model.precision`); None: the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are reduced in; None: the dtype backward returns them in."""
+    wire: Wire | None = None
+    """What travels in codes; None: nothing."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""

@@ -27,9 +27,14 @@ def insert(
     for key in ("stack_trace", "nn_module_stack"):
         if key in near.meta:
             node.meta[key] = near.meta[key]
-    fake_args, fake_kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (args, kwargs))
+    fake_args, fake_kwargs = values((args, kwargs))
     node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def values(arguments: Any) -> Any:
+    """``arguments``, any nesting of containers, with its fake value in the place of each node."""
+    return pytree.tree_map_only(Node, lambda n: n.meta.get("val"), arguments)
 
 
 def tagged(graph: Graph, *kinds: str) -> list[Node]:

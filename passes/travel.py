@@ -1,6 +1,6 @@
 """How a buffer travels between ranks: by which operators, what is sent of it, and how what arrives is read.
 
-A `Travel` spells the two collectives of ZeRO as operators. `lower` has them inserted into a graph, and code outside of
+A `Travel` spells the collectives of ZeRO as operators. `lower` has them inserted into a graph, and code outside of
 graphs has them run, so each spelling is written once::
 
     lower            travel.gather(insert, shard, M, pg)      nodes
@@ -13,7 +13,10 @@ travel           a gather                              a reduction
 `Pairwise`       ``zerofx.all_gather_pairwise``        ``zerofx.all_to_all_pairwise``, and a sum of all parts
 ===============  ====================================  ==========================================================
 
-Today a buffer travels as its own bytes, in its own dtype: `Travel.gathered` gives back what arrived. Another case is a
+An *exchange* is a reduction without the sum: parts in codes (`zerofx.passes.compress`) are to be read before they are
+added. It is ``all_to_all_single``, or ``zerofx.all_to_all_pairwise``.
+
+A buffer travels as the bytes that it is given: `Travel.gathered` gives back what arrived. Another case is a
 class in a file of its own, and a line in `TRAVELS`. Graphs of ``one_copy`` have no gathers, so nothing travels there.
 """
 
@@ -47,10 +50,12 @@ class Travel:
     Attributes:
         gather_target: the operator of a gather; its arguments are ``(sent, M, process group)``.
         scatter_target: the operator of a reduction.
+        exchange_target: the operator of an exchange.
     """
 
     gather_target: OpOverload = _c10d.all_gather_into_tensor.default
     scatter_target: OpOverload = _c10d.reduce_scatter_tensor.default
+    exchange_target: OpOverload = _c10d.all_to_all_single.default
 
     def takes(self, backend: str) -> bool:
         """Whether buffers travel so in process groups of this backend."""
@@ -83,6 +88,14 @@ class Travel:
         """
         return arrived
 
+    def exchange(self, call: Call, pack: Any, numel: int, world_size: int, process_group: str) -> Any:
+        """Start to send each rank its part of ``pack``, ``[M * numel]``, as it is.
+
+        Brings the parts for this rank in the order of ranks, ``[M * numel]``, or without its own.
+        """
+        sizes = [numel] * world_size
+        return call(self.exchange_target, pack, sizes, sizes, process_group)
+
     # ---- into a buffer that is there ---------------------------------------------------------------------------------
 
     def gather_into(self, out: torch.Tensor, shard: torch.Tensor, process_group: str) -> list[dist.Work]:
@@ -102,7 +115,7 @@ class Pairwise(Travel):
     """As messages between each two ranks: what gloo does best, and safely (`zerofx.passes.lower` says why)."""
 
     gather_target = _zerofx.all_gather_pairwise.default
-    scatter_target = _zerofx.all_to_all_pairwise.default
+    scatter_target = exchange_target = _zerofx.all_to_all_pairwise.default
 
     def takes(self, backend: str) -> bool:
         return backend == "gloo"
@@ -112,6 +125,9 @@ class Pairwise(Travel):
 
     def scatter(self, call: Call, pack: Any, world_size: int, process_group: str) -> Any:
         return call(self.scatter_target, pack, world_size, process_group)
+
+    def exchange(self, call: Call, pack: Any, numel: int, world_size: int, process_group: str) -> Any:
+        return call(self.exchange_target, pack, world_size, process_group)
 
     def summed(
         self, call: Call, pack: Any, arrived: Any, numel: int, world_size: int, process_group: str, wider: Any
@@ -150,3 +166,4 @@ class _Targets:
 
 GATHERS = _Targets(lambda travel: travel.gather_target)
 SCATTERS = _Targets(lambda travel: travel.scatter_target)
+EXCHANGES = _Targets(lambda travel: travel.exchange_target)

@@ -16,6 +16,9 @@ The law, checked by ``GroupLayout.__post_init__``:
 
 * offsets ascend, do not overlap, and are multiples of ``ALIGNMENT`` bytes;
 * ``numel`` is ``world_size * shard_numel``, and every shard starts on an ``ALIGNMENT`` boundary;
+* with a ``block``, shards are whole blocks of so many elements, a parameter of ``BLOCKED_NUMEL`` or more begins with
+  one, and none is shared by such a parameter and a smaller one: what is written in blocks (`zerofx.model.wire`) is the
+  same for any number of ranks;
 * where it costs little (``ROW_PADDING``), offsets and shard boundaries also fall on whole rows of the parameters, so
   that a rank's part of a matrix is one rectangle, and on whole *blocks*, for which an optimizer may keep something
   together (a scale): ``BLOCK`` elements, counted from the first of a parameter of ``BLOCKED_NUMEL`` or more. The first
@@ -146,12 +149,14 @@ def make_layout(
     dtype: torch.dtype,
     world_size: int,
     requires_grad: bool = True,
+    block: int = 1,
 ) -> GroupLayout:
     """Lay ``(name, shape)`` parameters out in the given order; see the law above."""
     named = [(n, tuple(shape)) for n, shape in parameters]
     align = alignment(dtype)
-    plain = [align] * len(named)
-    rows = [math.lcm(align, _row(shape)) for _, shape in named]
+    plain = [math.lcm(align, own) for own in _own_blocks([math.prod(shape) for _, shape in named], block)]
+    align = math.lcm(align, block)
+    rows = [math.lcm(own, _row(shape)) for own, (_, shape) in zip(plain, named, strict=True)]
     blocks = [BLOCK if math.prod(shape) >= BLOCKED_NUMEL else 1 for _, shape in named]
     for aligns in (list(map(math.lcm, rows, blocks)), rows, list(map(math.lcm, plain, blocks))):
         layout = _place(name, named, aligns, math.lcm(align, *aligns), dtype, world_size, requires_grad)
@@ -222,6 +227,12 @@ def _place(
         end = slots[-1].end
     numel = world_size * _round_up(max(1, math.ceil(end / world_size)), shard_align)
     return GroupLayout(name, dtype, requires_grad, world_size, tuple(slots), numel)
+
+
+def _own_blocks(numels: Sequence[int], block: int) -> list[int]:
+    """What each parameter's offset is a multiple of, so that large and small ones share no block."""
+    large = [numel >= BLOCKED_NUMEL for numel in numels]
+    return [block if here or before else 1 for here, before in zip(large, [False, *large])]
 
 
 def _row(shape: Sequence[int]) -> int:

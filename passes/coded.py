@@ -1,0 +1,172 @@
+"""Buffers in codes (`zerofx.kernels.wire`): three operators, and a gather outside of graphs.
+
+==================================================================  ==================================================
+``zerofx.encode(flat, rows, code, whole)``                          uint8 ``[rows * B]``: each row of ``flat`` in codes
+``zerofx.decode(wire, rows, numel, code, whole, dtype)``            ``[rows * numel]`` of ``dtype``: what was written
+``zerofx.sum_coded(pack, arrived, numel, code, whole, group)``      float32 ``[numel]``: the sum over ranks of this
+                                                                    rank's row of their packs, in the order of ranks
+==================================================================  ==================================================
+
+A row is one rank's part of a flat buffer. Its B bytes are codes, scales, and the elements that are sent as they are::
+
+    [ codes of all blocks │ scales of all blocks │ the ranges in ``whole`` │ up to 16 bytes ]
+
+Codes and scales of one part are in one buffer, so a scale cannot be parted from its codes. ``whole`` are the ranges of
+`zerofx.model.wire.sent_whole`, each as two numbers. They have codes too, which nobody reads.
+
+``sum_coded`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``: what
+does not travel loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofx._torch import PythonWork, resolve_process_group
+from zerofx.kernels import wire
+from zerofx.kernels.wire import ALIGNMENT, Code
+from zerofx.passes.travel import Travel
+
+_library = torch.library.Library("zerofx", "FRAGMENT")
+_library.define("encode(Tensor flat, int rows, str code, int[] whole) -> Tensor")
+_library.define("decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype) -> Tensor")
+_library.define(
+    "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group) -> Tensor"
+)
+
+
+def flattened(ranges: Iterable[range]) -> list[int]:
+    """Ranges as the operators take them."""
+    return [end for each in ranges for end in (each.start, each.stop)]
+
+
+def row_nbytes(numel: int, code: str, whole: Sequence[int], itemsize: int) -> int:
+    """Bytes of a row of ``numel`` elements of ``itemsize``."""
+    elements = sum(whole[1::2]) - sum(whole[::2])
+    return -(-(Code.of(code).nbytes(numel) + elements * itemsize) // ALIGNMENT) * ALIGNMENT
+
+
+def _as_they_are(rows: torch.Tensor, numel: int, code: Code, whole: Sequence[int], dtype: torch.dtype) -> Any:
+    """Pairs of a range, and the views of ``rows`` where it is sent."""
+    at = code.nbytes(numel)
+    for start, stop in zip(whole[::2], whole[1::2], strict=True):
+        end = at + (stop - start) * dtype.itemsize
+        yield slice(start, stop), rows[:, at:end].view(dtype)
+        at = end
+
+
+@torch.no_grad()
+def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int]) -> torch.Tensor:
+    parts, how = flat.detach().view(rows, -1), Code.of(code)
+    numel = parts.shape[1]
+    out = flat.new_empty(rows, row_nbytes(numel, code, whole, flat.dtype.itemsize), dtype=torch.uint8)
+    wire.encode(parts, how, out)
+    for where, sent in _as_they_are(out, numel, how, whole, flat.dtype):
+        sent.copy_(parts[:, where])
+    return out.view(-1)
+
+
+@torch.no_grad()
+def _decode(
+    arrived: torch.Tensor, rows: int, numel: int, code: str, whole: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    out = arrived.new_empty(rows * numel, dtype=dtype)
+    decode_into(out, arrived, rows, Code.of(code), whole)
+    return out
+
+
+def decode_into(out: torch.Tensor, arrived: torch.Tensor, rows: int, code: Code, whole: Sequence[int]) -> None:
+    """`zerofx.decode` into memory that is there."""
+    out, read = out.view(rows, -1), arrived.view(rows, -1)
+    numel = out.shape[1]
+    wire.decode(read, code, out)
+    for where, sent in _as_they_are(read, numel, code, whole, out.dtype):
+        out[:, where] = sent
+
+
+@torch.no_grad()
+def _sum_coded(
+    pack: torch.Tensor, arrived: torch.Tensor, numel: int, code: str, whole: Sequence[int], process_group: str
+) -> torch.Tensor:
+    how, rank = Code.of(code), resolve_process_group(process_group).rank()
+    own = pack.detach().view(-1, numel)
+    read = list(arrived.view(-1, row_nbytes(numel, code, whole, pack.dtype.itemsize)).unsqueeze(1))
+    if len(read) < len(own):
+        read.insert(rank, read[0])  # its place alone
+    total = torch.zeros(1, numel, dtype=torch.float32, device=pack.device)
+    for other, row in enumerate(read):
+        if other == rank:
+            total += own[rank]
+            continue
+        before = [total[:, where].clone() for where, _ in _as_they_are(row, numel, how, whole, pack.dtype)]
+        wire.add(row, how, total)
+        for (where, sent), was in zip(_as_they_are(row, numel, how, whole, pack.dtype), before, strict=True):
+            total[:, where] = was + sent
+    return total[0]
+
+
+def _encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int]) -> torch.Tensor:
+    nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
+    return flat.new_empty(rows * nbytes, dtype=torch.uint8)
+
+
+def _decoded(
+    arrived: torch.Tensor, rows: int, numel: int, code: str, whole: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return arrived.new_empty(rows * numel, dtype=dtype)
+
+
+def _summed(
+    pack: torch.Tensor, arrived: torch.Tensor, numel: int, code: str, whole: Sequence[int], process_group: str
+) -> torch.Tensor:
+    return pack.new_empty(numel, dtype=torch.float32)
+
+
+for _name, _run, _shape in (
+    ("encode", _encode, _encoded),
+    ("decode", _decode, _decoded),
+    ("sum_coded", _sum_coded, _summed),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _shape, "Meta")
+
+
+def gather_into(
+    travel: Travel, out: torch.Tensor, shard: torch.Tensor, code: Code, whole: Sequence[int], process_group: str
+) -> list[dist.Work]:
+    """Start to fill ``out`` with what every rank sends of its ``shard``, this one included; returns what to wait for."""
+    sent = _encode(shard, 1, str(code), whole)
+    ranks = out.numel() // shard.numel()
+    arrived = sent.new_empty(ranks * sent.numel())
+    return [_Reading(out, arrived, ranks, code, whole, travel.gather_into(arrived, sent, process_group))]
+
+
+class _Reading(PythonWork):
+    """The end of a gather of codes: waits for them, and fills ``out``."""
+
+    def __init__(
+        self,
+        out: torch.Tensor,
+        arrived: torch.Tensor,
+        rows: int,
+        code: Code,
+        whole: Sequence[int],
+        works: list[dist.Work],
+    ) -> None:
+        super().__init__()
+        self._works = works
+        self._read: Callable[[], None] | None = lambda: decode_into(out.detach(), arrived, rows, code, whole)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Returns when ``out`` is what was sent."""
+        with self.ending(), torch.no_grad():
+            for work in self._works:
+                work.wait()
+            if self._read is not None:
+                self._read()
+            self._works, self._read = [], None
+            return True

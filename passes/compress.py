@@ -1,0 +1,120 @@
+"""Weights and gradients travel in codes of fewer bits: `zerofx.model.wire.Wire`.
+
+::
+
+    start = all_gather_into_tensor(shard, M, pg)         row = zerofx.encode(shard, 1, "int8/256", whole)
+    full = wait_tensor(start)                     ─────▶ start = all_gather_into_tensor(row, M, pg)
+    w = as_strided(full, …)                              rows = wait_tensor(start)
+    discard(full)                                        full = zerofx.decode(rows, M, S, "int8/256", whole, float32)
+                                                         w = as_strided(full, …)
+                                                         discard(full)
+
+    sums = reduce_scatter_tensor(pack, "sum", M, pg)     rows = zerofx.encode(pack, M, "int4/256?", whole)
+    sums = wait_tensor(sums)                      ─────▶ start = an exchange of rows (travel.py)
+    shard = sums * (1 / M)                               others = wait_tensor(start)
+                                                         sums = zerofx.sum_coded(pack, others, S, "int4/256?", whole, pg)
+                                                         shard = sums * (1 / M)
+
+What a rank reads of its own weights is what it has sent, so that all ranks compute with the same numbers. Its own part
+of a gradient does not travel, and is added as it is. A reduction of codes is an exchange: a process group cannot add
+them. The sum is of float32, and rounded no more than it would be without codes.
+
+Parts of a shard that `narrow` sends by themselves, and rows of tables (`lookup`), travel as they are: they are small.
+
+Sound because encode and decode are given the same description, which follows from the layout and the option alone. The
+numbers differ, by no more than the code's bound (`zerofx.kernels.wire`).
+
+Requires ``group``; runs behind all passes that ask how long a gathered buffer lives. Leaves the graph alone without
+``ctx.wire``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx.kernels.wire import Code
+from zerofx.model.layout import GroupLayout
+from zerofx.model.wire import sent_whole
+from zerofx.passes import edit
+from zerofx.passes.coded import flattened
+from zerofx.passes.context import Context, Tag
+
+_zerofx = torch.ops.zerofx
+
+
+def compress(gm: GraphModule, ctx: Context) -> int:
+    """Put codes around the collectives of whole groups; returns around how many."""
+    if ctx.wire is None:
+        return 0
+    edits, layouts = 0, {layout.name: layout for layout in ctx.shards}
+    layouts |= {ref.layout.name: ref.layout for ref in ctx.gradients.values()}
+    for start in edit.tagged(gm.graph, "all_gather"):
+        edits += _gather(gm, start, layouts[start.meta["zerofx"].group], ctx.wire.weight_code)
+    for start in edit.tagged(gm.graph, "reduce_scatter"):
+        edits += _reduce(gm, ctx, start, layouts[start.meta["zerofx"].group], ctx.wire.gradient_code)
+    return edit.finish(gm, edits)
+
+
+def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None) -> bool:
+    shard, (wait,) = cast(Node, start.args[0]), start.users
+    value = shard.meta["val"]
+    if code is None or value.numel() != layout.shard_numel or not travels_in(code, value.dtype):
+        return False
+    whole, group = flattened(sent_whole(layout)), layout.name
+    row = _insert(gm, start, _zerofx.encode.default, (shard, 1, str(code), whole), Tag("encode", group))
+    readers = list(wait.users)
+    start.args = (row, *start.args[1:])
+    _revalue(start, wait)
+    args = (wait, layout.world_size, layout.shard_numel, str(code), whole, value.dtype)
+    full = _insert(gm, wait.next, _zerofx.decode.default, args, Tag("decode", group), near=wait)
+    for reader in readers:
+        reader.replace_input_with(wait, full)
+    return True
+
+
+def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, code: Code | None) -> bool:
+    pack, (wait,) = cast(Node, start.args[0]), start.users
+    value = pack.meta["val"]
+    if code is None or not travels_in(code, value.dtype):
+        return False
+    ranks, group = layout.world_size, layout.name
+    whole, process_group = flattened(sent_whole(layout)), cast(str, start.args[3])
+    rows = _insert(gm, start, _zerofx.encode.default, (pack, ranks, str(code), whole), Tag("encode", group))
+
+    def call(target: Callable, *args: Any) -> Node:
+        return _insert(gm, start, target, args, Tag("reduce_scatter", group))
+
+    exchanged = ctx.travel.exchange(call, rows, rows.meta["val"].numel() // ranks, ranks, process_group)
+    start.replace_all_uses_with(exchanged)
+    gm.graph.erase_node(start)
+    _revalue(wait)
+    readers = list(wait.users)
+    args = (pack, wait, layout.shard_numel, str(code), whole, process_group)
+    sums = _insert(gm, wait.next, _zerofx.sum_coded.default, args, Tag("decode", group), near=wait)
+    for reader in readers:
+        reader.replace_input_with(wait, sums)
+        _revalue(reader)
+    return True
+
+
+def travels_in(code: Code, dtype: torch.dtype) -> bool:
+    """Whether elements of ``dtype`` travel in ``code``: if that is shorter."""
+    return dtype.is_floating_point and code.payload(2) < 2 * dtype.itemsize
+
+
+def _insert(
+    gm: GraphModule, before: Node, target: Callable, args: tuple[Any, ...], tag: Tag, near: Node | None = None
+) -> Node:
+    with gm.graph.inserting_before(before):
+        return edit.insert(gm.graph, target, args, tag=tag, near=near or before)
+
+
+def _revalue(*nodes: Node) -> None:
+    """Their fake values, of the inputs that they have now."""
+    for node in nodes:
+        args, kwargs = edit.values((node.args, node.kwargs))
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

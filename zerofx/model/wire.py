@@ -1,0 +1,90 @@
+"""What travels in codes of fewer bits: weights on their way to other ranks, and gradients.
+
+::
+
+    zerofx.compile(model, wire=zerofx.Wire(weights="int8", gradients="int4"))
+
+=============  ========================  ==================================================
+code           bytes, of float32's       a block of 256 is off by at most, a its largest |x|
+=============  ========================  ==================================================
+``"bf16"``     0.5                       |x| / 256
+``"fp8"``      0.254                     |x| / 16
+``"int8"``     0.254                     a / 254
+``"int4"``     0.129                     a / 14
+=============  ========================  ==================================================
+
+Parameters of fewer than ``BLOCKED_NUMEL`` elements (norms, biases) travel as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zerofx.kernels.wire import Code
+from zerofx.model.layout import BLOCKED_NUMEL, GroupLayout, excerpt
+
+WeightCode = Literal["bf16", "fp8", "int8"]
+GradientCode = Literal["bf16", "fp8", "int8", "int4"]
+
+_WEIGHTS = ("bf16", "fp8", "int8")
+_GRADIENTS = ("bf16", "fp8", "int8", "int4")
+_SMALLEST_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Codes for weights and gradients; None: they travel as they are.
+
+    Attributes:
+        weights: what a rank sends of its shard. All ranks compute with what was sent, its owner too; the optimizer
+            keeps the exact weights.
+        gradients: what a rank sends of its gradients. What arrives is summed in float32, in the order of ranks; a rank
+            adds its own part as it is.
+        block: elements that share a scale: even, 32 or more.
+        stochastic: round gradients in int8 and int4 up with the probability of what is cut off. None: in int4 alone.
+    """
+
+    weights: WeightCode | None = None
+    gradients: GradientCode | None = None
+    block: int = 256
+    stochastic: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("weights", _WEIGHTS), ("gradients", _GRADIENTS)):
+            found = getattr(self, name)
+            if name == "weights" and found == "int4":
+                raise ValueError(
+                    'Wire(weights="int4"): a weight in 4 bits is off by up to a fourteenth of its block\'s largest, '
+                    'many times what a step changes. Expected "bf16", "fp8", "int8" or None; gradients can travel in '
+                    '"int4".'
+                )
+            if found is not None and found not in known:
+                expected = ", ".join(map(repr, known))
+                raise ValueError(f"Wire({name}={found!r}): expected one of {expected}, or None.")
+        if not isinstance(self.block, int) or self.block < _SMALLEST_BLOCK or self.block % 2:
+            raise ValueError(f"Wire(block={self.block!r}): expected an even number of elements, 32 or more.")
+        if self.stochastic is not None and not isinstance(self.stochastic, bool):
+            raise ValueError(f"Wire(stochastic={self.stochastic!r}): expected True, False or None.")
+
+    @property
+    def weight_code(self) -> Code | None:
+        """How weights are written."""
+        return None if self.weights is None else Code(self.weights, self.block)
+
+    @property
+    def gradient_code(self) -> Code | None:
+        """How gradients are written."""
+        if self.gradients is None:
+            return None
+        stochastic = self.gradients == "int4" if self.stochastic is None else self.stochastic
+        return Code(self.gradients, self.block, stochastic and self.gradients.startswith("int"))
+
+
+def sent_whole(layout: GroupLayout) -> list[range]:
+    """The ranges of a shard that travel as they are: where any rank has a part of a small parameter.
+
+    They are the same on every rank, so that all send as many bytes.
+    """
+    small = [slot for slot in layout.slots if 0 < slot.numel < BLOCKED_NUMEL]
+    return excerpt(layout, small)[0] if small else []
