@@ -73,6 +73,10 @@ class Code:
         name, _, block = text.rstrip("?").partition("/")
         return Code(name, int(block or 256), text.endswith("?"))  # type: ignore[arg-type]
 
+    def shortens(self, dtype: torch.dtype) -> bool:
+        """Whether elements of ``dtype`` take fewer bytes so."""
+        return dtype.is_floating_point and self.payload(2) < 2 * dtype.itemsize
+
     def payload(self, numel: int) -> int:
         """Bytes of the codes of ``numel`` elements."""
         return numel * {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}[self.name] // 8

@@ -34,9 +34,7 @@ from zerofx.passes.travel import Travel
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define("encode(Tensor flat, int rows, str code, int[] whole) -> Tensor")
 _library.define("decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype) -> Tensor")
-_library.define(
-    "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group) -> Tensor"
-)
+_library.define("sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group) -> Tensor")
 
 
 def flattened(ranges: Iterable[range]) -> list[int]:
@@ -138,7 +136,7 @@ for _name, _run, _shape in (
 def gather_into(
     travel: Travel, out: torch.Tensor, shard: torch.Tensor, code: Code, whole: Sequence[int], process_group: str
 ) -> list[dist.Work]:
-    """Start to fill ``out`` with what every rank sends of its ``shard``, this one included; returns what to wait for."""
+    """Start to fill ``out`` with what every rank sends of its ``shard``, itself included; returns what to wait for."""
     sent = _encode(shard, 1, str(code), whole)
     ranks = out.numel() // shard.numel()
     arrived = sent.new_empty(ranks * sent.numel())

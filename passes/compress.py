@@ -12,7 +12,7 @@
     sums = reduce_scatter_tensor(pack, "sum", M, pg)     rows = zerofx.encode(pack, M, "int4/256?", whole)
     sums = wait_tensor(sums)                      ─────▶ start = an exchange of rows (travel.py)
     shard = sums * (1 / M)                               others = wait_tensor(start)
-                                                         sums = zerofx.sum_coded(pack, others, S, "int4/256?", whole, pg)
+                                                         sums = zerofx.sum_coded(pack, others, S, …)
                                                          shard = sums * (1 / M)
 
 What a rank reads of its own weights is what it has sent, so that all ranks compute with the same numbers. Its own part
@@ -62,7 +62,7 @@ def compress(gm: GraphModule, ctx: Context) -> int:
 def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None) -> bool:
     shard, (wait,) = cast(Node, start.args[0]), start.users
     value = shard.meta["val"]
-    if code is None or value.numel() != layout.shard_numel or not travels_in(code, value.dtype):
+    if code is None or value.numel() != layout.shard_numel or not code.shortens(value.dtype):
         return False
     whole, group = flattened(sent_whole(layout)), layout.name
     row = _insert(gm, start, _zerofx.encode.default, (shard, 1, str(code), whole), Tag("encode", group))
@@ -79,7 +79,7 @@ def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None
 def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, code: Code | None) -> bool:
     pack, (wait,) = cast(Node, start.args[0]), start.users
     value = pack.meta["val"]
-    if code is None or not travels_in(code, value.dtype):
+    if code is None or not code.shortens(value.dtype):
         return False
     ranks, group = layout.world_size, layout.name
     whole, process_group = flattened(sent_whole(layout)), cast(str, start.args[3])
@@ -92,18 +92,29 @@ def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, cod
     start.replace_all_uses_with(exchanged)
     gm.graph.erase_node(start)
     _revalue(wait)
-    readers = list(wait.users)
+    (reader,) = wait.users
     args = (pack, wait, layout.shard_numel, str(code), whole, process_group)
     sums = _insert(gm, wait.next, _zerofx.sum_coded.default, args, Tag("decode", group), near=wait)
-    for reader in readers:
-        reader.replace_input_with(wait, sums)
-        _revalue(reader)
+    reader.replace_input_with(wait, sums)
+    _average_in_float32(gm, reader, layout)
     return True
 
 
-def travels_in(code: Code, dtype: torch.dtype) -> bool:
-    """Whether elements of ``dtype`` travel in ``code``: if that is shorter."""
-    return dtype.is_floating_point and code.payload(2) < 2 * dtype.itemsize
+def _average_in_float32(gm: GraphModule, node: Node, layout: GroupLayout) -> None:
+    """``node`` reads a sum that is of float32 now: casts to that go away, and the average has its group's dtype."""
+    if node.target is edit.CAST and node.args[0].meta["val"].dtype == node.args[1]:  # type: ignore[union-attr]
+        (scaled,) = node.users
+        scaled.replace_input_with(node, cast(Node, node.args[0]))
+        gm.graph.erase_node(node)
+        node = scaled
+    _revalue(node)
+    dtypes = {user.args[1] for user in node.users if user.target is edit.CAST and "zerofx" in user.meta}
+    if layout.dtype in ({node.meta["val"].dtype} | dtypes):
+        return
+    readers = list(node.users)
+    narrow = _insert(gm, node.next, edit.CAST, (node, layout.dtype), Tag("gradient", layout.name), near=node)
+    for reader in readers:
+        reader.replace_input_with(node, narrow)
 
 
 def _insert(

@@ -58,13 +58,14 @@ _c10d = torch.ops._c10d_functional
 
 def lower(gm: GraphModule, ctx: Context) -> int:
     """Make the graph ready for ``ctx.executor`` and ``ctx.backend``; returns how many nodes were replaced."""
-    edits = 0
+    edits, coded = 0, set(edit.tagged(gm.graph, "encode"))
     for node in edit.tagged(gm.graph, "all_reduce"):
         if node.args[0].target is _aten.cat.default:  # type: ignore[union-attr]
             node.target = _c10d.all_reduce_.default
             edits += 1
     for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
-        edits += _spell_reduction(gm, node, ctx.travel)
+        if node.args[0] not in coded:  # an exchange of codes is spelled already
+            edits += _spell_reduction(gm, node, ctx.travel)
     for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):
         edits += _spell_gather(gm, node, ctx.travel)
     if ctx.executor == "inductor":

@@ -217,8 +217,8 @@ def test_a_public_torch_name_is_let_through(text: str) -> None:
 
 ROOMS = (
     "zerofx._torch",
-    "zerofx.model",
     "zerofx.kernels",
+    "zerofx.model",
     "zerofx.passes",
     "zerofx.runtime.corners",
     "zerofx.runtime.ranks",

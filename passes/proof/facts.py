@@ -13,6 +13,7 @@ from zerofx.model.layout import GroupLayout
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
 OWN_ROWS, SUM_ROWS = _zerofx.own_rows.default, _zerofx.sum_rows.default
+ENCODE, DECODE, SUM_CODED = _zerofx.encode.default, _zerofx.decode.default, _zerofx.sum_coded.default
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 
@@ -22,12 +23,14 @@ class Flat:
     """Elements of a group's flat buffer: the same ranges of every rank's shard, here (a rank's own) or end to end.
 
     ``dtypes``: what they were cast to, one after the other.
+    ``code``: what they are written in (`zerofx.kernels.wire.Code`).
     """
 
     layout: GroupLayout
     ranges: tuple[range, ...]
     dtypes: tuple[torch.dtype, ...] = ()
     whole: bool = False
+    code: str = ""
 
     @property
     def part(self) -> int:
@@ -73,7 +76,7 @@ class Pack:
     ``dtype``: of its elements.
     ``state``: "packed", then "shard" (summed, this rank's) or "whole" (summed); or, by way of an exchange, "parts" (of
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
-    and "shard of 4".
+    and "shard of 4"; in codes "coded", "coded parts", and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
     """
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.passes.context import Context, Meanings
-from zerofx.passes.proof.facts import Flat, Pack, Rows
+from zerofx.passes.proof.facts import Flat, Pack, Part, Rows
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Number, Numbering, Op, Original
 from zerofx.passes.proof.refusal import refuse
@@ -38,6 +38,8 @@ class Known:
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
         tables: the starts of collectives that are about rows of tables.
+        arrived: the waits that yield whole groups in codes, and the starts of these gathers.
+        decoded: of those that are read, by what.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -60,6 +62,8 @@ class Known:
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
         self.tables: set[Node] = set()
+        self.arrived: dict[Node, Node] = {}
+        self.decoded: dict[Node, Node] = {}
         self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
@@ -81,6 +85,43 @@ class Known:
             )
         if type(op.value.numel()) is not int:
             self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
+
+    def new_buffer(self, node: Node, start: Node, flat: Flat, wait: Node | None = None) -> None:
+        """``node`` is a gathered buffer; ``wait``: for what it was made of, if that is another node."""
+        self.facts[node] = flat
+        value = node.meta["val"]
+        nbytes = value.numel() * value.dtype.itemsize
+        self.buffers[node] = Buffer(node, start, flat.layout.name, nbytes, last=self.order[node], wait=wait or node)
+        self.memory[node] = [self.buffers[node]]
+
+    def layout_of(self, pack: Pack, node: Node) -> GroupLayout:
+        """Of the group whose gradients are in ``pack``, by the tag of ``node``; where that is unknown, of any."""
+        layouts = {ref.layout.name: ref.layout for ref in self.ctx.gradients.values()}
+        tag = node.meta.get("zerofx")
+        if not layouts:
+            self.fail("reduction", node, "there are no gradients to reduce", "no reduction")
+        return layouts.get(tag.group if tag else "") or next(iter(layouts.values()))
+
+    def pack(self, node: Node) -> Pack:
+        """``node`` as gradients and zeros, end to end."""
+        parts, end = [], 0
+        together = node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs
+        dtypes: set[torch.dtype] = set()
+        x: Any
+        for x in node.args[0] if together else [node]:  # type: ignore[union-attr]
+            if is_reshape(x) and x.args[1] == [-1]:
+                value = x.args[0].meta["val"]
+                parts.append(Part(end, value.numel(), x.args[0]))
+                end, dtype = end + value.numel(), value.dtype
+            elif x.target is _aten.full.default and x.args[1] == 0 and len(x.args[0]) == 1:
+                end, dtype = end + x.args[0][0], x.kwargs["dtype"]
+            else:
+                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")
+            dtypes.add(dtype)
+        if len(dtypes) != 1:
+            found = f"it mixes {' and '.join(sorted(map(str, dtypes)))}"
+            self.fail("reduction", node, found, "gradients and zeros of one dtype")
+        return Pack(tuple(parts), end, dtypes.pop())
 
     def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
         """Whether it is one of the steps from the others' parts to the sum of all."""
@@ -112,3 +153,8 @@ class Known:
     def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
         tag = node.meta.get("zerofx")
         refuse(rule, node, found, expected, tag.group if tag else None)
+
+
+def is_reshape(node: Node) -> bool:
+    """Whether the node looks at a tensor another way, or copies it."""
+    return node.target is _aten.reshape.default

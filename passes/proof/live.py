@@ -31,6 +31,7 @@ class Buffer:
         readers: all of these.
         ends: the places of its discards.
         escapes: whether the graph returns it, or a view of it.
+        wait: for the gather, where that yields codes and ``node`` is what is read of them.
     """
 
     node: Node
@@ -41,6 +42,7 @@ class Buffer:
     readers: list[Node] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     escapes: bool = False
+    wait: Node | None = None
 
     def read(self, node: Node, place: int) -> None:
         """``node`` reads it."""
@@ -161,7 +163,7 @@ def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, i
 
 
 def _check_waits(buffers: list[Buffer], ops: dict[Node, Op]) -> None:
-    gathered = {b.node: b for b in buffers if b.start is not b.node}
+    gathered = {b.wait or b.node: b for b in buffers if b.start is not b.node}
     starts = {b.start for b in gathered.values()}
     waited, ahead, started = "", [], []  # the group that was waited for last, and what was under way by then
     for node, op in ops.items():

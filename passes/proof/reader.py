@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,22 +17,23 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import rows
+from zerofx.passes.proof import coded, rows
 from zerofx.passes.proof.facts import (
     ALL_REDUCES,
+    DECODE,
+    ENCODE,
     OWN_ROWS,
     REFRESH,
     STEP,
+    SUM_CODED,
     Everyones,
     Flat,
     Pack,
-    Part,
     Rows,
     Share,
     Started,
 )
-from zerofx.passes.proof.known import Known
-from zerofx.passes.proof.live import Buffer
+from zerofx.passes.proof.known import Known, is_reshape
 from zerofx.passes.proof.meaning import Number, Op, input_number, write
 from zerofx.passes.travel import GATHERS, SCATTERS
 
@@ -56,6 +56,7 @@ class Reader(Known):
         for start, waits in self.waits.items():
             if not waits:
                 self.fail("wait", start, "it is never waited for", "exactly one wait")
+        coded.check_decoded(self)
 
     # ---- inputs -----------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class Reader(Known):
                 cast = () if node.meta["val"].dtype == layout.dtype else (node.meta["val"].dtype,)
                 kept = Flat(layout, (range(layout.shard_numel),), cast, whole=True)
             self._sized(node, (kept.numel,), kept.dtypes[-1] if kept.dtypes else kept.layout.dtype)
-            self._new_buffer(node, node, kept)
+            self.new_buffer(node, node, kept)
 
     def _read_shard(self, layout: GroupLayout, node: Node) -> None:
         ctx, sharded = self.ctx, self.ctx.gathers
@@ -140,6 +141,10 @@ class Reader(Known):
             self.numbers[node] = hash(("update", node.name))
         elif op.target is _WAIT and not self._theirs(node):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
+        elif op.target in (ENCODE, DECODE, SUM_CODED):
+            coded.read_coded(self, op, fact)
+        elif isinstance(fact, Pack) and fact.state == "coded":
+            coded.start_exchange(self, op, fact)
         elif isinstance(fact, Flat):
             self._read_flat(op, fact, inputs)
         elif isinstance(fact, Everyones):
@@ -184,20 +189,18 @@ class Reader(Known):
         if self.waits[fact.start]:
             self.fail("wait", op.node, f"{fact.start.name!r} was waited for before", "exactly one wait")
         self.waits[fact.start].append(op.node)
-        if isinstance(fact.brings, Flat) and self.ctx.gathers:
-            self._new_buffer(op.node, fact.start, fact.brings)
+        if isinstance(fact.brings, Flat) and fact.brings.code:
+            self.arrived[op.node] = fact.start
+            self.facts[op.node] = fact.brings
+        elif isinstance(fact.brings, Flat) and self.ctx.gathers:
+            self.new_buffer(op.node, fact.start, fact.brings)
         else:
             self.facts[op.node] = fact.brings
 
-    def _new_buffer(self, node: Node, start: Node, flat: Flat) -> None:
-        self.facts[node] = flat
-        value = node.meta["val"]
-        nbytes = value.numel() * value.dtype.itemsize
-        self.buffers[node] = Buffer(node, start, flat.layout.name, nbytes, last=self.order[node])
-        self.memory[node] = [self.buffers[node]]
-
     def _read_flat(self, op: Op, flat: Flat, inputs: list[Node]) -> None:
         node, to = op.node, op.cast_to()
+        if flat.code and op.target not in GATHERS:
+            self.fail("wire", node, f"it reads codes of {flat.layout.name!r}", "a gather, or what reads codes")
         if flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
             if op.target is not _aten.as_strided.default:
                 self.fail("slice", node, "it reads a whole group", "weights as views of it")
@@ -258,13 +261,13 @@ class Reader(Known):
             rows.start_telling(self, op)
             return
         pack = self.pack(op.args[0])
-        layout = self._layout_of(pack, node)
+        layout = self.layout_of(pack, node)
         operation = op.args[1] if isinstance(op.args[1], str) else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
         self.check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
-        if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
+        if name is _c10d.all_reduce_.default and (len(op.args[0].users) > 1 or is_reshape(op.args[0])):
             self.fail("write", node, f"it reduces {op.args[0].name!r} in place, which others read", "memory of its own")
-        if name in SCATTERS and self._is_reshape(op.args[0]):
+        if name in SCATTERS and is_reshape(op.args[0]):
             self._travels_from_where_it_is(op.args[0])
         state = "parts" if name is _zerofx.all_to_all_pairwise.default else "shard" if name in SCATTERS else "whole"
         self.facts[node] = Started(node, replace(pack, state=state))
@@ -273,7 +276,7 @@ class Reader(Known):
     def _read_own_part(self, op: Op) -> None:
         pack, world_size, process_group = op.args
         fact = self.pack(pack)
-        self.check_collective(op, self._layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
+        self.check_collective(op, self.layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
         self.facts[op.node] = replace(fact, state=f"own of {world_size}")
 
     def _travels_from_where_it_is(self, node: Node) -> None:
@@ -283,38 +286,7 @@ class Reader(Known):
             (node,) = sources
             self.travelling.add(node)
 
-    def _layout_of(self, pack: Pack, node: Node) -> GroupLayout:
-        layouts = {ref.layout.name: ref.layout for ref in self.ctx.gradients.values()}
-        tag = node.meta.get("zerofx")
-        if not layouts:
-            self.fail("reduction", node, "there are no gradients to reduce", "no reduction")
-        return layouts.get(tag.group if tag else "") or next(iter(layouts.values()))
-
     # ---- gradients --------------------------------------------------------------------------------------------------
-
-    def _is_reshape(self, node: Node) -> bool:
-        return node.target is _aten.reshape.default
-
-    def pack(self, node: Node) -> Pack:
-        """``node`` as gradients and zeros, end to end."""
-        parts, end = [], 0
-        together = node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs
-        dtypes: set[torch.dtype] = set()
-        x: Any
-        for x in node.args[0] if together else [node]:  # type: ignore[union-attr]
-            if self._is_reshape(x) and x.args[1] == [-1]:
-                value = x.args[0].meta["val"]
-                parts.append(Part(end, value.numel(), x.args[0]))
-                end, dtype = end + value.numel(), value.dtype
-            elif x.target is _aten.full.default and x.args[1] == 0 and len(x.args[0]) == 1:
-                end, dtype = end + x.args[0][0], x.kwargs["dtype"]
-            else:
-                self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")
-            dtypes.add(dtype)
-        if len(dtypes) != 1:
-            found = f"it mixes {' and '.join(sorted(map(str, dtypes)))}"
-            self.fail("reduction", node, found, "gradients and zeros of one dtype")
-        return Pack(tuple(parts), end, dtypes.pop())
 
     def _read_pack(self, op: Op, fact: Pack | Share) -> None:
         node, to = op.node, op.cast_to()

@@ -63,7 +63,8 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.weights
-    return plan_groups(module, ranks.size, Grouping.of(options.groups), leaves, ranks.backend(device))
+    block = 1 if options.wire is None else options.wire.block
+    return plan_groups(module, ranks.size, Grouping.of(options.groups), leaves, ranks.backend(device), block)
 
 
 def _facts(module: nn.Module, options: Options, planned: Planned) -> list[tuple[str, str]]:
@@ -86,6 +87,7 @@ _ALIKE = (
     "reduce_group",
     "one_copy",
     "lookups",
+    "wire",
 )
 """The options that all ranks must agree on."""
 

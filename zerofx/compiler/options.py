@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.wire import Wire
 from zerofx.passes.context import Buckets, Executor
 from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
@@ -51,6 +52,7 @@ class Options:
         device: for a module on the meta device, where it is to be. None: the accelerator, where there is one with which
             the process group works, else the CPU.
         mixed_precision: see `zerofx.model.precision`.
+        wire: stages 1 to 3, what travels in codes of fewer bits; see `zerofx.model.wire`. None: all as it is.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
             long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
@@ -69,6 +71,7 @@ class Options:
     init: Callable[[nn.Module], Any] | str | Path | None = None
     device: torch.device | str | None = None
     mixed_precision: MixedPrecision | None = None
+    wire: Wire | None = None
     buckets: Buckets = "group"
     timeout: float | None = None
 
@@ -94,6 +97,7 @@ class Options:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
+        self._check_wire()
         if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):
             raise ValueError(f"init={self.init!r}: expected a function of a module, a path, or None.")
         if self.device is not None:
@@ -113,6 +117,19 @@ class Options:
             object.__setattr__(self, "reduce_group", "")  # refused together with the ranks that are in it
         if self.reduce_group is not None and not isinstance(self.reduce_group, str):
             raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
+
+    def _check_wire(self) -> None:
+        if self.wire is None:
+            return
+        if not isinstance(self.wire, Wire):
+            raise ValueError(f"wire={self.wire!r}: expected a zerofx.Wire, or None.")
+        if self.stage == 0:
+            raise ValueError(
+                f"wire={self.wire!r} with stage=0: its all-reduce adds up what it is given, and codes cannot be added. "
+                "Use stage=1."
+            )
+        if self.one_copy and self.wire.weights is not None:
+            raise ValueError(f"wire={self.wire!r} with one_copy=True: no weights travel there. Leave weights= out.")
 
     def __repr__(self) -> str:
         """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""

@@ -248,6 +248,7 @@ class CompiledGraph:
             "reduce_dtype": precision.reduce_dtype or precision.param_dtype,
             "executor": self.options.executor,
             "lookups": self.options.lookups,
+            "wire": family.wire,
             "memory_budget": self.options.memory_budget,
         }
 

@@ -78,7 +78,7 @@ class _Conversion:
         self.module, self.options, self.sharing, self.device = module, options, sharing, device
         self.on_meta = next(module.parameters()).is_meta
         self.sync = options.init_sync and sharing.everyone.size > 1
-        self.family = Family(options.stage, options.mixed_precision, options.buckets, options.one_copy)
+        self.family = Family(options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire)
         self.places: dict[Any, list[Place]] = places_of(module) if self.on_meta else {}
         self.templates: dict[nn.Parameter, Template] = {}
 
@@ -117,8 +117,9 @@ class _Conversion:
                     parameter.data = self.templates[parameter].blank()
                 replicate_parameter(parameter, group, slot)
                 average_by_hook(parameter)  # type: ignore[arg-type]
-        if self.options.init_sync and not self.on_meta and group.weights.own_replica is not None:
-            group.weights.mark_fresh()
+        weights = group.weights
+        if self.options.init_sync and not self.on_meta and weights.own_replica is not None and weights.code is None:
+            weights.mark_fresh()
         return group
 
     def finish(self) -> None:

@@ -4,11 +4,12 @@
 layout        where each parameter lies in its group's flat buffer
 grouping      which parameters travel together
 precision     which dtypes weights and gradients have
+wire          what travels in codes of fewer bits
 hugging_face  what is known of transformers, which is never imported
 units         bytes and seconds, as people read them
 ============  ==================================================================
 
-Imports `zerofx._torch` alone::
+Imports `zerofx._torch` and `zerofx.kernels.wire`::
 
-    _torch ◀── model ◀── passes, runtime, compiler, inspect
+    _torch, kernels ◀── model ◀── passes, runtime, compiler, inspect
 """

@@ -83,12 +83,12 @@ def plan_groups(
     grouping: Grouping,
     leaves: Iterable[str] = (),
     backend: str = "",
-    block: int = 1,
+    code_block: int = 1,
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
 
     A parameter that occurs under several names is taken once, under the first. ``leaves`` are names of leaf modules,
-    ``backend`` is what collectives of the parameters run on. ``block`` is `make_layout`'s.
+    ``backend`` is what collectives of the parameters run on. ``code_block`` is the ``block`` of `make_layout`.
     """
     drafts: list[_Draft] = []
     block_of, leaves = _block_rule(module, grouping), tuple(leaves)
@@ -117,7 +117,7 @@ def plan_groups(
     for draft in drafts:
         name = _unique(_group_name(draft), taken)
         shapes = [(n, p.shape) for n, p in draft.members]
-        layout = make_layout(name, shapes, draft.dtype, world_size, draft.requires_grad, block)
+        layout = make_layout(name, shapes, draft.dtype, world_size, draft.requires_grad, code_block)
         planned.append((layout, [p for _, p in draft.members]))
     return planned
 

@@ -41,7 +41,7 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     if group.weights.holds(tensor._local):
         group.use(trained=False)
     replica = group.weights.own_replica
-    if replica is not None and replica.dtype == group.layout.dtype and group.weights.holds(tensor._local):
+    if replica is not None and group.weights.exact and group.weights.holds(tensor._local):
         group.weights.refresh()
         whole = torch.ops._c10d_functional.wait_tensor(replica)
         return group.layout.view(whole, slot).clone()

@@ -25,6 +25,7 @@ from torch import nn
 from zerofx._torch import inside_backward
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.precision import Casts, MixedPrecision
+from zerofx.model.wire import Wire
 from zerofx.passes.context import Buckets
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.gathered import Gathered
@@ -41,6 +42,7 @@ class Family:
         precision: the dtypes of weights and gradients.
         buckets: what one all-reduce of stage 0 takes.
         one_copy: whether the ranks of the host have the weights once.
+        wire: what travels in codes.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
@@ -56,8 +58,10 @@ class Family:
         precision: MixedPrecision | None = None,
         buckets: Buckets = "group",
         one_copy: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self.stage = stage
+        self.wire = wire
         self.precision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
         self.one_copy = one_copy
@@ -150,7 +154,8 @@ class ShardGroup:
         self.home = home_of(stage, device)
         dtype = precision.param_dtype or layout.dtype
         case = weights_of(stage, family.one_copy)
-        self.weights = case(layout, sharing, device, dtype, self.home, memory)
+        code = None if family.wire is None else family.wire.weight_code
+        self.weights = case(layout, sharing, device, dtype, self.home, memory, code)
         self.members = Members()
         self.gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)
         self.gathered = Gathered(self.weights)

@@ -5,8 +5,8 @@ class         shard: flat, 1/M                      replica: flat, whole        
 ============  ====================================  =================================  ================
 `Whole`       --                                    -- (the parameters are whole)      the parameters
 `Replicated`  a part of the replica; with mixed     what the model computes with       the replica
-              precision a tensor of its own, the
-              master
+              precision, or codes on the wire, a
+              tensor of its own, the master
 `Sharded`     the weights                           --                                 the shard
 ============  ====================================  =================================  ================
 
@@ -24,7 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from zerofx.kernels.wire import Code
 from zerofx.model.layout import GroupLayout
+from zerofx.model.wire import sent_whole
+from zerofx.passes.coded import flattened, gather_into
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import Travel, travel_of
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
@@ -40,6 +43,7 @@ class Weights:
             is none in stage 0.
         replica: 1-D, ``layout.numel`` elements of ``dtype``; or None.
         dtype: what the model computes in.
+        code: what they travel in; None: as they are.
         gathers: whether graphs gather them.
         in_common: whether the ranks of the host have the replica once, in memory that they share.
         steps_inside: whether a backward may update them (`zerofx.step_in_backward`).
@@ -59,11 +63,14 @@ class Weights:
         dtype: torch.dtype,
         home: Home,
         memory: torch.Tensor | None = None,
+        code: Code | None = None,
     ) -> None:
         """``memory``: what `allocate` has for this group."""
         self.layout, self.device, self.dtype, self.home = layout, device, dtype, home
         self.ranks: RankGroup = sharing.weights
         self.travel: Travel = travel_of(self.ranks.backend(device))
+        self.code = code if code is not None and self.ranks.size > 1 and code.shortens(dtype) else None
+        self.sent_whole = flattened(sent_whole(layout)) if self.code is not None else []
         self.ahead: list[dist.Work] = []
         """Of a refresh: what is still to be waited for."""
         self._refreshed = -1
@@ -97,6 +104,11 @@ class Weights:
     def own_replica(self) -> torch.Tensor | None:
         """The replica, where this rank alone writes to it: code outside of graphs may read it."""
         return self.replica
+
+    @property
+    def exact(self) -> bool:
+        """Whether a replica that is up to date holds what the shards hold, bit for bit."""
+        return self.code is None and self.dtype == self.layout.dtype
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +166,9 @@ class Weights:
             if where:
                 told = alone(self.ranks.name, where, "all-gather", self.layout.name, self.nbytes, shard.dtype)
             with told:
-                return self.travel.gather_into(out, shard, self.ranks.name)
+                if self.code is None:
+                    return self.travel.gather_into(out, shard, self.ranks.name)
+                return gather_into(self.travel, out, shard, self.code, self.sent_whole, self.ranks.name)
 
 
 class Whole(Weights):
@@ -188,7 +202,7 @@ class Replicated(Weights):
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.replica = memory.view(self.dtype)
-        if self.dtype == layout.dtype and not self.home.away:
+        if self.dtype == layout.dtype and not self.home.away and self.code is None:
             # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
             self.shard = self.own_part(self.replica.data)
         else:
