@@ -23,6 +23,7 @@ reduction    each gradient is reduced once: where its layout has it, all of it a
              number of ranks; the sum is not narrowed before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
+wire         what travels in codes is written and read once, by one description, which is the option's and the layout's
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
              that this changes; its replicas at most once, after that; the order is pinned
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other

@@ -11,7 +11,7 @@ from zerofx.passes.proof.facts import REFRESH, STEP
 from zerofx.passes.proof.live import Buffer, loose_reader
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.proof.reader import Reader
-from zerofx.passes.travel import SCATTERS
+from zerofx.passes.travel import EXCHANGES, SCATTERS
 
 
 def gradient_of(reader: Reader, value: Node, layout: GroupLayout) -> Node:
@@ -94,4 +94,4 @@ def _check_turns(reader: Reader) -> None:
 
 
 def _is_reduction(reader: Reader, op: Op) -> bool:
-    return op.target in SCATTERS and op.node in reader.waits and op.node not in reader.tables
+    return op.target in (*SCATTERS, *EXCHANGES) and op.node in reader.waits and op.node not in reader.tables

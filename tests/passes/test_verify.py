@@ -24,6 +24,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     Mutant,
     another,
     buffers,
+    coded,
     collectives,
     gradients,
     inputs,
@@ -39,13 +40,16 @@ from zerofx.passes import VerificationError, edit, pipeline, verify
 from zerofx.passes.schedule import groups_ahead
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
+CODES = zerofx.Wire("int8", "int4", block=32)
 RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3": (2, {"stage": 3}),
     "stage 3, 16 bits": (3, {"stage": 3, "mixed_precision": BF16}),
     "stage 3, autocast": (2, {"stage": 3, "autocast": True}),
     "stage 3, lookups": (2, {"stage": 3, "lookups": True}),
     "stage 3, lookups, 16 bits": (3, {"stage": 3, "lookups": True, "mixed_precision": BF16}),
+    "stage 3, codes": (2, {"stage": 3, "wire": CODES}),
     "stage 2": (2, {"stage": 2}),
+    "stage 2, codes, 16 bits": (3, {"stage": 2, "wire": CODES, "mixed_precision": BF16}),
     "stage 1, 16 bits": (2, {"stage": 1, "mixed_precision": BF16}),
     "stage 0": (3, {"stage": 0}),
     "one rank": (1, {"stage": 3}),
@@ -60,7 +64,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "updated": {"steps": True, "executor": "eager"},
     "updated, inductor": {"steps": True, "executor": "inductor"},
 }
-RULES = "inputs gather wait group slice discard budget saved reduction order step write value".split()
+RULES = "inputs gather wait group slice discard budget saved reduction order step wire write value".split()
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,8 @@ def graphs() -> Iterator[dict[str, Graph]]:
         finally:
             dist.destroy_process_group()
         for context, changes in CONTEXTS.items():
+            if "memory_budget" in changes and "codes" in name:  # groups of four times the bytes
+                changes = {**changes, "memory_budget": 4 * changes["memory_budget"]}
             for phase, graph in rewritten(compiled, **changes).items():
                 found[f"{name}; {context}; {phase}"] = graph
     yield found
@@ -92,6 +98,7 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     kinds = Counter(n.meta["zerofx"].kind for gm, _ in graphs.values() for n in gm.graph.nodes if "zerofx" in n.meta)
     wanted = "shard replica kept gathered narrow rebuild all_gather wait refresh weight prepare pack reduce_scatter"
     assert all(kinds[kind] for kind in [*wanted.split(), *"all_reduce wait_grad gradient discard".split()])
+    assert kinds["encode"] and kinds["decode"]
     assert all(kinds[kind] for kind in "ask asked answer answered give given rows".split())
     assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
 

@@ -17,6 +17,7 @@ replicated.py    the same two, in stage 0 and of what the caller is promised
 steps.py         step
 values.py        write, value
 tables.py        several, where rows of tables travel
+coded.py         wire
 ===============  =======================================
 """
 
@@ -108,7 +109,8 @@ def record(autocast: bool = False, blocks: int = 3, **options: Any) -> GraphReco
     torch.manual_seed(0)
     torch._dynamo.reset()
     table = options.get("lookups", False)
-    model, x = Model(blocks=blocks, table=table), torch.randint(48, (2, 4))
+    dim = 64 if options.get("wire") else 32  # a matrix of 64 columns is one that travels in codes
+    model, x = Model(dim, blocks, table), torch.randint(48, (2, 4))
     groups = zerofx.Grouping([Block, nn.Embedding] if table else [Block], min_bytes=0)
     zerofx.compile(model, executor="eager", groups=groups, **options)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -30,9 +30,14 @@ from torch.fx import GraphModule
 from zerofx.passes.context import Context
 from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH
 from zerofx.passes.proof.meaning import Op
-from zerofx.passes.travel import GATHERS, SCATTERS
+from zerofx.passes.travel import EXCHANGES, GATHERS, SCATTERS
 
-_KINDS = (("all-gather", GATHERS), ("reduce-scatter", SCATTERS), ("all-reduce", ALL_REDUCES))
+_KINDS = (
+    ("all-gather", GATHERS),
+    ("reduce-scatter", SCATTERS),
+    ("reduce-scatter", EXCHANGES),
+    ("all-reduce", ALL_REDUCES),
+)
 ON_DEMAND = "on demand"
 """The phase of what eager code gathers."""
 

@@ -1,0 +1,130 @@
+"""Codes on the wire (`compress`) that are written, read, sent or added wrongly: the rule "wire", and others."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tests.passes.mutants import Places, breaks, bypass, exchange, inner, instead, like, set_arg, tagged
+from zerofx import _torch
+from zerofx.passes import Context
+
+_zerofx = torch.ops.zerofx
+
+
+def _calls(name: str, pinned: bool | None = None) -> Places:
+    target = getattr(_zerofx, name).default
+    return lambda gm, ctx: [
+        n
+        for n in tagged(gm, "encode", "decode")
+        if inner(gm, n).target is target and pinned in (None, _torch.pinned(n) is not None)
+    ]
+
+
+def _pairs(name: str) -> Places:
+    """Two of them, neither pinned, of one size."""
+
+    def places(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
+        found = _calls(name, pinned=False)(gm, ctx)
+        return [(a, b) for a, b in pairwise(found) if a.meta["val"].shape == b.meta["val"].shape]
+
+    return places
+
+
+def _other(code: str) -> str:
+    return {"int8": "int4", "int4": "int8"}[code[:4]] + code[4:]
+
+
+@breaks("wire", _calls("encode"))
+def codes_of_other_bits(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 2, _other(call.args[2]))  # type: ignore[arg-type]
+
+
+@breaks("wire", _calls("encode"))
+def a_range_that_is_not_sent_whole(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 3, [*call.args[3], 1, 2])  # type: ignore[misc]
+
+
+@breaks("wire", _calls("encode"))
+def rows_of_another_number_of_ranks(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 1, call.args[1] + 1)  # type: ignore[operator]
+
+
+@breaks("wire", _calls("encode", pinned=False))
+def codes_of_codes(gm: GraphModule, ctx: Context, node: Node) -> None:
+    instead(node, _zerofx.encode.default, *node.args[1:])
+
+
+@breaks("wire", _calls("decode", pinned=False))
+def codes_that_are_read_as_weights(gm: GraphModule, ctx: Context, node: Node) -> None:
+    bypass(node)
+
+
+@breaks("wire", _calls("decode"))
+def codes_that_are_read_as_another(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 3, _other(call.args[3]))  # type: ignore[arg-type]
+
+
+@breaks("wire", _calls("decode"))
+def rows_that_are_read_shorter(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 2, call.args[2] - 32)  # type: ignore[operator]
+
+
+@breaks("wire", _calls("decode"))
+def ranges_that_are_read_elsewhere(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 4, [*call.args[4], 1, 2])  # type: ignore[misc]
+
+
+@breaks("wire", _calls("decode"))
+def codes_that_are_read_in_another_dtype(gm: GraphModule, ctx: Context, node: Node) -> None:
+    set_arg(inner(gm, node), 5, torch.float16)
+
+
+@breaks("wire", _calls("decode", pinned=False))
+def codes_that_are_read_twice(gm: GraphModule, ctx: Context, node: Node) -> None:
+    like(node.args[0], node.target, *node.args, tag=node.meta["zerofx"])  # type: ignore[arg-type]
+
+
+@breaks("wire", _calls("encode", pinned=False))
+def a_buffer_that_travels_as_it_is_and_is_read_as_codes(gm: GraphModule, ctx: Context, node: Node) -> None:
+    bypass(node)
+
+
+@breaks("wire", _calls("sum_coded"))
+def sums_of_codes_of_other_bits(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 3, _other(call.args[3]))  # type: ignore[arg-type]
+
+
+@breaks("wire", _pairs("sum_coded"))
+def sums_with_the_own_part_of_another_pack(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
+    exchange(*pair)
+
+
+@breaks("wire", _pairs("sum_coded"))
+def sums_of_what_came_for_another_group(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
+    exchange(*pair, 1)
+
+
+@breaks("wire", _calls("sum_coded", pinned=False))
+def a_part_in_codes_that_is_taken_for_the_sum(gm: GraphModule, ctx: Context, node: Node) -> None:
+    bypass(node, node.args[1])  # type: ignore[arg-type]
+
+
+@breaks("group", _calls("sum_coded"))
+def sums_in_the_order_of_another_group(gm: GraphModule, ctx: Context, node: Node) -> None:
+    set_arg(inner(gm, node), 5, "another")
+
+
+@breaks("group", lambda gm, ctx: [n for n in tagged(gm, "reduce_scatter") if "all_to_all_single" in str(n.target)])
+def rows_that_are_cut_elsewhere(gm: GraphModule, ctx: Context, start: Node) -> None:
+    first, *others = start.args[1]  # type: ignore[misc]
+    set_arg(start, 1, [first + 16, *others[:-1], others[-1] - 16])
