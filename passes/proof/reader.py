@@ -35,7 +35,7 @@ from zerofx.passes.proof.facts import (
 )
 from zerofx.passes.proof.known import Known, is_reshape
 from zerofx.passes.proof.meaning import Number, Op, input_number, write
-from zerofx.passes.travel import GATHERS, SCATTERS
+from zerofx.passes.travel import EXCHANGES, GATHERS, SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 _c10d = torch.ops._c10d_functional
@@ -155,6 +155,8 @@ class Reader(Known):
             self._read_pack(op, fact)
         elif (op.target in SCATTERS or op.target in GATHERS or op.target in ALL_REDUCES) and not self._theirs(node):
             self._start_reduction(op)
+        elif op.target in EXCHANGES and not self._theirs(node):
+            self.fail("wire", node, f"it exchanges {inputs[0].name!r}, which is not in codes", "gradients in codes")
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:

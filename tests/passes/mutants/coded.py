@@ -114,7 +114,7 @@ def sums_of_what_came_for_another_group(gm: GraphModule, ctx: Context, pair: tup
     exchange(*pair, 1)
 
 
-@breaks("wire", _calls("sum_coded", pinned=False))
+@breaks("reduction", _calls("sum_coded", pinned=False))
 def a_part_in_codes_that_is_taken_for_the_sum(gm: GraphModule, ctx: Context, node: Node) -> None:
     bypass(node, node.args[1])  # type: ignore[arg-type]
 
