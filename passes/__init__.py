@@ -11,7 +11,9 @@ schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
 travel        how a buffer travels between ranks: a seam
+kinds         nodes that corners insert
 proof/        what `verify` is made of
+lookups/      a corner: rows of tables that are only looked up
 ============  ==================================================================
 
 Imports `zerofx.model.layout` and `zerofx._torch`::
@@ -29,7 +31,6 @@ from zerofx.passes.discard import discard
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
 from zerofx.passes.keep import keep
-from zerofx.passes.lookup import lookup
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
 from zerofx.passes.prefetch import prefetch
@@ -44,12 +45,11 @@ from zerofx.passes.verify import verify
 
 Pass = Callable[[GraphModule, Context], int]
 
-PIPELINE: tuple[Pass, ...] = (
+PIPELINE: list[Pass] = [
     rematerialize,
     gather,
     narrow,
     reduce,
-    lookup,
     group,
     keep,
     prefetch,
@@ -57,8 +57,8 @@ PIPELINE: tuple[Pass, ...] = (
     step,
     lower,
     verify,
-)
-"""The passes of stages 1, 2 and 3, in order."""
+]
+"""The passes of stages 1, 2 and 3, in order. Corners insert theirs (`zerofx.passes.lookups`)."""
 
 REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, prefetch, lower, verify)
 """The passes of stage 0."""
@@ -66,13 +66,21 @@ REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, pref
 
 def pipeline(stage: int) -> tuple[Pass, ...]:
     """The passes of ``stage``, in order."""
-    return PIPELINE if stage else REPLICATED
+    return tuple(PIPELINE) if stage else REPLICATED
 
 
 def before_lower(stage: int) -> str:
     """The pass after which zerofx's nodes are all there and the user's are still the user's: the one before `lower`."""
     names = [pass_.__name__ for pass_ in pipeline(stage)]
     return names[names.index("lower") - 1]
+
+
+def __getattr__(name: str) -> Pass:
+    """A pass that a corner has put into `PIPELINE`, under its own name."""
+    found = next((pass_ for pass_ in PIPELINE if pass_.__name__ == name), None)
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found
 
 
 __all__ = [
@@ -90,7 +98,6 @@ __all__ = [
     "gather",
     "group",
     "keep",
-    "lookup",
     "lower",
     "narrow",
     "pipeline",

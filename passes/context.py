@@ -51,11 +51,6 @@ class Tag:
     narrow                  a cast or a part of a shard that is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
-    ask, asked              the gather of all ranks' indices into a table, and
-                            the wait for it,
-    answer, answered        the exchange of rows, and the wait for it,
-    give, given             the gather of the rows' gradients, and the wait,
-    rows                    and what picks, adds and reshapes rows (lookup)
     all_gather, wait        the group's gather, and the wait for it
     weight                  a parameter as a view of the gathered buffer
     prepare                 what adds a kept gradient, or casts, before packing
@@ -67,6 +62,8 @@ class Tag:
     ahead                   the start of its replicas' refresh after that
     discard                 the end of a gathered buffer
     ======================  =================================================
+
+    Corners insert nodes of further kinds (`zerofx.passes.kinds`).
     """
 
     kind: str
@@ -170,7 +167,8 @@ class Context:
     one_copy: bool = False
     """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.state.one_copy`)."""
     lookups: bool = False
-    """Stage 3: of tables that are only looked up, rows travel (`lookup`); indices have one shape on all ranks."""
+    """Stage 3: of tables that are only looked up, rows travel (`zerofx.passes.lookups`). Indices have one shape on all
+    ranks."""
     buckets: Buckets = "group"
     sync: Sync = "reduce"
     steps: bool = False

@@ -50,6 +50,7 @@ from torch.fx import GraphModule, Node
 from zerofx._torch import OpOverload, pin_order
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
+from zerofx.passes.kinds import travelling
 from zerofx.passes.travel import Call, Travel
 
 _aten = torch.ops.aten
@@ -63,9 +64,9 @@ def lower(gm: GraphModule, ctx: Context) -> int:
         if node.args[0].target is _aten.cat.default:  # type: ignore[union-attr]
             node.target = _c10d.all_reduce_.default
             edits += 1
-    for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
+    for node in edit.tagged(gm.graph, "reduce_scatter", *travelling("scatter")):
         edits += _spell_reduction(gm, node, ctx.travel)
-    for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):
+    for node in edit.tagged(gm.graph, "all_gather", *travelling("gather")):
         edits += _spell_gather(gm, node, ctx.travel)
     if ctx.executor == "inductor":
         after = _order(gm)
@@ -86,14 +87,15 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     reduced: list[Node] = []  # the reduction that started last, if that was behind the last gather
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
     reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", "ask", "answer", "give", *reductions):
+    apart = travelling()
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", *apart, *reductions):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "reduce_scatter":
             after[node] += previous
             reduced = [node]
-        elif kind in ("ask", "answer", "give"):
+        elif kind in apart:
             after[node] += previous
             previous = [*previous, node]
         elif kind == "all_gather":
@@ -187,7 +189,7 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     """Start the reduction ``node`` as buffers travel, and sum what arrives; returns whether anything changed."""
     pack, (wait,) = node.args[0], node.users
     world_size, process_group = cast(int, node.args[2]), cast(str, node.args[3])
-    (gradient,) = wait.users  # or the rows of a table
+    (gradient,) = wait.users  # or what a corner has summed
     numel = wait.meta["val"].numel()
     started = travel.scatter(_inserting(gm, node), pack, world_size, process_group)
     wait.meta["val"] = started.meta["val"]

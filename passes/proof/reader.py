@@ -18,21 +18,8 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import rows
-from zerofx.passes.proof.facts import (
-    ALL_REDUCES,
-    OWN_ROWS,
-    REFRESH,
-    STEP,
-    Everyones,
-    Flat,
-    Pack,
-    Part,
-    Rows,
-    Share,
-    Started,
-)
-from zerofx.passes.proof.known import Known
+from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH, STEP, Flat, Pack, Part, Share, Started
+from zerofx.passes.proof.known import OTHER_GATHERS, READERS, SHARD_READERS, Known
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Number, Op, input_number, write
 from zerofx.passes.travel import GATHERS, SCATTERS
@@ -142,10 +129,8 @@ class Reader(Known):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
         elif isinstance(fact, Flat):
             self._read_flat(op, fact, inputs)
-        elif isinstance(fact, Everyones):
-            rows.read_everyones(self, op, fact)
-        elif isinstance(fact, Rows):
-            rows.read_rows(self, op, fact)
+        elif type(fact) in READERS:
+            READERS[type(fact)](self, op, fact)
         elif isinstance(fact, (Pack, Share)):
             self._read_pack(op, fact)
         elif (op.target in SCATTERS or op.target in GATHERS or op.target in ALL_REDUCES) and not self._theirs(node):
@@ -215,8 +200,8 @@ class Reader(Known):
             self.facts[node] = replace(flat, ranges=ranges)
         elif op.target in GATHERS:
             self._start_gather(op, flat)
-        elif op.target is OWN_ROWS:
-            rows.read_own_rows(self, op, flat)
+        elif op.target in SHARD_READERS:
+            SHARD_READERS[op.target](self, op, flat)
         else:
             self.fail("gather", node, f"it reads the shard of {flat.layout.name!r}", "the gathered weight")
 
@@ -255,7 +240,8 @@ class Reader(Known):
     def _start_reduction(self, op: Op) -> None:
         node, name = op.node, op.target
         if name in GATHERS:
-            rows.start_telling(self, op)
+            if not any(knows(self, op) for knows in OTHER_GATHERS):
+                self.fail("gather", node, "it gathers what is no shard", "a shard")
             return
         pack = self.pack(op.args[0])
         layout = self._layout_of(pack, node)

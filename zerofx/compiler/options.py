@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
+from zerofx.passes import pipeline
 from zerofx.passes.context import Buckets, Executor
 from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
@@ -39,7 +40,7 @@ class Options:
             `zerofx.runtime.eager.leaf`.
         lookups: stage 3: of embeddings that are only looked up, rows travel instead of the table, and their gradients,
             where that is fewer bytes. Every rank's batches must have one shape then. See
-            `zerofx.passes.lookup`.
+            `zerofx.passes.lookups`.
         one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
             gather nothing; see `zerofx.runtime.state.one_copy`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
@@ -90,6 +91,8 @@ class Options:
         if self.lookups and (self.stage != 3 or self.one_copy):
             other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
             raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
+        if self.lookups and "lookup" not in [pass_.__name__ for pass_ in pipeline(self.stage)]:
+            raise ValueError("lookups=True: this zerofx has no such pass (zerofx.passes.lookups). Leave it out.")
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):

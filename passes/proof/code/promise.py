@@ -197,7 +197,7 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
 
 
 def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int]) -> set[int]:
-    """The collectives that zerofx's own nodes lead to, from ``values`` up, but for tables and updates."""
+    """The collectives that zerofx's own nodes lead to, from ``values`` up, but for updates."""
     found, todo, seen = set(), list(values), set()
     while todo:
         node = todo.pop()
@@ -206,7 +206,7 @@ def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int
         seen.add(node)
         if node in started and ops[node].target is not REFRESH:
             found.add(started[node])
-        elif _kind(node) in ("wait_grad", "given", "gradient", "reduce_scatter", "ahead", "step"):
+        elif _kind(node) in ("wait_grad", "gradient", "reduce_scatter", "ahead", "step"):
             todo += ops[node].inputs
     return found
 
