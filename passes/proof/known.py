@@ -38,6 +38,8 @@ class Known:
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
         tables: the starts of collectives that are about rows of tables.
+        own: what a user's passes inserted; and
+        fresh: of these, what has memory of its own.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -60,6 +62,8 @@ class Known:
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
         self.tables: set[Node] = set()
+        self.own: set[Node] = set()
+        self.fresh: set[Node] = set()
         self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from

@@ -126,6 +126,8 @@ class CompiledGraph:
             gathered,
             uses=list(self.groups.values()),
             trained=phase == "forward",
+            published=ctx.published,
+            publish=self.family.published.update,
         )
 
     def _compile_backward(
@@ -179,6 +181,8 @@ class CompiledGraph:
             reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
             keeps=sync == "keep",
             steps=steps,
+            published=ctx.published,
+            publish=self.family.published.update,
         )
 
     def _rewrite(
@@ -249,6 +253,7 @@ class CompiledGraph:
             "executor": self.options.executor,
             "lookups": self.options.lookups,
             "memory_budget": self.options.memory_budget,
+            "own": self.options.passes,
         }
 
     def _any_group(self) -> ShardGroup:
