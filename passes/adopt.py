@@ -38,8 +38,8 @@ def adopt(pass_: Pass, gm: GraphModule, ctx: Context, *, front: bool) -> int:
         ValueError, TypeError: it did what no pass may; the message says what.
     """
     calls = {node: _call(node) for node in gm.graph.nodes}
-    outputs, inputs = edit.output_values(gm.graph), [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    names = [x.name if isinstance(x, Node) else None for x in outputs]
+    inputs = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    outputs = [(getattr(x, "name", None), _looks(x)) for x in edit.output_values(gm.graph)]
     published = len(ctx.published)
     edits = pass_(gm, ctx)
     if edits is not None and not isinstance(edits, int):
@@ -60,7 +60,7 @@ def adopt(pass_: Pass, gm: GraphModule, ctx: Context, *, front: bool) -> int:
     if ctx.executor == "inductor":
         new = [piece for node in new for piece in _take_apart(gm, node)]
     if front:
-        _check_outputs(pass_, gm, ctx, outputs, names, len(ctx.published) > published)
+        _check_outputs(pass_, gm, ctx, outputs, len(ctx.published) > published)
     else:
         for node in new:
             node.meta["zerofx"] = Tag(pass_.name, _group_of(node))
@@ -74,9 +74,11 @@ def _call(node: Node) -> tuple[Any, ...]:
 
 
 def _group_of(node: Node) -> str:
-    """The group that ``node`` serves, by its own tag or by the first input that has one."""
-    tags = [n.meta["zerofx"] for n in (node, *node.all_input_nodes) if "zerofx" in n.meta]
-    return next((tag.group for tag in tags if tag.group), "")
+    """The group that ``node`` serves: of its own tag, or of what it reads, if that is of one alone."""
+    if "zerofx" in node.meta:
+        return node.meta["zerofx"].group
+    groups = {n.meta["zerofx"].group for n in node.all_input_nodes if "zerofx" in n.meta}
+    return groups.pop() if len(groups) == 1 else ""
 
 
 def _fill(gm: GraphModule, new: list[Node], changed: list[Node]) -> None:
@@ -96,7 +98,7 @@ def _fill(gm: GraphModule, new: list[Node], changed: list[Node]) -> None:
             before = node.meta.get("val")
             args, kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
             node.meta["val"] = node.target(*args, **kwargs)
-            if _looks(before) != _looks(node.meta["val"]):
+            if _looks(before) != _looks(node):
                 stale.update(user for user in node.users if user.op == "call_function" and user not in fresh)
 
 
@@ -134,11 +136,13 @@ def _attribute(gm: GraphModule, node: Node) -> None:
 
 
 def _looks(value: Any) -> Any:
+    """Shape and dtype of a node's value, or of a value."""
+    value = value.meta.get("val") if isinstance(value, Node) else value
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _check_outputs(
-    pass_: Pass, gm: GraphModule, ctx: Context, before: list[Any], names: list[str | None], published: bool
+    pass_: Pass, gm: GraphModule, ctx: Context, before: list[tuple[str | None, Any]], published: bool
 ) -> None:
     """Outputs stay as AOTAutograd knows them, and what is saved keeps the name by which backward knows it."""
     if published:
@@ -147,19 +151,18 @@ def _check_outputs(
             "behind one of them, such as before='lower'. In front a pass changes what the model computes."
         )
     after = edit.output_values(gm.graph)
-    shapes = [[_looks(x.meta["val"]) if isinstance(x, Node) else type(x) for x in values] for values in (before, after)]
-    odd = next((i for i, (was, now) in enumerate(zip(*shapes)) if was != now), None)
+    odd = next((i for i, ((_, was), now) in enumerate(zip(before, after)) if was != _looks(now)), None)
     if odd is not None or len(before) != len(after):
         found = f"{len(after)} outputs, expected {len(before)}"
         if odd is not None:
-            found = f"output {odd} as {_words(shapes[1][odd])}, expected {_words(shapes[0][odd])}"
+            found = f"output {odd} as {_words(_looks(after[odd]))}, expected {_words(before[odd][1])}"
         raise ValueError(
             f"the pass {pass_.name!r} leaves the {ctx.name} graph with {found}: autograd and the other graph know "
             "the outputs as they were. Cast back what the pass computes in another way."
         )
     for i in ctx.saved:
-        if isinstance(after[i], Node) and after[i].name != names[i]:
-            after[i] = _named(gm, after[i], names[i], {after[k] for k in ctx.saved if k != i})
+        if isinstance(after[i], Node) and after[i].name != before[i][0]:
+            after[i] = _named(gm, after[i], str(before[i][0]), {after[k] for k in ctx.saved if k != i})
     edit.set_output_values(gm.graph, after)
 
 
@@ -167,7 +170,7 @@ def _words(looks: Any) -> str:
     return f"{list(looks[0])} of {looks[1]}" if isinstance(looks, tuple) else str(looks)
 
 
-def _named(gm: GraphModule, node: Node, name: str | None, others: set[Any]) -> Node:
+def _named(gm: GraphModule, node: Node, name: str, others: set[Any]) -> Node:
     """``node``, or a copy of it, under the name by which backward gets what is saved there."""
     if node.op == "placeholder" or node in others:
         with gm.graph.inserting_before(gm.graph.output_node()):
@@ -177,5 +180,5 @@ def _named(gm: GraphModule, node: Node, name: str | None, others: set[Any]) -> N
     holder = next((n for n in gm.graph.nodes if n.name == name and n is not node), None)
     if holder is not None:
         holder.name = f"{name}_before_{node.name}"
-    node.name = str(name)
+    node.name = name
     return node

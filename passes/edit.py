@@ -79,9 +79,8 @@ def module_of(node: Node) -> str:
     A node of a backward graph has that of the node of forward that it belongs to.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str(next(reversed(list(stack.values())), ("", None))[0])
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
-    parts: list[str] = re.findall(r"\w+", re.sub(r"_modules\b|_orig_mod\b", "", path))
+    path = str(next(reversed(list(stack.values())), ("", None))[0])  # "L['self'].blocks.0", as Dynamo calls it
+    parts = re.findall(r"\w+", re.sub(r"^[LG]\['\w+'\]|\b(__self__|_modules|_orig_mod)\b", "", path))
     return ".".join(parts)
 
 
