@@ -12,16 +12,19 @@ ops           zerofx's own operators
 pairwise      the exchange behind two of them
 travel        how a buffer travels between ranks: a seam
 kinds         nodes that corners insert
+own           a user's pass, and its place in the pipeline
+adopt         what a user's pass inserted gets tags and values
 proof/        what `verify` is made of
 lookups/      a corner: rows of tables that are only looked up
 ============  ==================================================================
 
 Imports `zerofx.model.layout` and `zerofx._torch`::
 
-    _torch, layout ◀── pairwise ◀── ops ◀── travel ◀── context ◀── edit ◀── every pass
+    _torch, layout ◀── pairwise ◀── ops ◀── travel ◀── context ◀── edit ◀── every pass, adopt
+                                                own ◀────┘
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.fx import GraphModule
 
@@ -33,6 +36,8 @@ from zerofx.passes.group import group
 from zerofx.passes.keep import keep
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
+from zerofx.passes.own import Pass as OwnPass
+from zerofx.passes.own import join
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
@@ -64,14 +69,14 @@ REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, pref
 """The passes of stage 0."""
 
 
-def pipeline(stage: int) -> tuple[Pass, ...]:
-    """The passes of ``stage``, in order."""
-    return tuple(PIPELINE) if stage else REPLICATED
+def pipeline(stage: int, own: Sequence[OwnPass] = ()) -> tuple[Pass, ...]:
+    """The passes of ``stage``, in order, and a user's ``own`` among them."""
+    return join(PIPELINE if stage else REPLICATED, own, stage)
 
 
-def before_lower(stage: int) -> str:
+def before_lower(stage: int, own: Sequence[OwnPass] = ()) -> str:
     """The pass after which zerofx's nodes are all there and the user's are still the user's: the one before `lower`."""
-    names = [pass_.__name__ for pass_ in pipeline(stage)]
+    names = [pass_.__name__ for pass_ in pipeline(stage, own)]
     return names[names.index("lower") - 1]
 
 
@@ -87,6 +92,7 @@ __all__ = [
     "PIPELINE",
     "REPLICATED",
     "Context",
+    "OwnPass",
     "ParameterRef",
     "Recipe",
     "Reduction",

@@ -39,6 +39,8 @@ class Known:
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
         apart: the starts of a corner's collectives, which neither gather a shard nor reduce a pack.
+        own: what a user's passes inserted; and
+        fresh: of these, what has memory of its own.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -61,6 +63,8 @@ class Known:
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
         self.apart: set[Node] = set()
+        self.own: set[Node] = set()
+        self.fresh: set[Node] = set()
         self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from

@@ -18,6 +18,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
+from zerofx.passes.proof import own
 from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH, STEP, Flat, Pack, Part, Share, Started
 from zerofx.passes.proof.known import OTHER_GATHERS, READERS, SHARD_READERS, Known
 from zerofx.passes.proof.live import Buffer
@@ -36,7 +37,11 @@ class Reader(Known):
         """Read inputs and operations, and check the rules that they alone can break."""
         self._read_inputs()
         for node in self.nodes:
-            if node.op == "get_attr":
+            if own.is_own(self, node):
+                self.own.add(node)
+                if node.op == "call_function":
+                    own.read_own(self, Op.of(node))
+            elif node.op == "get_attr":
                 self.numbers[node] = hash(("attribute", node.target))
             elif node.op == "call_function":
                 self._read(Op.of(node))
@@ -109,6 +114,7 @@ class Reader(Known):
             self._give_back(op)
             return
         inputs = op.inputs
+        own.refuse_reading_own(self, op)
         for x in inputs:
             # A second reduction breaks a rule of its own.
             if x in self.travelling and op.target not in (*SCATTERS, _OWN_PART):

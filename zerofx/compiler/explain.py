@@ -28,9 +28,10 @@ from zerofx.compiler.listing import difference, node_line
 from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
-from zerofx.passes import before_lower, edit, pipeline
+from zerofx.passes import before_lower, edit
 from zerofx.passes.context import Tag
 from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.own import Pass
 from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight, soonest
 
 MOST_NAMES = 4
@@ -70,7 +71,9 @@ def has_words(line: str, words: str) -> bool:
 
 
 def purpose(pass_: Callable) -> str:
-    """The first line of the file of a pass: what it is for."""
+    """The first line of the file of a pass: what it is for. Of a user's: of its function's docstring."""
+    if isinstance(pass_, Pass):
+        return pass_.purpose or f"a pass of the user's, in {pass_.function.__module__}"
     return (sys.modules[pass_.__module__].__doc__ or "").partition("\n")[0]
 
 
@@ -129,18 +132,19 @@ class Reasons:
     def __init__(self, trace: Rewriting, history: History | None = None) -> None:
         self.context = trace.context
         self.history = history or History(trace)
-        self.graph = self.history.graphs[before_lower(trace.context.stage)]
+        self.graph = self.history.graphs[before_lower(trace.context.stage, trace.context.own)]
         self.order = edit.positions(self.graph)
         self.gathers, self.held = find_gathers(self.graph)
         self.ahead = groups_ahead(self.graph)
-        self.purposes = {pass_.__name__: purpose(pass_) for pass_ in pipeline(trace.context.stage)}
+        self.purposes = {pass_.__name__: purpose(pass_) for pass_ in trace.passes}
 
     def why(self, node: Node) -> Why:
         """What there is to say of ``node``, in the order to read it."""
         tag = node.meta.get("zerofx")
-        if tag is None:
+        if tag is None and node.name not in self.history.made:
             return [("is", "the model's own, or AOTAutograd's"), *self._line(node)]
         said: Why = []
+        tag = tag or Tag("", "")
         kind = KINDS.get(tag.kind, Kind())
         about = _ABOUT.get(tag.kind) or {"gather": "brings", "scatter": "takes"}.get(kind.travels)
         if about:

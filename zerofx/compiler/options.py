@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
 
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
 from zerofx.passes import pipeline
 from zerofx.passes.context import Buckets, Executor
+from zerofx.passes.own import Pass, nearest
 from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
 EXECUTORS = ("inductor", "eager")
@@ -55,6 +57,7 @@ class Options:
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
             long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
+        passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 
     stage: int = 3
@@ -72,6 +75,7 @@ class Options:
     mixed_precision: MixedPrecision | None = None
     buckets: Buckets = "group"
     timeout: float | None = None
+    passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -104,6 +108,8 @@ class Options:
                 torch.device(self.device)
             except (RuntimeError, TypeError) as e:
                 raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
+        object.__setattr__(self, "passes", Pass.all_of(self.passes))
+        pipeline(self.stage, self.passes)  # type: ignore[arg-type]  # it refuses a place that is not there
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
@@ -131,5 +137,6 @@ class Options:
         known = Options.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}: zerofx knows {', '.join(known)}.")
+            found = nearest(unknown[0], known)
+            raise ValueError(f"unknown option {unknown[0]!r}{found} zerofx knows {', '.join(known)}.")
         return Options(**options)

@@ -28,6 +28,7 @@ from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
 from zerofx.passes.kinds import KINDS, travelling
+from zerofx.passes.own import KINDS as OURS
 
 _VERBS = {
     "all_gather": "start",
@@ -122,11 +123,11 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
         if node.op != "call_function":
             continue
         tag = node.meta.get("zerofx")
-        if tag is None:
+        if tag is None or not (tag.kind in OURS or tag.kind in KINDS):
             name = operator_name(node)
             if name in _SILENT:
                 continue
-            here = place_of(node)
+            here = place_of(node) if tag is None else f"(the pass {tag.kind})\0"
             if here != place:
                 flush()
                 place = here

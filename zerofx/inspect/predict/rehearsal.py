@@ -31,7 +31,7 @@ from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
 from zerofx.inspect.predict.recorder import Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
-from zerofx.passes import edit, pipeline
+from zerofx.passes import edit
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 
@@ -91,7 +91,7 @@ class _Code:
         self.text, self.context = trace.code, trace.context
         # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.
         self.eager = trace.pretended or trace.context.executor == "eager"
-        self.gm = trace.after(pipeline(trace.context.stage)[-1].__name__, executor="eager" if self.eager else None)
+        self.gm = trace.after(trace.passes[-1].__name__, executor="eager" if self.eager else None)
         self.inputs: list[Node] = self.gm.graph.find_nodes(op="placeholder")
         outputs = edit.output_values(trace.before.graph)
         self.saved = {i: outputs[i].name for i in self.context.saved if isinstance(outputs[i], Node)}
