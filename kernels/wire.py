@@ -198,7 +198,7 @@ def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(formula, dynamic=True)
 
 
-def _triton():  # type: ignore[no-untyped-def]
+def _triton() -> Any:
     from zerofx.kernels import quantize  # here, because it needs triton
 
     return quantize

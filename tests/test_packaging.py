@@ -220,6 +220,7 @@ ROOMS = (
     "zerofx.kernels",
     "zerofx.model",
     "zerofx.passes",
+    "zerofx.passes.lookups",
     "zerofx.runtime.corners",
     "zerofx.runtime.ranks",
     "zerofx.runtime.state",

@@ -38,7 +38,7 @@ def _encode(known: Known, op: Op, fact: Any) -> None:
     if isinstance(fact, Flat):
         if fact.code or fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")
-        _check(known, op, fact.layout, wire and wire.weight_code, (rows, *how), 1)
+        _check(known, op, fact.layout, wire.weight_code if wire else None, (rows, *how), 1)
         known.facts[op.node] = replace(fact, code=how[0])
         return
     if fact is not None:
@@ -47,7 +47,7 @@ def _encode(known: Known, op: Op, fact: Any) -> None:
     layout = known.layout_of(pack, op.node)
     if pack.numel != layout.numel:
         known.fail("reduction", op.node, f"it is a pack of {pack.numel} elements", f"{layout.numel}")
-    _check(known, op, layout, wire and wire.gradient_code, (rows, *how), layout.world_size)
+    _check(known, op, layout, wire.gradient_code if wire else None, (rows, *how), layout.world_size)
     known.facts[op.node] = replace(pack, state="coded")
 
 
@@ -85,7 +85,7 @@ def _decode(known: Known, op: Op, fact: Any) -> None:
     layout, wire = fact.layout, known.ctx.wire
     was = fact.dtypes[-1] if fact.dtypes else layout.dtype
     wanted = (layout.world_size, layout.shard_numel, was)
-    _check(known, op, layout, wire and wire.weight_code, (rows, code, whole, numel, dtype), *wanted)
+    _check(known, op, layout, wire.weight_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
     known.new_buffer(op.node, known.arrived[arrived], replace(fact, code=""), wait=arrived)
 
 
@@ -98,7 +98,9 @@ def _sum(known: Known, op: Op, fact: Any) -> None:
         known.fail("wire", op.node, f"its own part is of {pack.name!r}", "the pack that was sent")
     layout, wire = known.layout_of(sent, op.node), known.ctx.wire
     ranks = layout.world_size
-    _check(known, op, layout, wire and wire.gradient_code, (ranks, code, whole, numel), ranks, layout.shard_numel)
+    _check(
+        known, op, layout, wire.gradient_code if wire else None, (ranks, code, whole, numel), ranks, layout.shard_numel
+    )
     known.check_collective(op, layout, ranks, process_group, known.ctx.reduce_group)
     known.facts[op.node] = replace(sent, state=f"shard of {ranks}", dtype=torch.float32)
 

@@ -35,7 +35,7 @@ from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.passes import edit
 from zerofx.runtime.eager.ondemand import average_by_hook
-from zerofx.runtime.ranks.sharing import OneGroup, PretendedRanks, Sharing
+from zerofx.runtime.ranks.sharing import OneGroup, Sharing
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
 from zerofx.runtime.state.weights import weights_of
@@ -80,7 +80,7 @@ def dry_run(
     weights_of(checked.stage, checked.one_copy).check(device)
     check_module(module)
     module = _without_memory(module, device)
-    groups = _shard(module, OneGroup(PretendedRanks(world_size, backend)), checked)
+    groups = _shard(module, OneGroup.pretended(world_size, backend), checked)
     compile_module(module, backend=Backend(checked, _pretend), dynamic=False, fullgraph=True)
     given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
     stand_ins = {id(x): _stand_in(x, device) for x in given}  # who is given twice is one input

@@ -31,7 +31,8 @@ from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
 from zerofx.inspect.predict.recorder import Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
-from zerofx.passes import edit, pipeline
+from zerofx.passes import edit
+from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 
 
@@ -79,9 +80,6 @@ _BRINGS: dict[str, Kind] = {
     "all_gather": "weights",
     "reduce_scatter": "gradients",
     "all_reduce": "gradients",
-    "ask": "temporary",
-    "answer": "weights",
-    "give": "gradients",
 }
 """What the collectives with these tags are about."""
 
@@ -93,7 +91,7 @@ class _Code:
         self.text, self.context = trace.code, trace.context
         # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.
         self.eager = trace.pretended or trace.context.executor == "eager"
-        self.gm = trace.after(pipeline(trace.context.stage)[-1].__name__, executor="eager" if self.eager else None)
+        self.gm = trace.after(trace.passes[-1].__name__, executor="eager" if self.eager else None)
         self.inputs: list[Node] = self.gm.graph.find_nodes(op="placeholder")
         outputs = edit.output_values(trace.before.graph)
         self.saved = {i: outputs[i].name for i in self.context.saved if isinstance(outputs[i], Node)}
@@ -102,9 +100,10 @@ class _Code:
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
         self.groups: dict[tuple[str, int], deque[tuple[str, Kind]]] = defaultdict(deque)
         tagged = trace.before_lower().graph
-        for node in edit.tagged(tagged, *_BRINGS):
+        brings = _BRINGS | {kind: KINDS[kind].brings for kind in travelling()}
+        for node in edit.tagged(tagged, *brings):
             whole, tag = whole_of(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
-            self.groups[family_of(node.target), nbytes_of(whole)].append((tag.group, _BRINGS[tag.kind]))
+            self.groups[family_of(node.target), nbytes_of(whole)].append((tag.group, brings[tag.kind]))
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""

@@ -7,9 +7,9 @@
     sharing.optimizer    the ranks that the optimizer's state is divided over; norms are summed there
     sharing.everyone     the ranks that train one model; they start from rank 0's weights
 
-Layouts, the passes' context, the watchdog, checkpoints and the optimizer ask here, and nowhere else, which ranks they
-deal with. Today all four are the ranks of one process group (`OneGroup`). Reductions may run in a second process group
-of the same ranks. Another case is a class in a file of its own, and a line in `SHARINGS`.
+Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
+which ranks they deal with. Today all four are the ranks of one process group (`OneGroup`). Reductions may run in a
+second process group of the same ranks. Another case is a class in a file of its own, and a line in `SHARINGS`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankGroup:
 
 
 class PretendedRanks(RankGroup):
-    """Rank 0 of ranks that are not there, for a dry run."""
+    """Rank 0 of ranks that are not there, for a dry run or a plan."""
 
     def __init__(self, size: int, backend: str) -> None:
         self._pretended = PretendedGroup("dry run", size, backend)
@@ -125,6 +125,11 @@ class OneGroup(Sharing):
         group = dist.group.WORLD if mesh is None else mesh.get_group()
         assert group is not None
         return OneGroup(RankGroup(group), reductions)
+
+    @staticmethod
+    def pretended(world_size: int, backend: str = "") -> OneGroup:
+        """The same of ranks that are not there, for what is told of a run before it is one."""
+        return OneGroup(PretendedRanks(world_size, backend))
 
     def check(self) -> None:
         if self._reductions is None:
