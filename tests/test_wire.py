@@ -1,0 +1,354 @@
+"""Codes on the wire: every rank computes with what was sent, and sends no more bytes than the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zerofx
+from tests.counting import count_collectives
+from tests.workers import Workers
+from zerofx.model.layout import BLOCKED_NUMEL, make_layout
+from zerofx.model.wire import sent_whole
+
+CODES = zerofx.Wire("int8", "int8", stochastic=False)
+SMALL = zerofx.Wire("int8", "int4")
+EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
+
+
+class Net(nn.Module):
+    """Matrices that travel in codes, and biases, a norm and a small matrix that travel as they are."""
+
+    def __init__(self, dim: int = 72) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.norm, self.small = nn.Linear(20, dim), nn.LayerNorm(dim), nn.Linear(dim, 3)
+        self.deep = nn.Sequential(nn.Linear(dim, 2 * dim), nn.Tanh(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.front(x).tanh()
+        return F.mse_loss(self.small(self.norm(h + self.deep(h))), x[:, :3])
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(wire: zerofx.Wire | None, steps: int = 4, clip: float | None = 1.0, **options: Any) -> list[torch.Tensor]:
+    """Losses, and the whole weights after them."""
+    options = {"executor": "eager", "groups": EACH_LAYER, **options}
+    model = zerofx.compile(Net(), wire=wire, **options)
+    optimizer = zerofx.AdamW(model.parameters(), lr=0.05, max_grad_norm=clip)
+    losses = []
+    for step in range(steps):
+        with zerofx.no_sync(model):
+            model(batch(step, dist.get_rank())).backward()
+        losses.append(model(batch(step, 10 + dist.get_rank())))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [x.detach() for x in [*losses, *(p.full_tensor() for p in model.parameters())]]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(x.equal(y) and x.isfinite().all() for x, y in zip(a, b, strict=True))
+
+
+# ---- the numbers ----------------------------------------------------------------------------------------------------
+
+
+def rounded(x: torch.Tensor, block: int = 256) -> torch.Tensor:
+    """``x`` in int8, by the formula and in 64 bits; a small one as it is."""
+    if x.numel() < BLOCKED_NUMEL:
+        return x
+    flat = F.pad(x.double().flatten(), (0, -x.numel() % block)).view(-1, block)
+    step = (flat.abs().amax(1, keepdim=True) / 127).clamp_min(1e-300)
+    return ((flat / step).round() * step).flatten()[: x.numel()].view(x.shape).to(x.dtype)
+
+
+def one_step_by_hand(rank: int, ranks: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss, and the gradients as ``rank`` adds them up: its own exact, the others' in int8."""
+    sums: list[torch.Tensor] = []
+    loss = torch.zeros(())
+    for other in range(ranks):
+        model = Net()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(rounded(p))
+        value = model(batch(0, other))
+        value.backward()
+        if other == rank:
+            loss = value.detach()
+        grads = [p.grad if other == rank else rounded(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
+        sums = grads if not sums else [a + b for a, b in zip(sums, grads)]  # type: ignore[assignment]
+    return loss, [g / ranks for g in sums]
+
+
+def one_step(stage: int, executor: str) -> list[float]:
+    """How far loss and gradients are from those by hand; of gradients, the share of elements that are elsewhere."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = zerofx.compile(Net(), stage=stage, wire=CODES, executor=executor, groups=EACH_LAYER)
+    loss = model(batch(0, rank))
+    loss.backward()
+    wanted, gradients = one_step_by_hand(rank, ranks)
+    off = [abs(float(loss.detach() - wanted)) / abs(float(wanted))]
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        piece = p._group.layout.piece(p._slot, rank)
+        mine = gradient.flatten().narrow(0, piece.in_parameter, piece.length)
+        if piece.length:
+            away = (p.grad.to_local() - mine).abs() > 1e-5 * gradient.abs().max()
+            off.append(float(away.float().mean()))
+    return off
+
+
+@pytest.mark.parametrize(("stage", "executor"), [(1, "eager"), (2, "eager"), (3, "eager"), (3, "inductor")])
+def test_a_step_is_that_of_rounded_weights_and_of_the_others_rounded_gradients(
+    workers2: Workers, stage: int, executor: str
+) -> None:
+    for off in workers2.run(one_step, stage, executor):
+        assert off[0] < 1e-5
+        assert max(off[1:]) < 1e-3  # a number between two codes may fall to either, in 32 bits
+
+
+def stages_agree(wire: zerofx.Wire) -> bool:
+    first = train(wire, stage=3)
+    return all(equal(train(wire, **options), first) for options in ({"stage": 1}, {"stage": 2}, {"stage": 3}))
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [SMALL, zerofx.Wire("bf16", "bf16"), zerofx.Wire("fp8", "fp8", block=64), zerofx.Wire(None, "int8")],
+    ids=str,
+)
+def test_every_stage_computes_the_same_bits(workers2: Workers, wire: zerofx.Wire) -> None:
+    assert workers2.run(stages_agree, wire) == [True, True]
+
+
+def test_all_ranks_have_the_same_weights_and_the_exact_ones_are_kept(workers3: Workers) -> None:
+    found = workers3.run(train, SMALL)
+    plain = workers3.run(train, None)
+    for ranks in (found, plain):
+        assert all(equal(rank[4:], ranks[0][4:]) for rank in ranks)
+    for coded, exact in zip(found[0], plain[0], strict=True):
+        assert 0 < (coded - exact).norm() / exact.norm() < 0.2 or coded.numel() < BLOCKED_NUMEL
+
+
+def outputs() -> torch.Tensor:
+    model = zerofx.compile(Net(), stage=3, executor="eager", wire=SMALL)
+    with torch.no_grad():
+        return model(batch(0, 0))
+
+
+def test_any_number_of_ranks_sends_the_same_codes(workers2: Workers, workers3: Workers) -> None:
+    first, *others = workers2.run(outputs) + workers3.run(outputs)
+    assert all(first.equal(other) for other in others)
+
+
+OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kept gathered": ({}, {"memory_budget": float("inf")}),
+    "lookups": ({}, {"lookups": True}),
+    "a second process group": ({}, {"reduce_group": "reductions"}),
+    "16 bits": (
+        {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32), "stage": 2},
+        {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32), "stage": 3},
+    ),
+}
+
+
+def another_way(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if other.get("reduce_group"):
+        other = {"reduce_group": dist.new_group(list(range(dist.get_world_size())))}
+    return equal(train(SMALL, **one), train(SMALL, **other))
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_codes_and_other_options_do_not_touch_each_other(workers2: Workers, way: str) -> None:
+    assert workers2.run(another_way, *OTHER_WAYS[way]) == [True, True]
+
+
+def leaf_forward() -> bool:
+    losses = []
+    for leaves in (None, ["deep"]):
+        model = zerofx.compile(Net(), stage=3, executor="eager", wire=SMALL, groups=EACH_LAYER, leaf_modules=leaves)
+        losses.append(model(batch(0, dist.get_rank())))
+        losses[-1].backward()
+    return losses[0].equal(losses[1])
+
+
+def test_a_leaf_module_is_gathered_in_codes_too(workers2: Workers) -> None:
+    assert workers2.run(leaf_forward) == [True, True]
+
+
+def steps_inside() -> bool:
+    found = []
+    for inside in (False, True):
+        model = zerofx.compile(Net(), stage=2, executor="eager", wire=CODES, groups=EACH_LAYER)
+        optimizer = zerofx.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):
+            x = batch(step, dist.get_rank())
+            if inside:
+                with zerofx.step_in_backward(model, optimizer):
+                    model(x).backward()
+            else:
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([p.full_tensor() for p in model.parameters()])
+    return equal(*found)
+
+
+def test_groups_that_are_updated_in_backward_are_refreshed_in_codes(workers2: Workers) -> None:
+    assert workers2.run(steps_inside) == [True, True]
+
+
+def goes_on(folder: str) -> bool:
+    def run(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model(batch(step, dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def fresh() -> tuple[Any, Any]:
+        model = zerofx.compile(Net(), stage=2, executor="eager", wire=SMALL)
+        return model, zerofx.AdamW(model.parameters(), lr=0.05)
+
+    model, optimizer = fresh()
+    run(model, optimizer, range(2))
+    zerofx.save(folder, model, optimizer)
+    run(model, optimizer, range(2, 4))
+    again, its_optimizer = fresh()
+    zerofx.load(folder, again, its_optimizer)
+    run(again, its_optimizer, range(2, 4))
+    return equal([p.full_tensor() for p in model.parameters()], [p.full_tensor() for p in again.parameters()])
+
+
+def test_a_checkpoint_has_the_exact_weights_and_goes_on_with_the_same_bits(workers2: Workers, tmp_path: Path) -> None:
+    assert workers2.run(goes_on, str(tmp_path / "step")) == [True, True]
+
+
+def skips_a_step() -> bool:
+    model = zerofx.compile(Net(), stage=3, executor="eager", wire=SMALL, groups=EACH_LAYER)
+    optimizer = zerofx.AdamW(model.parameters(), lr=0.05, max_grad_norm=1.0)
+    before = [p.full_tensor() for p in model.parameters()]
+    x = batch(0, dist.get_rank())
+    if dist.get_rank() == 1:
+        x[0, 0] = torch.inf
+    model(x).backward()
+    optimizer.step()
+    return not optimizer.grad_norm.isfinite() and equal(before, [p.full_tensor() for p in model.parameters()])
+
+
+def test_a_gradient_that_is_not_finite_is_seen_through_codes_on_every_rank(workers2: Workers) -> None:
+    assert workers2.run(skips_a_step) == [True, True]
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def bytes_sent(wire: zerofx.Wire | None, stage: int) -> int:
+    model = zerofx.compile(Wide(), stage=stage, executor="eager", wire=wire, groups=EACH_LAYER)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with count_collectives() as log:
+            model(torch.ones(2, 256)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sum(event.bytes for event in log.events)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("wire", "most"),
+    [
+        (zerofx.Wire("bf16", "bf16"), 0.51),
+        (zerofx.Wire("int8", "int8"), 0.27),
+        (zerofx.Wire("fp8", "fp8"), 0.27),
+        (zerofx.Wire("int8", "int4"), 0.23),
+        (zerofx.Wire(None, "int4"), 0.72),
+    ],
+    ids=str,
+)
+def test_a_step_sends_the_bytes_of_codes_and_scales(
+    workers2: Workers, stage: int, wire: zerofx.Wire, most: float
+) -> None:
+    coded, plain = (workers2.run(bytes_sent, w, stage) for w in (wire, None))
+    assert len(set(coded)) == 1
+    assert coded[0] / plain[0] < most
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("block", [32, 256, 1000])
+def test_a_layout_keeps_blocks_of_large_parameters_whole_on_every_number_of_ranks(world_size: int, block: int) -> None:
+    shapes = [("w", (70, 70)), ("b", (70,)), ("norm", (3,)), ("v", (4096,)), ("u", (99, 101)), ("end", (5,))]
+    layout = make_layout("g", shapes, torch.float32, world_size, block=block)
+    assert layout.shard_numel % block == 0
+    for slot, following in zip(layout.slots, layout.slots[1:]):
+        if slot.numel >= BLOCKED_NUMEL:
+            assert slot.offset % block == 0
+        if (slot.numel >= BLOCKED_NUMEL) != (following.numel >= BLOCKED_NUMEL):
+            assert slot.end <= following.offset // block * block
+    whole = {i for r in sent_whole(layout) for i in r}
+    for slot in layout.slots:
+        places = {i % layout.shard_numel for i in range(slot.offset, slot.end)}
+        assert slot.numel >= BLOCKED_NUMEL or places <= whole
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int4"}, "a fourteenth of its block's largest"),
+        ({"weights": "int7"}, r"Wire\(weights='int7'\): expected one of 'bf16', 'fp8', 'int8', or None"),
+        ({"gradients": "fp4"}, r"Wire\(gradients='fp4'\): expected one of 'bf16', 'fp8', 'int8', 'int4', or None"),
+        ({"block": 33}, r"Wire\(block=33\): expected an even number of elements, 32 or more"),
+        ({"stochastic": "no"}, r"Wire\(stochastic='no'\): expected True, False or None"),
+    ],
+)
+def test_a_code_that_is_none_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zerofx.Wire(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wire": "int8"}, "wire='int8': expected a zerofx.Wire, or None"),
+        ({"wire": CODES, "stage": 0}, "codes cannot be added. Use stage=1"),
+        ({"wire": CODES, "one_copy": True}, "no weights travel there. Leave weights= out"),
+    ],
+)
+def test_codes_where_nothing_could_travel_in_them_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zerofx.compile(Net(), **options)
+
+
+def codes_of_its_own() -> str:
+    wire = zerofx.Wire("int8", block=64 if dist.get_rank() else 128)
+    try:
+        zerofx.compile(Net(), wire=wire)
+    except RuntimeError as e:
+        return str(e)
+    return "nothing"
+
+
+def test_ranks_with_different_codes_are_refused_everywhere(workers2: Workers) -> None:
+    assert all("different models" in found for found in workers2.run(codes_of_its_own))
