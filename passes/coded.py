@@ -1,18 +1,20 @@
 """Buffers in codes (`zerofx.kernels.wire`): three operators, and a gather outside of graphs.
 
 ==================================================================  ==================================================
-``zerofx.encode(flat, rows, code, whole)``                          uint8 ``[rows * B]``: each row of ``flat`` in codes
+``zerofx.encode(flat, rows, code, whole, group)``                   uint8 ``[rows * B]``: each row of ``flat`` in codes
 ``zerofx.decode(wire, rows, numel, code, whole, dtype)``            ``[rows * numel]`` of ``dtype``: what was written
 ``zerofx.sum_coded(pack, arrived, numel, code, whole, group)``      float32 ``[numel]``: the sum over ranks of this
                                                                     rank's row of their packs, in the order of ranks
 ==================================================================  ==================================================
 
-A row is one rank's part of a flat buffer. Its B bytes are codes, scales, and the elements that are sent as they are::
+A row is one rank's part of a flat buffer: a shard, which is this rank's, or a row of a pack for each rank. Its B bytes
+are codes, scales, and the elements that are sent as they are::
 
-    [ codes of all blocks │ scales of all blocks │ the ranges in ``whole`` │ up to 16 bytes ]
+    [ codes of all blocks │ scales of all blocks │ elements of small parameters │ what is left ]
 
 Codes and scales of one part are in one buffer, so a scale cannot be parted from its codes. ``whole`` are the ranges of
-`zerofx.model.wire.sent_whole`, each as two numbers. They have codes too, which nobody reads.
+`zerofx.model.wire.sent_whole`, each as two numbers. They count from the beginning of the flat buffer. Every row has
+room for as many such elements as the row that has most of them. (They have codes too, which nobody reads.)
 
 ``sum_coded`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``: what
 does not travel loses nothing.
@@ -20,7 +22,8 @@ does not travel loses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from zerofx.kernels.wire import ALIGNMENT, Code
 from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("encode(Tensor flat, int rows, str code, int[] whole) -> Tensor")
+_library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group) -> Tensor")
 _library.define("decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype) -> Tensor")
 _library.define("sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group) -> Tensor")
 
@@ -42,29 +45,47 @@ def flattened(ranges: Iterable[range]) -> list[int]:
     return [end for each in ranges for end in (each.start, each.stop)]
 
 
+def pieces(whole: Sequence[int], numel: int) -> Iterator[tuple[int, int, int]]:
+    """The ranges as rows of ``numel`` elements have them: row, and start and stop in it."""
+    for start, stop in zip(whole[::2], whole[1::2], strict=True):
+        while start < stop:
+            row, at = divmod(start, numel)
+            length = min(stop - start, numel - at)
+            yield row, at, at + length
+            start += length
+
+
 def row_nbytes(numel: int, code: str, whole: Sequence[int], itemsize: int) -> int:
     """Bytes of a row of ``numel`` elements of ``itemsize``."""
-    elements = sum(whole[1::2]) - sum(whole[::2])
+    most: Counter[int] = Counter()
+    for row, start, stop in pieces(whole, numel):
+        most[row] += stop - start
+    elements = max(most.values(), default=0)
     return -(-(Code.of(code).nbytes(numel) + elements * itemsize) // ALIGNMENT) * ALIGNMENT
 
 
-def _as_they_are(rows: torch.Tensor, numel: int, code: Code, whole: Sequence[int], dtype: torch.dtype) -> Any:
-    """Pairs of a range, and the views of ``rows`` where it is sent."""
+def _as_they_are(
+    sent: torch.Tensor, row: int, numel: int, code: Code, whole: Sequence[int], dtype: torch.dtype
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Where elements of row number ``row`` travel as they are, and the views of ``sent``, its bytes, where they do."""
     at = code.nbytes(numel)
-    for start, stop in zip(whole[::2], whole[1::2], strict=True):
-        end = at + (stop - start) * dtype.itemsize
-        yield slice(start, stop), rows[:, at:end].view(dtype)
-        at = end
+    for other, start, stop in pieces(whole, numel):
+        if other == row:
+            end = at + (stop - start) * dtype.itemsize
+            yield slice(start, stop), sent[at:end].view(dtype)
+            at = end
 
 
 @torch.no_grad()
-def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int]) -> torch.Tensor:
+def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
     parts, how = flat.detach().view(rows, -1), Code.of(code)
     numel = parts.shape[1]
     out = flat.new_empty(rows, row_nbytes(numel, code, whole, flat.dtype.itemsize), dtype=torch.uint8)
     wire.encode(parts, how, out)
-    for where, sent in _as_they_are(out, numel, how, whole, flat.dtype):
-        sent.copy_(parts[:, where])
+    first = resolve_process_group(process_group).rank() if rows == 1 else 0
+    for i, part in enumerate(parts):
+        for where, sent in _as_they_are(out[i], first + i, numel, how, whole, flat.dtype):
+            sent.copy_(part[where])
     return out.view(-1)
 
 
@@ -80,10 +101,10 @@ def _decode(
 def decode_into(out: torch.Tensor, arrived: torch.Tensor, rows: int, code: Code, whole: Sequence[int]) -> None:
     """`zerofx.decode` into memory that is there."""
     out, read = out.view(rows, -1), arrived.view(rows, -1)
-    numel = out.shape[1]
     wire.decode(read, code, out)
-    for where, sent in _as_they_are(read, numel, code, whole, out.dtype):
-        out[:, where] = sent
+    for row in range(rows):
+        for where, sent in _as_they_are(read[row], row, out.shape[1], code, whole, out.dtype):
+            out[row, where] = sent
 
 
 @torch.no_grad()
@@ -92,7 +113,7 @@ def _sum_coded(
 ) -> torch.Tensor:
     how, rank = Code.of(code), resolve_process_group(process_group).rank()
     own = pack.detach().view(-1, numel)
-    read = list(arrived.view(-1, row_nbytes(numel, code, whole, pack.dtype.itemsize)).unsqueeze(1))
+    read = list(arrived.view(-1, row_nbytes(numel, code, whole, pack.dtype.itemsize)))
     if len(read) < len(own):
         read.insert(rank, read[0])  # its place alone
     total = torch.zeros(1, numel, dtype=torch.float32, device=pack.device)
@@ -100,14 +121,14 @@ def _sum_coded(
         if other == rank:
             total += own[rank]
             continue
-        before = [total[:, where].clone() for where, _ in _as_they_are(row, numel, how, whole, pack.dtype)]
-        wire.add(row, how, total)
-        for (where, sent), was in zip(_as_they_are(row, numel, how, whole, pack.dtype), before, strict=True):
-            total[:, where] = was + sent
+        sums = [(where, total[0, where] + x) for where, x in _as_they_are(row, rank, numel, how, whole, pack.dtype)]
+        wire.add(row.unsqueeze(0), how, total)
+        for where, value in sums:
+            total[0, where] = value
     return total[0]
 
 
-def _encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int]) -> torch.Tensor:
+def _encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
     return flat.new_empty(rows * nbytes, dtype=torch.uint8)
 
@@ -137,7 +158,7 @@ def gather_into(
     travel: Travel, out: torch.Tensor, shard: torch.Tensor, code: Code, whole: Sequence[int], process_group: str
 ) -> list[dist.Work]:
     """Start to fill ``out`` with what every rank sends of its ``shard``, itself included; returns what to wait for."""
-    sent = _encode(shard, 1, str(code), whole)
+    sent = _encode(shard, 1, str(code), whole, process_group)
     ranks = out.numel() // shard.numel()
     arrived = sent.new_empty(ranks * sent.numel())
     return [_Reading(out, arrived, ranks, code, whole, travel.gather_into(arrived, sent, process_group))]

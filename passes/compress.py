@@ -2,14 +2,14 @@
 
 ::
 
-    start = all_gather_into_tensor(shard, M, pg)         row = zerofx.encode(shard, 1, "int8/256", whole)
+    start = all_gather_into_tensor(shard, M, pg)         row = zerofx.encode(shard, 1, "int8/256", whole, pg)
     full = wait_tensor(start)                     ─────▶ start = all_gather_into_tensor(row, M, pg)
     w = as_strided(full, …)                              rows = wait_tensor(start)
     discard(full)                                        full = zerofx.decode(rows, M, S, "int8/256", whole, float32)
                                                          w = as_strided(full, …)
                                                          discard(full)
 
-    sums = reduce_scatter_tensor(pack, "sum", M, pg)     rows = zerofx.encode(pack, M, "int4/256?", whole)
+    sums = reduce_scatter_tensor(pack, "sum", M, pg)     rows = zerofx.encode(pack, M, "int4/256?", whole, pg)
     sums = wait_tensor(sums)                      ─────▶ start = an exchange of rows (travel.py)
     shard = sums * (1 / M)                               others = wait_tensor(start)
                                                          sums = zerofx.sum_coded(pack, others, S, …)
@@ -65,7 +65,8 @@ def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None
     if code is None or value.numel() != layout.shard_numel or not code.shortens(value.dtype):
         return False
     whole, group = flattened(sent_whole(layout)), layout.name
-    row = _insert(gm, start, _zerofx.encode.default, (shard, 1, str(code), whole), Tag("encode", group))
+    args: tuple[Any, ...] = (shard, 1, str(code), whole, start.args[2])
+    row = _insert(gm, start, _zerofx.encode.default, args, Tag("encode", group))
     readers = list(wait.users)
     start.args = (row, *start.args[1:])
     _revalue(start, wait)
@@ -83,7 +84,8 @@ def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, cod
         return False
     ranks, group = layout.world_size, layout.name
     whole, process_group = flattened(sent_whole(layout)), cast(str, start.args[3])
-    rows = _insert(gm, start, _zerofx.encode.default, (pack, ranks, str(code), whole), Tag("encode", group))
+    args: tuple[Any, ...] = (pack, ranks, str(code), whole, process_group)
+    rows = _insert(gm, start, _zerofx.encode.default, args, Tag("encode", group))
 
     def call(target: Callable, *args: Any) -> Node:
         return _insert(gm, start, target, args, Tag("reduce_scatter", group))

@@ -136,7 +136,7 @@ def test_all_ranks_have_the_same_weights_and_the_exact_ones_are_kept(workers3: W
     for ranks in (found, plain):
         assert all(equal(rank[4:], ranks[0][4:]) for rank in ranks)
     for coded, exact in zip(found[0], plain[0], strict=True):
-        assert 0 < (coded - exact).norm() / exact.norm() < 0.2 or coded.numel() < BLOCKED_NUMEL
+        assert 0 < (coded - exact).norm() / exact.norm() < 0.5
 
 
 def outputs() -> torch.Tensor:
@@ -193,7 +193,7 @@ def steps_inside() -> bool:
         for step in range(3):
             x = batch(step, dist.get_rank())
             if inside:
-                with zerofx.step_in_backward(model, optimizer):
+                with zerofx.step_in_backward(optimizer):
                     model(x).backward()
             else:
                 model(x).backward()
@@ -306,8 +306,8 @@ def test_a_layout_keeps_blocks_of_large_parameters_whole_on_every_number_of_rank
             assert slot.end <= following.offset // block * block
     whole = {i for r in sent_whole(layout) for i in r}
     for slot in layout.slots:
-        places = {i % layout.shard_numel for i in range(slot.offset, slot.end)}
-        assert slot.numel >= BLOCKED_NUMEL or places <= whole
+        assert whole.isdisjoint(range(slot.offset, slot.end)) == (slot.numel >= BLOCKED_NUMEL)
+        assert slot.numel >= BLOCKED_NUMEL or whole.issuperset(range(slot.offset, slot.end))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -33,12 +33,13 @@ def read_coded(known: Known, op: Op, fact: Any) -> None:
 
 
 def _encode(known: Known, op: Op, fact: Any) -> None:
-    source, rows, *how = op.args
+    source, rows, *how, process_group = op.args
     wire = known.ctx.wire
     if isinstance(fact, Flat):
         if fact.code or fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")
         _check(known, op, fact.layout, wire.weight_code if wire else None, (rows, *how), 1)
+        known.check_collective(op, fact.layout, fact.layout.world_size, process_group, known.ctx.process_group)
         known.facts[op.node] = replace(fact, code=how[0])
         return
     if fact is not None:
@@ -48,6 +49,7 @@ def _encode(known: Known, op: Op, fact: Any) -> None:
     if pack.numel != layout.numel:
         known.fail("reduction", op.node, f"it is a pack of {pack.numel} elements", f"{layout.numel}")
     _check(known, op, layout, wire.gradient_code if wire else None, (rows, *how), layout.world_size)
+    known.check_collective(op, layout, layout.world_size, process_group, known.ctx.reduce_group)
     known.facts[op.node] = replace(pack, state="coded")
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerofx.kernels.wire import Code
-from zerofx.model.layout import BLOCKED_NUMEL, GroupLayout, excerpt
+from zerofx.model.layout import BLOCKED_NUMEL, GroupLayout
 
 WeightCode = Literal["bf16", "fp8", "int8"]
 GradientCode = Literal["bf16", "fp8", "int8", "int4"]
@@ -82,9 +82,14 @@ class Wire:
 
 
 def sent_whole(layout: GroupLayout) -> list[range]:
-    """The ranges of a shard that travel as they are: where any rank has a part of a small parameter.
-
-    They are the same on every rank, so that all send as many bytes.
-    """
-    small = [slot for slot in layout.slots if 0 < slot.numel < BLOCKED_NUMEL]
-    return excerpt(layout, small)[0] if small else []
+    """The ranges of a flat buffer that travel as they are: small parameters, and what is between neighbours of them."""
+    ranges: list[range] = []
+    joins = False
+    for slot in layout.slots:
+        small = slot.numel < BLOCKED_NUMEL
+        if small and joins:
+            ranges[-1] = range(ranges[-1].start, slot.end)
+        elif small:
+            ranges.append(range(slot.offset, slot.end))
+        joins = small
+    return [r for r in ranges if r]

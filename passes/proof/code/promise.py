@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from zerofx._torch import OpOverload, saving_is_decided
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.proof.facts import REFRESH, STEP
+from zerofx.passes.proof.facts import DECODE, REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import GATHERS, communicates
 
@@ -158,7 +158,7 @@ class Promise:
                 for op in users.get(node, ()):
                     if op.node in found:
                         continue
-                    if op.target is _WAIT or op.shares_memory():
+                    if op.target in (_WAIT, DECODE) or op.shares_memory():
                         found.add(op.node)
                         todo.append(op.node)
                     elif isinstance(numel, int) and not _is_product(op):
@@ -191,7 +191,7 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
         node = todo.pop()
         if node in place:
             found.inputs.add(place[node])
-        elif node in ops and _kind(node) == "narrow":
+        elif node in ops and _kind(node) in ("narrow", "encode"):
             todo += ops[node].inputs
     return found
 
@@ -206,7 +206,7 @@ def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int
         seen.add(node)
         if node in started and ops[node].target is not REFRESH:
             found.add(started[node])
-        elif _kind(node) in ("wait_grad", "gradient", "reduce_scatter", "ahead", "step"):
+        elif _kind(node) in ("wait_grad", "gradient", "reduce_scatter", "decode", "ahead", "step"):
             todo += ops[node].inputs
     return found
 

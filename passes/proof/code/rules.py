@@ -48,12 +48,14 @@ class _Buffer:
         last: the last line that touches it.
         names: those under which it was waited for.
         returned: whether it leaves the code.
+        decoded: whether it is what was read of codes that came; it has names from the next line on.
     """
 
     place: Place
     last: int = 0
     names: frozenset[str] = frozenset()
     returned: bool = False
+    decoded: bool = False
 
 
 @dataclass
@@ -143,7 +145,10 @@ class _Reading:
                     "step", self._home(group), f"it reads weights that the update of {group!r} has changed", "it before"
                 )
             if memory in self.buffers:
-                self.buffers[memory].last = line.number
+                buffer = self.buffers[memory]
+                buffer.last = line.number
+                if buffer.decoded and not buffer.names:
+                    buffer.names = frozenset(self.walk.names_of(memory))
         for memory in line.writes:
             if self.sent.get(memory):
                 i = min(self.sent[memory])
@@ -288,6 +293,9 @@ class _Reading:
             self.origins[memory] = self.origins[memory] | origins
         if line.result is not None:
             self.origins[line.result] = origins
+            if plain_name(line.name) == _DECODE:
+                for memory in line.reads & self.buffers.keys():
+                    self.buffers[line.result] = _Buffer(self.buffers[memory].place, line.number, decoded=True)
 
     # ---- all lines --------------------------------------------------------------------------------------------------
 
@@ -345,4 +353,5 @@ class _Reading:
         return tag.group if tag is not None else None
 
 
+_DECODE = "decode"
 _COPIES = ("clone", "copy", "contiguous", "_to_copy")

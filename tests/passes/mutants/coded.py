@@ -124,6 +124,11 @@ def sums_in_the_order_of_another_group(gm: GraphModule, ctx: Context, node: Node
     set_arg(inner(gm, node), 5, "another")
 
 
+@breaks("group", _calls("encode"))
+def codes_of_the_rank_in_another_group(gm: GraphModule, ctx: Context, node: Node) -> None:
+    set_arg(inner(gm, node), 4, "another")
+
+
 @breaks("group", lambda gm, ctx: [n for n in tagged(gm, "reduce_scatter") if "all_to_all_single" in str(n.target)])
 def rows_that_are_cut_elsewhere(gm: GraphModule, ctx: Context, start: Node) -> None:
     first, *others = start.args[1]  # type: ignore[misc]
