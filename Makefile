@@ -3,6 +3,8 @@
 PYTHON ?= python3
 TORCH  ?= 2.13.0
 VENV   ?= .venv
+# Interpreters that `make wheel-check` takes.
+PYTHONS ?= $(PYTHON)
 ARGS   ?=
 # Processes that share the test files; each starts up to five ranks when a test asks for them. 0: no sharing.
 PYTEST_WORKERS ?= 2
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench pictures gpu clean
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench pictures gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +50,12 @@ lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+types: $(VENV)/dev.stamp  ## list what type checkers of users do not know
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes zerofx --ignoreexternal || true
+
+wheel-check: $(VENV)/dev.stamp  ## install wheel and sdist into empty environments: PYTHONS="python3.10 python3.13"
+	$(BIN)/python -m tests.installed --pythons "$(PYTHONS)" --torch $(TORCH) $(ARGS)
 
 format: $(VENV)/dev.stamp  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .

@@ -2,8 +2,8 @@
 
     python -m tests.installed --pythons "python3.10 python3.13" --torch 2.13.0           # `make wheel-check`
 
-For each interpreter: a new environment, torch, the wheel; then, in an empty folder, the command line and `program.py` on
-two ranks, in every stage, with both executors. In the first environment the sdist takes the wheel's place afterwards.
+For each interpreter: a new environment, torch, the wheel; then, in an empty folder, the command line and `program.py`
+on two ranks, in every stage, with both executors. In the first the sdist takes the wheel's place afterwards.
 Environments are made in a temporary folder, one at a time, since torch takes some gigabytes. pip decides where torch
 comes from: PIP_EXTRA_INDEX_URL names an index of builds without CUDA.
 """
@@ -57,9 +57,9 @@ def compare(wheel: Path, sdist: Path, folder: Path) -> None:
     run([sys.executable, "-c", BUILD, folder], source)
     (again,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as theirs:
-        held = [{i.filename: i.CRC for i in archive.infolist() if "RECORD" not in i.filename} for archive in (ours, theirs)]
-    if held[0] != held[1]:
-        sys.exit(f"wheels of the repository and of the sdist differ: {sorted(set(held[0].items()) ^ set(held[1].items()))}")
+        of_repository, of_sdist = ({(file.filename, file.CRC) for file in held.infolist()} for held in (ours, theirs))
+    if of_repository != of_sdist:
+        sys.exit(f"wheels of the repository and of the sdist differ: {sorted(of_repository ^ of_sdist)}")
 
 
 def use(python: Path, folder: Path, executors: list[str]) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
         wheel, sdist = build(folder)
         (folder / "again").mkdir()
         compare(wheel, sdist, folder / "again")
-        print(f"{wheel.name} ({wheel.stat().st_size:,} bytes), {sdist.name} ({sdist.stat().st_size:,} bytes)", flush=True)
+        print(*(f"{built.name}: {built.stat().st_size:,} bytes" for built in (wheel, sdist)), sep="\n", flush=True)
         for i, interpreter in enumerate(args.pythons.split()):
             with tempfile.TemporaryDirectory() as place:
                 check(interpreter, args.torch, wheel, sdist if i == 0 else None, args.executors.split(), Path(place))

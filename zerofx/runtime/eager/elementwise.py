@@ -46,7 +46,7 @@ ELEMENTWISE = frozenset([*_NAMED, *(f"__{name}__" for name in _OPERATORS)])
 _CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type type_as".split())
 """Those that give the tensor itself where device and dtype stay, which is what ``module.to(...)`` relies on."""
 
-_IN_PLACE = frozenset(function for name in _NAMED if (function := getattr(torch.Tensor, name + "_", None)))
+_IN_PLACE = frozenset(_function for name in _NAMED if (_function := getattr(torch.Tensor, name + "_", None)))
 
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
@@ -71,7 +71,7 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 """Reductions to an extreme, as the sign under which it is the largest."""
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it."""
     if not Home.any_away:
         return _dispatch(func, args, kwargs)

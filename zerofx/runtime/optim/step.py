@@ -111,7 +111,7 @@ class Stepper:
                 if isinstance(p, ShardedParameter):
                     self._members.setdefault(p._group, {}).setdefault(i, []).append(p)
         self.families: list[Family] = list(dict.fromkeys(group.family for group in self._members))
-        self.groups = [group for family in self.families for group in family.groups()]
+        self.groups: list[ShardGroup] = [group for family in self.families for group in family.groups()]
 
     def step(self, group: ShardGroup) -> None:
         """Update ``group``, if it has all of its gradient; a gradient that is used up is None."""

@@ -103,7 +103,7 @@ class ShardedTensor(torch.Tensor):
             f"rank {self._group.rank} of {ranks} holds {held:,} of {self._slot.numel:,} elements)"
         )
 
-    def __deepcopy__(self, memo: dict) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -133,7 +133,7 @@ class PlainlyCopied(nn.Parameter):
         """An ordinary parameter with a copy of the values."""
         return nn.Parameter(self.detach().clone(), self.requires_grad)
 
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = self.plain()
         return copy
 
