@@ -98,6 +98,8 @@ def main() -> None:
     size = args.batch * args.context
     batches = ids[: len(ids) // (ranks * size) * ranks * size].view(-1, ranks, args.batch, args.context)[:, rank]
     held_out, batches = batches[:2], batches[2:]
+    if not len(batches):
+        raise ValueError(f"{args.data} has {len(ids):,} tokens; expected {3 * ranks * size:,} at least: three steps")
 
     model = AutoModelForCausalLM.from_pretrained(base).to(device)
     if hasattr(model, "activation_checkpointing_enable"):  # what later versions of transformers call it
@@ -123,8 +125,8 @@ def main() -> None:
     after = evaluate(model, held_out)
 
     model.eval()
-    with torch.no_grad():
-        expected = model(input_ids=held_out[0]).logits
+    torch.set_grad_enabled(False)
+    expected = model(input_ids=held_out[0]).logits
     # Inside the model is whole on every rank, and an ordinary one: it generates without a collective, copies and saves.
     with zerofx.unsharded(model, writeback=False):
         if rank == 0:
@@ -138,8 +140,7 @@ def main() -> None:
         print(f"held-out loss {before:.3f} before, {after:.3f} after")
         print(f"written: {tokenizer.decode(written[0])!r}")
         loaded = AutoModelForCausalLM.from_pretrained(args.out / "merged").to(device).eval()
-        with torch.no_grad():
-            difference = (loaded(input_ids=held_out[0]).logits - expected).abs().max()
+        difference = (loaded(input_ids=held_out[0]).logits - expected).abs().max()
         print(f"{args.out / 'merged'}: logits differ by {difference:.1e} from those of the model that was trained")
     dist.destroy_process_group()
 
