@@ -52,7 +52,7 @@ lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/mypy
 
 types: $(VENV)/dev.stamp  ## list what type checkers of users do not know
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes zerofx --ignoreexternal || true
+	PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=. $(BIN)/pyright --verifytypes zerofx --ignoreexternal || true
 
 wheel-check: $(VENV)/dev.stamp  ## install wheel and sdist into empty environments: PYTHONS="python3.10 python3.13"
 	$(BIN)/python -m tests.installed --pythons "$(PYTHONS)" --torch $(TORCH) $(ARGS)

@@ -20,12 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def completeness() -> dict[str, Any]:
     """What pyright finds out about every name that does not begin with an underscore."""
     pytest.importorskip("pyright")
-    # pyright asks the first python of PATH where torch is.
+    # pyright asks the first python of PATH where packages are, and knows nothing of editable ones.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pyright", "--verifytypes", "zerofx", "--ignoreexternal", "--outputjson"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     return json.loads(done.stdout)["typeCompleteness"]
 
 
