@@ -1,5 +1,6 @@
 """Fine-tune a Hugging Face model with LoRA, sharded with ZeRO; then load what was saved with plain transformers.
 
+    pip install transformers peft
     torchrun --nproc-per-node 2 examples/finetune_hf.py                              # a small Llama that is made here
     torchrun --nproc-per-node 8 examples/finetune_hf.py --model llama/ --data notes.txt --context 1024 --lr 2e-4
 
@@ -32,10 +33,9 @@ def make_base(folder: Path, text: str) -> None:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=1023, show_progress=False, initial_alphabet=alphabet)
     bpe.train_from_iterator(text.splitlines(keepends=True), trainer)
+    bpe.add_special_tokens(["<eos>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
