@@ -1,0 +1,107 @@
+"""README.md and docs/ hold what they say: links lead somewhere, code runs, tables are those of benchmarks/results."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests import pages
+from tests.pages import PAGES, ROOT, blocks
+from tests.workers import Workers
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load("docs/hooks.py")
+RUN = [page for page in PAGES if any(not block.fragment for block in blocks(page))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in an address, as GitHub and the site's slugs have it."""
+    text = re.sub(r"^(```|~~~).*?^\1\s*$", "", page.read_text(), flags=re.M | re.S)
+    headings = [re.sub(r"[`*]|\]\([^)]*\)|\[", "", found) for found in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
+    for _, _, target in hooks.links_of(page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: {target} is not there"
+        if anchor:
+            assert anchor in anchors(path), f"{page.name}: {target}: no such heading; there are {sorted(anchors(path))}"
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert menu == {page.name for page in PAGES if page.parent.name == "docs"} | {"index.md", "contributing.md"}
+
+
+@pytest.mark.parametrize("name", ["zerofx", "passes", "kernels", "tests", "examples", "benchmarks"])
+def test_pages_that_code_refers_to_are_there(name: str) -> None:
+    for file in sorted((ROOT / name).rglob("*.py")):
+        for page in re.findall(r"docs/[\w-]+\.md", file.read_text()):
+            assert (ROOT / page).exists(), f"{file.relative_to(ROOT)} refers to {page}"
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(workers2: Workers, page: Path, tmp_path: Path) -> None:
+    ran = workers2.run(pages.run_page, page, str(tmp_path))
+    assert ran == [sum(not block.fragment for block in blocks(page))] * 2
+
+
+def test_a_block_that_fails_is_found_with_its_line(workers2: Workers, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\n<!-- goes on -->\n```python\n\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError, match=r'page\.md", line 10'):
+        workers2.run(pages.run_page, page, str(tmp_path))
+    page.write_text("```python\n>>> 1 + 1\n3\n```\n")
+    with pytest.raises(AssertionError, match=r"Expected:\s+3\s+Got:\s+2"):
+        workers2.run(pages.run_page, page, str(tmp_path))
+
+
+def test_comments_in_front_of_blocks_are_ones_that_are_known() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            assert re.fullmatch(r"|goes on|given: compiled|fragment: .{8,}", block.said), (page.name, block.line)
+        commented = re.findall(r"^<!-- (?:goes on|given: .*|fragment: .*) -->\n(?!```python)", page.read_text(), re.M)
+        assert not commented, f"{page.name}: no python block behind {commented}"
+
+
+def test_tables_of_results_are_those_of_the_files() -> None:
+    results = load("docs/pictures/results.py")
+    text = {page: (ROOT / page).read_text() for page in ("README.md", "docs/benchmarks.md")}
+    for make in results.TABLES:
+        page = "README.md" if make is results.readme else "docs/benchmarks.md"
+        assert make() in text[page], f"{page}: the table of {make.__name__} is not that of benchmarks/results"
+
+
+def test_the_readme_is_short_and_its_tables_are_narrow() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    assert max(line.count("|") for line in lines if line.startswith("|")) <= 7  # six columns
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="pip install -e '.[docs]'")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
