@@ -50,7 +50,7 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> 
 
 def test_every_page_is_in_the_menu_of_the_site() -> None:
     menu = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
-    assert menu == {page.name for page in PAGES if page.parent.name == "docs"} | {"index.md", "contributing.md"}
+    assert menu == {page.name for page in PAGES if page.parent == ROOT / "docs"} | {"index.md", "contributing.md"}
 
 
 @pytest.mark.parametrize("name", ["zerofx", "passes", "kernels", "tests", "examples", "benchmarks"])
@@ -64,6 +64,23 @@ def test_pages_that_code_refers_to_are_there(name: str) -> None:
 def test_the_code_of_a_page_runs(workers2: Workers, page: Path, tmp_path: Path) -> None:
     ran = workers2.run(pages.run_page, page, str(tmp_path))
     assert ran == [sum(not block.fragment for block in blocks(page))] * 2
+
+
+def test_the_program_of_the_first_page_runs_under_torchrun(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "start.md").read_text()
+    (program,) = (block.code for block in blocks(ROOT / "docs" / "start.md") if "init_process_group" in block.code)
+    assert program.count("stage=3)") == 1
+    (tmp_path / "train.py").write_text(program.replace("stage=3)", 'stage=3, executor="eager")'))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    shapes = re.findall(r"rank \d: .*? are here", text)
+    assert len(shapes) == 2 and all(each in done.stdout for each in shapes), done.stdout
+    head = re.findall(r"^forward: .*$", text, re.M)
+    assert len(head) == 1 and head[0] in done.stdout, done.stdout
 
 
 def test_a_block_that_fails_is_found_with_its_line(workers2: Workers, tmp_path: Path) -> None:
