@@ -11,16 +11,20 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
+import zerofx
 from tests import pages
 from tests.pages import PAGES, ROOT, blocks
 from tests.workers import Workers
 
 
 def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    spec = importlib.util.spec_from_file_location(f"docs_{Path(path).stem}", ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dynamo asks for it
     spec.loader.exec_module(module)
     return module
 
@@ -99,6 +103,30 @@ def test_comments_in_front_of_blocks_are_ones_that_are_known() -> None:
             assert re.fullmatch(r"|goes on|given: compiled|fragment: .{8,}", block.said), (page.name, block.line)
         commented = re.findall(r"^<!-- (?:goes on|given: .*|fragment: .*) -->\n(?!```python)", page.read_text(), re.M)
         assert not commented, f"{page.name}: no python block behind {commented}"
+
+
+def test_listings_of_graphs_are_real(tmp_path: Path) -> None:
+    """docs/stages.md has those of `Tiny`, README.md the first lines of examples/train_gpt.py's."""
+    page = ROOT / "docs" / "stages.md"
+    (code,) = (block.code for block in blocks(page) if "class Tiny" in block.code)
+    (tmp_path / "tiny.py").write_text(f"import torch.nn.functional as F\nfrom torch import nn\n\n{code}")
+    train_gpt = load("examples/train_gpt.py")
+    with torch.device("meta"):
+        tiny, x = load(str(tmp_path / "tiny.py")).Tiny(), torch.zeros(8, 512)
+        gpt, tokens = train_gpt.GPT(8, 128, 4, 128), torch.zeros(8, 128, dtype=torch.long)
+
+    def listing(model: nn.Module, batch: torch.Tensor, stage: int) -> str:
+        return str(zerofx.dry_run(model, batch, world_size=2, backend="gloo", executor="eager", stage=stage))
+
+    def plain(text: str) -> str:
+        """Without places and the width of columns; what is cut off at the end of a line does not count."""
+        text = re.sub(r"\S+\.py:\d+", "", text)
+        return "\n".join(re.sub(r"\s+", " ", line).strip().removesuffix("…")[:40] for line in text.splitlines())
+
+    for stage in (0, 2, 3):
+        assert plain(listing(tiny, x, stage)) in plain(page.read_text()), f"stage {stage}"
+    printed = re.search(r"^forward: 10 all-gathers.*?(?=^ +\.\.\.$)", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert printed and plain(listing(gpt, tokens, 3)).startswith(plain(printed[0]).rstrip()), printed
 
 
 def test_tables_of_results_are_those_of_the_files() -> None:
