@@ -59,9 +59,8 @@ class Drawing:
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, colour: str = "frame", width: float = 1) -> None:
-        self.parts.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="var(--c{colour})" stroke-width="{width:g}"/>'
-        )
+        ends = f'x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
+        self.parts.append(f'<line {ends} stroke="var(--c{colour})" stroke-width="{width:g}"/>')
 
     def words(
         self,

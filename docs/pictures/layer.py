@@ -70,7 +70,7 @@ class Lines:
                 self.names[node] = "pack"
             elif kind == "all_gather" and info.group == "layers.3":
                 self.names[node], mine = "gather3", False
-            if node in self.names and node.op != "placeholder" or (mine and kind == "discard"):
+            if (node in self.names and node.op != "placeholder") or (mine and kind == "discard"):
                 if self.rows and gap:
                     self.rows.append(("...", "", False))
                 gap = False
@@ -109,10 +109,9 @@ class Lines:
 
 
 def _op(node: fx.Node) -> str:
-    name = str(node.target).split(".")[-2] if isinstance(node.target, torch._ops.OpOverload) else node.name
-    return {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "wait_tensor": "wait"}.get(
-        name, name.split("_")[0] if name.startswith(("discard", "release")) else name
-    )
+    name = str(node.target).split(".")[-2] if hasattr(node.target, "overloadpacket") else node.name
+    name = name.removesuffix("_into_tensor").removesuffix("_tensor")
+    return name.split("_")[0] if name.startswith(("discard", "release")) else name
 
 
 def draw() -> None:

@@ -143,7 +143,8 @@ def checkpoints() -> str:
         "load": "load; zerofx verifies checksums, FSDP2 has none",
         "stops": "training stands still for a save in the background",
     }
-    rows = [[said, *(f"{found[who][key]['median_s']:.2f} s" for who in ("zerofx", "fsdp2"))] for key, said in what.items()]
+    pairs = {said: [found[who][key]["median_s"] for who in ("zerofx", "fsdp2")] for key, said in what.items()}
+    rows = [[said, *(f"{each:.2f} s" for each in pair)] for said, pair in pairs.items()]
     return table(["", "zerofx", "FSDP2 with torch.distributed.checkpoint"], rows)
 
 
@@ -238,7 +239,7 @@ def bars(file: str, label: str, at: dict[str, Any], names: list[str], key: str, 
         here = [name for name in names if name in run["contenders"]]
         for i, name in enumerate(reversed(here)):
             value = run["contenders"][name][key] * unit
-            ax.barh(i, value, color=hue(said[name]), height=0.72, alpha=0.55 if name.endswith("2") and "z" in name else 1)
+            ax.barh(i, value, color=hue(said[name]), height=0.72, alpha=0.55 if name == "zerofx-2" else 1)
             ax.text(value, i, f" {value:.2f}" if unit == 1 else f" {value:.0f}", va="center", fontsize=9)
             if key == "median_s":
                 least = bound(run, name) if file == "links" else run["contenders"]["alone"]["median_s"]

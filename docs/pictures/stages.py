@@ -97,17 +97,17 @@ def draw(stage: int, title: str) -> None:
     drawing.words(16, 28, f"Stage {stage}: {title}", bold=True)
     top = 78
     for i, column in enumerate(made):
-        words = column.name.split()
+        words = column.name.replace("forward", "forw.").replace("backward", "back").split()
         x = LEFT + WIDTH * i + WIDTH / 2 - 3
         for j, word in enumerate(words):
-            drawing.words(x, 54 + 14 * j, {"backward": "back", "forward": "forw."}.get(word, word), "faint", 12, "middle")
+            drawing.words(x, 54 + 14 * j, word, "faint", 12, "middle")
     share = WHOLE if stage == 0 else SHARE
     rows = [(f"weights {i}", "1", [c.weights[i] for c in made]) for i in range(LAYERS)]
     rows += [(f"gradients {i}", "3", [c.gradients[i] for c in made]) for i in range(LAYERS)]
     rows += [("moments, all", "2", [share] * len(made))]
     y = float(top)
     for label, hue, states in rows:
-        if label.endswith(" 0") and hue == "3" or hue == "2":
+        if label in ("gradients 0", "moments, all"):
             y += ROW / 2
         drawing.words(16, y + 11, label, size=12)
         for i, state in enumerate(states):
