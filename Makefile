@@ -58,7 +58,7 @@ bench: $(VENV)/dev.stamp  ## time a training step
 
 docs: $(VENV)/docs.stamp  ## build the documentation as a site, strictly, into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "open build/docs/index.html"
+	@echo "open build/docs/index.html; with search: python -m http.server --directory build/docs"
 
 pictures: $(VENV)/dev.stamp $(VENV)/docs.stamp  ## draw the pictures of README and docs anew; one needs Chromium
 	$(BIN)/python docs/pictures/layer.py

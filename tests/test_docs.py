@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
 from tests import pages
@@ -135,6 +139,23 @@ def test_tables_of_results_are_those_of_the_files() -> None:
     for make in results.TABLES:
         page = "README.md" if make is results.readme else "docs/benchmarks.md"
         assert make() in text[page], f"{page}: the table of {make.__name__} is not that of benchmarks/results"
+
+
+def _arguments(of: Any) -> list[str]:
+    return list(inspect.signature(of).parameters)
+
+
+def test_the_guides_name_every_option_of_the_programs_one_comes_from() -> None:
+    """Of the torch that is installed: a new version may bring new ones."""
+    text = {name: (ROOT / "docs" / f"from-{name}.md").read_text() for name in ("fsdp2", "ddp")}
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    asked = {
+        "fsdp2": [*_arguments(fully_shard), *_arguments(MixedPrecisionPolicy), *methods],
+        "ddp": _arguments(DistributedDataParallel),
+    }
+    for guide, names in asked.items():
+        missing = [name for name in names if not re.search(rf"`{name}\b", text[guide])]
+        assert len(names) > 15 and not missing, f"docs/from-{guide}.md says nothing of {missing}"
 
 
 def test_the_readme_is_short_and_its_tables_are_narrow() -> None:
