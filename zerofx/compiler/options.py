@@ -42,7 +42,7 @@ class Options:
             `zerofx.runtime.eager.leaf`.
         lookups: stage 3, for embeddings that are only looked up. Their rows travel instead of the table, and the rows'
             gradients, where that is fewer bytes. Every rank's batches must have one shape. See
-            `zerofx.passes.lookup`.
+            `zerofx.passes.lookups`.
         one_copy: stage 3 where all ranks are on one host. They share one copy of the weights, in common memory, and
             gather nothing. See `zerofx.runtime.state.one_copy`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
@@ -57,6 +57,7 @@ class Options:
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
             long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
+        passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 
     stage: int = 3
