@@ -14,7 +14,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
+<<<<<<< HEAD
 .PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench pictures gpu clean
+=======
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench docs pictures gpu clean
+>>>>>>> docs
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -64,7 +68,14 @@ format: $(VENV)/dev.stamp  ## apply ruff's fixes and formatting
 bench: $(VENV)/dev.stamp  ## time a training step
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
-pictures: $(VENV)/dev.stamp  ## draw the README's picture, with Chromium
+docs: $(VENV)/docs.stamp  ## build the documentation as a site, strictly, into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/docs/index.html; with search: python -m http.server --directory build/docs"
+
+pictures: $(VENV)/dev.stamp $(VENV)/docs.stamp  ## draw the pictures of README and docs anew; one needs Chromium
+	$(BIN)/python docs/pictures/layer.py
+	$(BIN)/python docs/pictures/stages.py
+	$(BIN)/python docs/pictures/results.py
 	$(BIN)/python docs/pictures/make.py
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
@@ -83,7 +94,7 @@ $(TORCH_STAMP):
 	$(PIP) install torch==$(TORCH)
 	touch $@
 
-# dev.stamp and examples.stamp: zerofx, editable, with the extra of that name.
+# dev.stamp, docs.stamp and examples.stamp: zerofx, editable, with the extra of that name.
 $(VENV)/%.stamp: pyproject.toml $(TORCH_STAMP)
 	$(PIP) install torch==$(TORCH) -e '.[$*]'
 	touch $@
