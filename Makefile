@@ -14,11 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-<<<<<<< HEAD
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench pictures gpu clean
-=======
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench docs pictures gpu clean
->>>>>>> docs
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench docs pictures
+.PHONY: gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets

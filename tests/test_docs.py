@@ -112,14 +112,14 @@ def test_comments_in_front_of_blocks_are_ones_that_are_known() -> None:
 
 
 def test_listings_of_graphs_are_real(tmp_path: Path) -> None:
-    """docs/stages.md has those of `Tiny`, README.md the first lines of examples/train_gpt.py's."""
+    """docs/stages.md has those of `Tiny`, README.md the first lines of examples/gpt.py's."""
     page = ROOT / "docs" / "stages.md"
     (code,) = (block.code for block in blocks(page) if "class Tiny" in block.code)
     (tmp_path / "tiny.py").write_text(f"import torch.nn.functional as F\nfrom torch import nn\n\n{code}")
-    train_gpt = load("examples/train_gpt.py")
+    example = load("examples/gpt.py")
     with torch.device("meta"):
         tiny, x = load(str(tmp_path / "tiny.py")).Tiny(), torch.zeros(8, 512)
-        gpt, tokens = train_gpt.GPT(8, 128, 4, 128), torch.zeros(8, 128, dtype=torch.long)
+        gpt, tokens = example.GPT(8, 128, 4, 128), torch.zeros(8, 128, dtype=torch.long)
 
     def listing(model: nn.Module, batch: torch.Tensor, stage: int) -> str:
         return str(zerofx.dry_run(model, batch, world_size=2, backend="gloo", executor="eager", stage=stage))
