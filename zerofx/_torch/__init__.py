@@ -95,4 +95,5 @@ from zerofx._torch.tensors import (
     pytree,
     storage_of,
     watch_arguments,
+    with_own_storage,
 )

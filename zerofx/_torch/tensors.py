@@ -38,6 +38,16 @@ def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and the same version counter, in a storage of its own: it ends with the last view of this one.
+
+    Assigning ``.data`` takes over another tensor's storage and leaves the version counter (2.11, 2.13, 2.15).
+    """
+    alias = tensor.detach()
+    alias.data = torch.from_dlpack(tensor.detach())
+    return alias
+
+
 def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Any tensor in the place of the parameter ``name`` of ``module``'s own (2.11, 2.13, 2.15)."""
     module._parameters[name] = tensor  # type: ignore[assignment]

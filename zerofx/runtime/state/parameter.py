@@ -72,7 +72,7 @@ class ShardedTensor(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor."""
-        return self._local
+        return self._group.home.lend(self._local)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
