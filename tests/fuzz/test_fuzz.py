@@ -85,6 +85,9 @@ FOUND = {
         stage=0,
         steps=(("plain", "eval"), ("crossed",)),
     ),
+    "weights_that_are_mapped_over_in_mixed_precision": Recipe(
+        (LINEAR, Layer("vmap", of=1)), precision="low", steps=(("plain", "eval"),)
+    ),
     "weights_that_are_mapped_over_outside_of_any_graph_of_stage_0_in_mixed_precision": Recipe(
         (LINEAR, Layer("eager", children=(Layer("vmap", of=1),))), precision="low", stage=0
     ),

@@ -381,10 +381,11 @@ def _refuse_argument(x: Any) -> None:
 
 
 def _mapped(x: Any) -> Any:
-    """What ``vmap`` maps over for a whole parameter that computes in another dtype. It asks nothing later."""
-    if torch.compiler.is_compiling() or not isinstance(x, _WHOLE) or x._compute_dtype is None:
+    """What ``vmap`` maps over for a parameter that computes in another dtype. It asks nothing later."""
+    whole = isinstance(x, _WHOLE) or (torch.compiler.is_compiling() and isinstance(x, ShardedParameter))
+    if not whole or type(x)._compute_dtype is None:
         return x
-    return x.to(x._compute_dtype)
+    return x.to(type(x)._compute_dtype)
 
 
 watch_arguments(_refuse_argument, _mapped)
