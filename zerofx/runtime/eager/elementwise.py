@@ -21,7 +21,7 @@ from zerofx.runtime.state.home import Home, all_at_hand
 from zerofx.runtime.state.parameter import (
     ShardedParameter,
     ShardedTensor,
-    check_conversion,
+    check_memory,
     count_write,
     detach,
     is_in_place,
@@ -169,11 +169,8 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
     if name == "data" and action == "__get__":
         return detach(tensor)
     if name == "data":
-        if isinstance(args[1], ShardedTensor) and args[1]._local is tensor._local:
-            return None  # `module.to(...)` that changed nothing
-        check_conversion(tensor, args[1])
-        way_out = "use `with torch.no_grad(): parameter.copy_(full_tensor)`"
-        tensor._refuse("assigning .data (as module.to_empty and module._apply do)", way_out)
+        check_memory(tensor, args[1])
+        return None
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return _on_full(func, name, args, {}, written=None, tracked=torch.is_grad_enabled() and tensor.requires_grad)
     if name == "grad" and action == "__set__" and args[1] is not None:

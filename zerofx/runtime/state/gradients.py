@@ -100,7 +100,7 @@ class Gradients:
                 if parameter.grad is None:
                     first.append((slot, parameter))
                 else:
-                    held.append(parameter.grad if self.stage == 0 else parameter.grad.to_local())
+                    held.append(parameter.grad if self.stage == 0 else parameter.grad._local)
                     new.append(self._local(slot, gradient))
             if held:
                 with self.home.at_hand():
