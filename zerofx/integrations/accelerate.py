@@ -38,6 +38,8 @@ from zerofx.integrations.states import (
     compile_once,
     is_sharded,
     load_optimizer_state,
+    pairs,
+    unwrapped_optimizer,
 )
 
 FOLDER = "zerofx"
@@ -144,7 +146,7 @@ class Accelerator(accelerate.Accelerator):
         models, optimizers = self._models, self._optimizers
         with self._set_aside():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        for name, model, optimizer in _pairs(models, optimizers):
+        for name, model, optimizer in pairs(models, optimizers):
             save(Path(folder) / FOLDER / name, checkpointed(model), optimizer)
         return folder
 
@@ -158,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
         with self._set_aside(), _noting_the_folder(self, found):
             super().load_state(input_dir, load_kwargs, **kwargs)
         if (found[0] / FOLDER).is_dir():
-            for name, model, optimizer in _pairs(models, optimizers):
+            for name, model, optimizer in pairs(models, optimizers):
                 load(found[0] / FOLDER / name, checkpointed(model), optimizer, rng=False)
         else:
             _load_plain(found[0], models, optimizers)
@@ -172,24 +174,6 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
-
-
-def _pairs(models: list[nn.Module], optimizers: list[Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """What is saved together: each optimizer with its model, and models without one, under names."""
-    alone = dict(enumerate(models))
-    for i, optimizer in enumerate(optimizers):
-        inner = getattr(optimizer, "optimizer", optimizer)
-        first = inner.param_groups[0]["params"][0]
-        owner = next((j for j, m in enumerate(models) if any(p is first for p in m.parameters())), None)
-        if owner is None:
-            raise ValueError(
-                f"the parameters of optimizer {i}, {type(inner).__name__}, are of none of the {len(models)} models "
-                "that this Accelerator prepared: prepare its model, too."
-            )
-        alone.pop(owner, None)
-        yield f"model_{owner}_optimizer_{i}", models[owner], inner
-    for j, model in alone.items():
-        yield f"model_{j}", model, None
 
 
 @contextlib.contextmanager
@@ -210,5 +194,4 @@ def _load_plain(folder: Path, models: list[nn.Module], optimizers: list[Any]) ->
         load(whole if whole.exists() else folder / f"pytorch_model{ending}.bin", model, rng=False)
     for i, optimizer in enumerate(optimizers):
         file = folder / (f"optimizer_{i}.bin" if i else "optimizer.bin")
-        inner = getattr(optimizer, "optimizer", optimizer)
-        load_optimizer_state(inner, torch.load(file, map_location="cpu", weights_only=True))
+        load_optimizer_state(unwrapped_optimizer(optimizer), torch.load(file, map_location="cpu", weights_only=True))

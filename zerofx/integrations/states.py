@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from zerofx.compiler.options import Options
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
-_OF_COMPILE = ("dynamic", "fullgraph")
+OF_COMPILE = ("dynamic", "fullgraph")
 """Options of ``zerofx.compile`` that are ``torch.compile``'s."""
 
 
@@ -37,7 +37,7 @@ def checked_options(options: Mapping[str, Any] | None, where: str) -> dict[str, 
         raise ValueError(f"{where}={options!r}: expected a dictionary of zerofx.compile's options, such as stage=3.")
     given = dict(options or {})
     try:
-        Options.of({name: value for name, value in given.items() if name not in _OF_COMPILE})
+        Options.of({name: value for name, value in given.items() if name not in OF_COMPILE})
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from e
     return given
@@ -120,3 +120,27 @@ def _slice(value: Any, parameter: torch.Tensor, what: str) -> Any:
     mine = parameter.like(torch.empty_like(parameter.to_local(), dtype=value.dtype))
     mine.copy_(value)
     return mine
+
+
+def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of what accelerate (``optimizer``) and Lightning (``_optimizer``) put around it."""
+    while (inner := vars(optimizer).get("_optimizer", vars(optimizer).get("optimizer"))) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def pairs(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any]]:
+    """What `zerofx.save` takes together: each optimizer with its model, and models without one, under names."""
+    alone = dict(enumerate(models))
+    for i, optimizer in enumerate(map(unwrapped_optimizer, optimizers)):
+        first = optimizer.param_groups[0]["params"][0]
+        owner = next((j for j, m in enumerate(models) if any(p is first for p in m.parameters())), None)
+        if owner is None:
+            raise ValueError(
+                f"the parameters of optimizer {i}, {type(optimizer).__name__}, belong to none of the {len(models)} "
+                "models that are saved or loaded with it: hand over its model, too."
+            )
+        alone.pop(owner, None)
+        yield f"model_{owner}_optimizer_{i}", models[owner], optimizer
+    for j, model in alone.items():
+        yield f"model_{j}", model, None

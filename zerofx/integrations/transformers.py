@@ -29,7 +29,7 @@ import transformers
 from zerofx.checkpoint import full_state_dict, latest, load, save
 from zerofx.integrations.accelerate import FOLDER, Accelerator
 from zerofx.integrations.peft import adapter_state_dict, checkpointed, is_adapted
-from zerofx.integrations.states import checked_options, is_sharded, load_optimizer_state, stage_of
+from zerofx.integrations.states import checked_options, is_sharded, load_optimizer_state, stage_of, unwrapped_optimizer
 
 _REFUSED = {
     "deepspeed": "zerofx is what shards the model: leave deepspeed= out, and choose a stage with zerofx={'stage': 3}",
@@ -82,7 +82,7 @@ class Sharded:
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        save(Path(output_dir) / FOLDER, checkpointed(self.model), _inner(optimizer))
+        save(Path(output_dir) / FOLDER, checkpointed(self.model), unwrapped_optimizer(optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
@@ -99,9 +99,9 @@ class Sharded:
             return
         folder, whole = Path(checkpoint) / FOLDER, Path(checkpoint) / "optimizer.pt"
         if latest(folder) is not None:
-            load(folder, checkpointed(self.model), _inner(self.optimizer), rng=False)
+            load(folder, checkpointed(self.model), unwrapped_optimizer(self.optimizer), rng=False)
         elif whole.exists():
-            load_optimizer_state(_inner(self.optimizer), torch.load(whole, map_location="cpu", weights_only=True))
+            load_optimizer_state(unwrapped_optimizer(self.optimizer), torch.load(whole, map_location="cpu", weights_only=True))
         scheduler = Path(checkpoint) / "scheduler.pt"
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -119,10 +119,3 @@ class Seq2SeqTrainer(Sharded, transformers.Seq2SeqTrainer):
         if stage_of(self.model) == 3:
             kwargs.setdefault("synced_gpus", True)
         return super().prediction_step(model, inputs, *args, **kwargs)
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of accelerate's."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
