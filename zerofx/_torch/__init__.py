@@ -61,6 +61,7 @@ from zerofx._torch.distributed import (
 )
 from zerofx._torch.dynamo import (
     chosen_by_data,
+    call_instead,
     compile_module,
     frame_locals_and_globals,
     inlined_alone,
