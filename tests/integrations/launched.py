@@ -68,3 +68,19 @@ def forget() -> None:
         state = importlib.import_module("accelerate.state")
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
+
+
+def close(found: Any, expected: Any, tolerance: float = 2e-4) -> None:
+    """Numbers in nestings of dictionaries and lists are equal but for the order of sums; all else is equal."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            close(found[name], expected[name], tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), (found, expected)
+        for one, other in zip(found, expected, strict=True):
+            close(one, other, tolerance)
+    elif isinstance(expected, float):
+        assert abs(found - expected) <= tolerance * max(1.0, abs(expected)), (found, expected)
+    else:
+        assert found == expected

@@ -16,6 +16,7 @@ model = LlamaForCausalLM(
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=64,
+        attention_dropout=0.1,
     )
 )
 tokens = torch.randint(1, 131, (100, 12), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,152 @@
+"""A script of transformers' Trainer with one line changed trains as with DistributedDataParallel, stops and goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.integrations.launched import as_torchrun_would, close, converted, plain, run_script
+from tests.workers import Workers
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install zerofx[transformers]")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zerofx[transformers]")
+
+IMPORT = "from transformers import Trainer"
+OURS = "from zerofx.integrations.transformers import Trainer"
+
+
+def with_options(stage: int, name: str = "Trainer") -> str:
+    """The changed line, with options: a stage, and no Inductor."""
+    options = f'functools.partial(z.{name}, zerofx={{"stage": {stage}, "executor": "eager"}})'
+    return f"import functools, zerofx.integrations.transformers as z; {name} = {options}"
+
+
+@pytest.fixture(scope="module")
+def reference(workers2: Workers, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """What the script does as it is, and its folder."""
+    folder = tmp_path_factory.mktemp("ddp")
+    return workers2.run(run_script, plain("trainer"), str(folder), timeout=120), folder
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_line_changed_trains_evaluates_saves_and_takes_the_best_as_with_ddp(
+    workers2: Workers, reference: tuple[list[Any], Path], stage: int, tmp_path: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    text = converted("trainer", {IMPORT: with_options(stage)})
+    expected, folder = reference
+    found = workers2.run(run_script, text, str(tmp_path), timeout=120)
+    for one, other in zip(found, expected, strict=True):
+        assert len(one["losses"]) == 20 and len(one["evaluations"]) == 4
+        close(one, other)
+    assert expected[0]["best"] != "checkpoint-20"  # so that a better model was loaded
+    saved = [LlamaForCausalLM.from_pretrained(path / "final").state_dict() for path in (tmp_path, folder)]
+    torch.testing.assert_close(*saved, rtol=1e-3, atol=1e-4)
+    assert (tmp_path / "checkpoint-10" / "zerofx").is_dir() and not (tmp_path / "checkpoint-10/optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_run_goes_on_from_a_checkpoint_with_the_losses_of_one_that_was_not_interrupted(
+    workers2: Workers, reference: tuple[list[Any], Path], stage: int, tmp_path: Path
+) -> None:
+    text = converted("trainer", {IMPORT: with_options(stage)})
+    once = text.replace("max_steps=20", "max_steps=20 if sys.argv[2:] else 12")  # the rates of learning differ, so
+    once = once.replace("learning_rate=0.02", 'learning_rate=0.02, lr_scheduler_type="constant"')
+    full = workers2.run(run_script, once.replace("max_steps=20 if sys.argv[2:] else 12", "max_steps=20"), str(tmp_path))
+    resumed = workers2.run(run_script, once, str(tmp_path / "again"), str(tmp_path / "checkpoint-10"), timeout=120)
+    for one, other in zip(resumed, full, strict=True):
+        assert len(one["losses"]) == 20  # the history of the first ten is in the checkpoint
+        assert one["losses"] == other["losses"] and one["evaluations"] == other["evaluations"]
+    _, folder = reference
+    text = text.replace("load_best_model_at_end=True", "load_best_model_at_end=False")
+    from_ddp = workers2.run(run_script, text, str(tmp_path / "third"), str(folder / "checkpoint-10"), timeout=120)
+    close(from_ddp[0]["losses"], reference[0][0]["losses"])
+
+
+@pytest.mark.slow
+def test_the_line_of_the_documentation_trains_with_inductor(
+    workers2: Workers, reference: tuple[list[Any], Path], tmp_path: Path
+) -> None:
+    assert f"-{IMPORT}\n+{OURS}\n" in documentation()
+    # Generated code draws other numbers for dropout.
+    texts = [text.replace("attention_dropout=0.1", "attention_dropout=0.0") for text in (plain("trainer"),)]
+    texts.append(converted("trainer", {IMPORT: OURS}).replace("attention_dropout=0.1", "attention_dropout=0.0"))
+    folders = [str(tmp_path / name) for name in ("ddp", "zerofx")]
+    expected, found = (workers2.run(run_script, t, f, timeout=280) for t, f in zip(texts, folders))
+    close(found[0], expected[0])
+
+
+def documentation() -> str:
+    (page,) = Path(zerofx.__file__).parent.parent.joinpath("docs").rglob("integrations.md")
+    return page.read_text()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_generate_in_evaluation_gives_the_tokens_of_ddp_on_ranks_that_stop_at_different_steps(
+    workers2: Workers, stage: int, tmp_path: Path
+) -> None:
+    texts = [plain("seq2seq")]
+    texts.append(converted("seq2seq", {"from transformers import Seq2SeqTrainer": with_options(stage, "Seq2SeqTrainer")}))
+    expected, found = (workers2.run(run_script, text, str(tmp_path), timeout=120) for text in texts)
+    assert expected[0]["length"] != expected[1]["length"]
+    for one, other in zip(found, expected, strict=True):
+        assert one["tokens"] == other["tokens"]
+        close(one["loss"], other["loss"])
+
+
+def check_refused(folder: str, arguments: dict[str, Any]) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from zerofx.integrations.transformers import Trainer
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1))
+    with as_torchrun_would():
+        args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+        for name, value in arguments.items():
+            setattr(args, name, value)
+        with pytest.raises(ValueError) as error:
+            Trainer(model=model, args=args)
+    return str(error.value)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"deepspeed": "ds.json"}, "deepspeed='ds.json'): expected it unset with zerofx. zerofx is what shards"),
+    ({"fsdp": "full_shard"}, "fsdp='full_shard'): expected it unset with zerofx. zerofx is what shards the model"),
+    ({"torch_compile": True}, "torch_compile=True): expected it unset with zerofx. zerofx compiles the model itself"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size=True): expected it unset with zerofx."),
+    ({"bf16_full_eval": True}, "evaluate with the precision of training"),
+]
+
+
+def test_what_does_not_go_together_with_zerofx_is_refused_by_name(workers2: Workers, tmp_path: Path) -> None:
+    for arguments, text in REFUSED:
+        assert text in workers2.run(check_refused, str(tmp_path), arguments)[0]
+
+
+def test_in_one_process_the_trainer_is_that_of_transformers(tmp_path: Path) -> None:
+    alone = [converted("trainer", {IMPORT: line}) for line in (IMPORT, with_options(3))]
+    results = []
+    for text in alone:
+        text = text.replace("max_steps=20", "max_steps=2").replace("eval_steps=5", "eval_steps=2")
+        text = text.replace("save_steps=5", "save_steps=2")
+        results.append(in_one_process(text, str(tmp_path)))
+    assert results[0] == results[1]
+
+
+def in_one_process(text: str, folder: str) -> Any:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    run: Callable = compile(text.replace("sys.argv[1]", repr(folder)), "script.py", "exec")  # type: ignore[assignment]
+    before = dict(os.environ)
+    try:
+        exec(run, namespace)  # type: ignore[arg-type]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return namespace["result"]
