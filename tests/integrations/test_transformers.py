@@ -93,7 +93,9 @@ def test_generate_in_evaluation_gives_the_tokens_of_ddp_on_ranks_that_stop_at_di
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:
     texts = [plain("seq2seq")]
-    texts.append(converted("seq2seq", {"from transformers import Seq2SeqTrainer": with_options(stage, "Seq2SeqTrainer")}))
+    texts.append(
+        converted("seq2seq", {"from transformers import Seq2SeqTrainer": with_options(stage, "Seq2SeqTrainer")})
+    )
     expected, found = (workers2.run(run_script, text, str(tmp_path), timeout=120) for text in texts)
     assert expected[0]["length"] != expected[1]["length"]
     for one, other in zip(found, expected, strict=True):

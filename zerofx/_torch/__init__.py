@@ -60,8 +60,8 @@ from zerofx._torch.distributed import (
     timeout_of,
 )
 from zerofx._torch.dynamo import (
-    chosen_by_data,
     call_instead,
+    chosen_by_data,
     compile_module,
     frame_locals_and_globals,
     inlined_alone,

@@ -166,7 +166,7 @@ class Accelerator(accelerate.Accelerator):
             _load_plain(found[0], models, optimizers)
 
     @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _set_aside(self: Any) -> Iterator[None]:
         """The parent sees neither models nor optimizers, and cares for schedulers, samplers and generators alone."""
         models, optimizers = self._models, self._optimizers
         self._models, self._optimizers = [], []

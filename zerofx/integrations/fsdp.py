@@ -95,7 +95,7 @@ def fully_shard(
         if one in _MARKS or any(hasattr(p, "_group") for p in plain_parameters(one)):
             raise ValueError(
                 f"fully_shard of a {type(one).__name__} of which parameters are sharded already: expected one call for "
-                "each module, the whole model's last, and only then a use of any: a forward, parameters(), state_dict()."
+                "each module, the whole model's last, and only then a use of any, such as parameters() or a forward."
             )
     for one in modules:
         _move(one, mesh)
@@ -122,8 +122,8 @@ def _refuse(placement: Any, reshard: Any, offload: Any, ignored: Any, zerofx: An
         )
     if ignored:
         raise ValueError(
-            f"ignored_params={{{len(ignored)} parameters}}: expected none, for gradients of all are averaged. Keep what "
-            "is not to be trained as a buffer, or outside of the model."
+            f"ignored_params={{{len(ignored)} parameters}}: expected none, for all gradients are averaged. Keep what is "
+            "not to be trained as a buffer, or outside of the model."
         )
     if "mixed_precision" in (zerofx or {}) or "groups" in (zerofx or {}) or "mesh" in (zerofx or {}):
         raise ValueError(
@@ -293,7 +293,9 @@ class ZeroModule(nn.Module):
         )
 
     def reshard(self) -> NoReturn:
-        raise NotImplementedError("reshard(): expected nothing in its place; weights are dropped behind their last use.")
+        raise NotImplementedError(
+            "reshard(): expected nothing in its place; weights are dropped behind their last use."
+        )
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Of a marked model on the meta device: it is sharded, initialised module by module, and compiled."""

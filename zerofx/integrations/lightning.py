@@ -160,7 +160,7 @@ class FabricStrategy(_Zero, FabricDDPStrategy):
     ) -> None:
         super().__init__(**kwargs)
         self._take(zerofx, state_dict_type, self._ddp_kwargs)
-        self._backward_sync_control = _SyncControl()  # type: ignore[assignment]
+        self._backward_sync_control: Any = _SyncControl()
 
     @property
     def precision(self) -> Any:
@@ -168,7 +168,8 @@ class FabricStrategy(_Zero, FabricDDPStrategy):
 
     @precision.setter
     def precision(self, precision: Any) -> None:
-        FabricDDPStrategy.precision.fset(self, self._check(precision))  # type: ignore[attr-defined]
+        inherited: Any = FabricDDPStrategy.precision
+        inherited.fset(self, self._check(precision))
 
     def module_to_device(self, module: nn.Module) -> None:
         self._to_device(module)
@@ -281,7 +282,8 @@ class TrainerStrategy(_Zero, TrainerDDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Any) -> None:
-        TrainerDDPStrategy.precision_plugin.fset(self, self._check(precision_plugin))  # type: ignore[attr-defined]
+        inherited: Any = TrainerDDPStrategy.precision_plugin
+        inherited.fset(self, self._check(precision_plugin))
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync:

@@ -89,7 +89,7 @@ class WithoutBase(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.model.parameters(recurse)
 
-    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
         state = self.model.state_dict(keep_vars=True)
         frozen = {name for name, v in state.items() if isinstance(v, nn.Parameter) and not v.requires_grad}
         return {name: v if keep_vars else _detached(v) for name, v in state.items() if name not in frozen}

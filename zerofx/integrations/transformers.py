@@ -101,7 +101,9 @@ class Sharded:
         if latest(folder) is not None:
             load(folder, checkpointed(self.model), unwrapped_optimizer(self.optimizer), rng=False)
         elif whole.exists():
-            load_optimizer_state(unwrapped_optimizer(self.optimizer), torch.load(whole, map_location="cpu", weights_only=True))
+            load_optimizer_state(
+                unwrapped_optimizer(self.optimizer), torch.load(whole, map_location="cpu", weights_only=True)
+            )
         scheduler = Path(checkpoint) / "scheduler.pt"
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -114,8 +116,11 @@ class Trainer(Sharded, transformers.Trainer):
 class Seq2SeqTrainer(Sharded, transformers.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` on sharded weights; see `Sharded`."""
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **gen_kwargs: Any
+    ) -> Any:
         """In stage 3 every forward is a collective: a rank that has its text goes on until all have."""
-        if stage_of(self.model) == 3:
-            kwargs.setdefault("synced_gpus", True)
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        if stage_of(model) == 3:
+            gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))  # those of ``evaluate``
+            gen_kwargs.setdefault("synced_gpus", True)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
