@@ -122,8 +122,8 @@ def _refuse(placement: Any, reshard: Any, offload: Any, ignored: Any, zerofx: An
         )
     if ignored:
         raise ValueError(
-            f"ignored_params={{{len(ignored)} parameters}}: expected none, for all gradients are averaged. Keep what is "
-            "not to be trained as a buffer, or outside of the model."
+            f"ignored_params={{{len(ignored)} parameters}}: expected none, for all gradients are averaged. Keep what "
+            "is not to be trained as a buffer, or outside of the model."
         )
     if "mixed_precision" in (zerofx or {}) or "groups" in (zerofx or {}) or "mesh" in (zerofx or {}):
         raise ValueError(
