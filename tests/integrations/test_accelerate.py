@@ -29,7 +29,7 @@ def results(text: str, folder: str, checkpoints: list[str]) -> list[Any]:
 def reference(workers2: Workers, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     """What the script does as it is: from the start, and from its checkpoint, which leaves dropout another way."""
     folder = tmp_path_factory.mktemp("ddp")
-    return workers2.run(results, plain("accelerator"), str(folder), [f"{folder}/ten"], timeout=200), folder
+    return workers2.run(results, plain("accelerator"), str(folder), [f"{folder}/ten"], timeout=280), folder
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_one_line_changed_accumulates_clips_saves_and_goes_on_as_with_ddp(
 
     expected, folder = reference
     checkpoints = [f"{tmp_path}/ten", f"{folder}/ten"]  # its own, and one of DistributedDataParallel
-    found = workers2.run(results, changed(stage), str(tmp_path), checkpoints, timeout=200)
+    found = workers2.run(results, changed(stage), str(tmp_path), checkpoints, timeout=280)
     for (from_start, from_own, from_ddp), (start, resumed) in zip(found, expected, strict=True):
         assert len(start["losses"]) == 40 and len(start["norms"]) == 20 and len(resumed["losses"]) == 20
         close(from_start, start)

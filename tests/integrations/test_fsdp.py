@@ -28,13 +28,13 @@ def changed(executor: str) -> str:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_line_changed_trains_clips_and_saves_as_fsdp2(workers2: Workers, dtype: str, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("fsdp2", "zerofx")]
-    expected = workers2.run(run_script, plain("fsdp"), folders[0], dtype, timeout=150)
-    found = workers2.run(run_script, changed("eager"), folders[1], dtype, timeout=150)
+    expected = workers2.run(run_script, plain("fsdp"), folders[0], dtype, timeout=250)
+    found = workers2.run(run_script, changed("eager"), folders[1], dtype, timeout=250)
     tolerance = 2e-4 if dtype == "float32" else 2e-3
     close(found, expected, tolerance)
     assert len(found[0]["losses"]) == 20
     for folder in folders[:: 1 if dtype == "float32" else 2]:
-        resumed = workers2.run(run_script, changed("eager"), str(tmp_path), dtype, f"{folder}/ten", timeout=150)
+        resumed = workers2.run(run_script, changed("eager"), str(tmp_path), dtype, f"{folder}/ten", timeout=250)
         close([one["losses"] for one in resumed], [one["losses"][10:] for one in expected], tolerance)
 
 

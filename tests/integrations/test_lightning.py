@@ -43,7 +43,7 @@ def references(workers2: Workers, tmp_path_factory: pytest.TempPathFactory) -> d
     found = {}
     for name in LINES:
         folder = tmp_path_factory.mktemp(name)
-        found[name] = workers2.run(run_script, plain(name), str(folder), timeout=150), folder
+        found[name] = workers2.run(run_script, plain(name), str(folder), timeout=250), folder
     return found
 
 

@@ -28,12 +28,12 @@ def test_an_adapter_under_the_trainer_trains_saves_takes_the_best_and_goes_on_as
 
     text = converted("adapter", {IMPORT: with_options(stage)})
     texts, folders = (plain("adapter"), text), [str(tmp_path / name) for name in ("ddp", "zerofx")]
-    expected, found = (workers2.run(run_script, t, f, timeout=200) for t, f in zip(texts, folders, strict=True))
+    expected, found = (workers2.run(run_script, t, f, timeout=280) for t, f in zip(texts, folders, strict=True))
     assert expected[0]["dtypes"] == ["torch.bfloat16", "torch.float32"]
     close(found, expected, 5e-3)
     saved = [load_file(Path(folder, "final", "adapter_model.safetensors")) for folder in folders]
     torch.testing.assert_close(*saved, rtol=5e-2, atol=5e-3)
-    resumed = workers2.run(run_script, text, str(tmp_path / "again"), f"{folders[1]}/checkpoint-10", timeout=200)
+    resumed = workers2.run(run_script, text, str(tmp_path / "again"), f"{folders[1]}/checkpoint-10", timeout=280)
     assert resumed[0]["losses"] == found[0]["losses"]
     weights = sum(file.stat().st_size for file in Path(folders[1], "checkpoint-10", "zerofx").glob("*.distcp"))
     assert weights < 60_000  # the adapter and its moments; the base alone takes 80 kB
@@ -71,5 +71,5 @@ def check_saving(stage: int, folder: str) -> None:
 def test_an_adapter_is_saved_whole_by_rank_0_and_nothing_but_it_travels(
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:
-    workers2.run(check_saving, stage, str(tmp_path), timeout=150)
+    workers2.run(check_saving, stage, str(tmp_path), timeout=250)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 20_000
