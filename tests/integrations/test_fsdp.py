@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,15 @@ def check_late_mark() -> None:
     list(net.layers[0].parameters())
     with pytest.raises(ValueError, match=r"sharded already: expected one call for each module, the whole model's last"):
         fully_shard(net)
-    net = marked(Net())
-    compiled = torch.compile(net, backend="eager")
-    with pytest.raises(RuntimeError, match=r"ZeroNet was given to fully_shard, is not sharded yet"):
-        compiled(torch.ones(1, 6))
+    with pytest.raises(RuntimeError, match=r"a copy of a ZeroNet that was given to fully_shard: it is not sharded"):
+        copy.deepcopy(marked(Net()))(torch.ones(1, 6))
+    with pytest.raises(RuntimeError, match=r"is being compiled by another backend than zerofx"):
+        torch.compile(marked(Net()), backend="eager")(torch.ones(1, 6))
     net = Net()
     fully_shard(net.layers[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     fully_shard(net, zerofx=EAGER)
     with pytest.raises(ValueError, match=r"mp_policy\.param_dtype=torch\.bfloat16 for 'layers\.0' and None for the"):
-        net.parameters()
+        list(net.parameters())
 
 
 def test_marks_that_do_not_make_one_model_are_refused(workers2: Workers) -> None:

@@ -163,6 +163,7 @@ def _first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+@torch.compiler.disable  # under somebody's torch.compile zerofx shards first, and then refuses the other compiler
 def _use(module: nn.Module) -> None:
     """``module`` is about to be used: shard the outermost marked module that it is in, unless that has been done."""
     if module not in _MARKS:
@@ -181,9 +182,8 @@ def _use(module: nn.Module) -> None:
 
 def _refuse_forward(module: nn.Module, args: Any) -> NoReturn:
     raise RuntimeError(
-        f"{type(module).__name__} was given to fully_shard, is not sharded yet, and is run by something that does not "
-        "call it, such as torch.compile or a copy of it: leave torch.compile out, for zerofx compiles the model, and "
-        "copy a model before fully_shard."
+        f"a copy of a {type(module).__name__} that was given to fully_shard: it is not sharded, and its gradients "
+        "would not be averaged. Copy a model before fully_shard."
     )
 
 
