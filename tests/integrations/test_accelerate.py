@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.launched import as_torchrun_would, close, converted, plain, run_script
+from tests.integrations.launched import as_torchrun_would, close, converted, forget, plain, run_script
 from tests.workers import Workers
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zerofx[transformers]")
@@ -67,7 +67,10 @@ def check_refused(arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"fsdp_plugin": True}, "set up for FSDP"),
+        (
+            {"fsdp_plugin": True},
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin): expected None, for zerofx shards",
+        ),
         ({"dynamo_backend": "inductor"}, "'INDUCTOR' was chosen"),
         ({"zerofx": {"stage": 4}}, r"Accelerator(zerofx=...): stage=4: expected 0, 1, 2 or 3"),
         ({"zerofx": 3}, "Accelerator(zerofx=...)=3: expected a dictionary"),
@@ -79,14 +82,12 @@ def test_what_does_not_go_together_with_zerofx_is_refused_by_name(
     assert text in workers2.run(check_refused, arguments)[0]
 
 
-def check_alone() -> None:
-    """In one process it is its parent: nothing is sharded."""
+def test_in_one_process_nothing_is_sharded() -> None:
     from zerofx.integrations.accelerate import Accelerator
     from zerofx.integrations.states import is_sharded
 
-    model = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))
+    try:
+        model = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))
+    finally:
+        forget()
     assert type(model) is torch.nn.Linear and not is_sharded(model)
-
-
-def test_in_one_process_nothing_is_sharded(make_workers: Any) -> None:
-    make_workers(1).run(check_alone)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import zerofx
-from tests.integrations.launched import as_torchrun_would, close, converted, plain, run_script
+from tests.integrations.launched import as_torchrun_would, close, converted, forget, plain, run_script
 from tests.workers import Workers
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install zerofx[transformers]")
@@ -123,7 +126,14 @@ def check_refused(folder: str, arguments: dict[str, Any]) -> str:
 
     from zerofx.integrations.transformers import Trainer
 
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1))
+    small = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**small))
     with as_torchrun_would():
         args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
         for name, value in arguments.items():
@@ -148,22 +158,13 @@ def test_what_does_not_go_together_with_zerofx_is_refused_by_name(workers2: Work
 
 
 def test_in_one_process_the_trainer_is_that_of_transformers(tmp_path: Path) -> None:
-    alone = [converted("trainer", {IMPORT: line}) for line in (IMPORT, with_options(3))]
     results = []
-    for text in alone:
-        text = text.replace("max_steps=20", "max_steps=2").replace("eval_steps=5", "eval_steps=2")
-        text = text.replace("save_steps=5", "save_steps=2")
-        results.append(in_one_process(text, str(tmp_path)))
+    for text in (plain("trainer"), converted("trainer", {IMPORT: with_options(3)})):
+        for name in ("max", "eval", "save"):
+            text = re.sub(rf"{name}_steps=\d+", f"{name}_steps=2", text)
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        with mock.patch.object(sys, "argv", ["script.py", str(tmp_path)]), mock.patch.dict(os.environ):
+            exec(compile(text, "script.py", "exec"), namespace)
+        forget()
+        results.append(namespace["result"])
     assert results[0] == results[1]
-
-
-def in_one_process(text: str, folder: str) -> Any:
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    run: Callable = compile(text.replace("sys.argv[1]", repr(folder)), "script.py", "exec")  # type: ignore[assignment]
-    before = dict(os.environ)
-    try:
-        exec(run, namespace)  # type: ignore[arg-type]
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return namespace["result"]

@@ -69,6 +69,12 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, zerofx: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         options = checked_options(zerofx, "Accelerator(zerofx=...)")
+        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"Accelerator({name}={type(kwargs[name]).__name__}): expected None, for zerofx shards the model "
+                    "itself. Leave it out, and choose a stage with zerofx={'stage': 3}."
+                )
         super().__init__(*args, **kwargs)
         self._take(options)
 
