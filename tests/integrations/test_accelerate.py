@@ -69,7 +69,7 @@ def check_refused(arguments: dict[str, Any]) -> str:
     [
         (
             {"fsdp_plugin": True},
-            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin): expected None, for zerofx shards",
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin): expected None",
         ),
         ({"dynamo_backend": "inductor"}, "'INDUCTOR' was chosen"),
         ({"zerofx": {"stage": 4}}, r"Accelerator(zerofx=...): stage=4: expected 0, 1, 2 or 3"),
