@@ -234,6 +234,7 @@ ROOMS = (
     "zerofx.compiler",
     "zerofx.inspect",
     "zerofx",
+    "zerofx.integrations",
 )
 """The rooms, from the ground up: a file imports from its own room and from those before it."""
 
@@ -259,7 +260,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> int:
-    return max((i for i, room in enumerate(ROOMS[:-1]) if within(module, room)), default=len(ROOMS) - 1)
+    return max((i for i, room in enumerate(ROOMS) if within(module, room)), key=lambda i: len(ROOMS[i]))
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -298,8 +299,17 @@ def test_a_circle_is_found() -> None:
 
 
 def test_the_top_of_the_package_is_ten_entries() -> None:
-    entries = {path.name for path in (ROOT / "zerofx").iterdir()} - {"__init__.py", "__pycache__"}
+    entries = {path.name for path in (ROOT / "zerofx").iterdir()} - {"__init__.py", "__pycache__", "py.typed"}
     assert len(entries) <= 10, sorted(entries)
+
+
+def test_what_others_packages_are_needed_for_is_imported_by_nobody_but_users() -> None:
+    others = {module for module in MODULES if not within(module, "zerofx.integrations")}
+    graph = arrows()
+    assert not [module for module in others if any(within(m, "zerofx.integrations") for m in graph[module])]
+    code = "import sys, zerofx; print({'transformers', 'accelerate', 'lightning', 'peft'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize("package", list(PACKAGES))

@@ -60,6 +60,7 @@ from zerofx._torch.distributed import (
     timeout_of,
 )
 from zerofx._torch.dynamo import (
+    call_instead,
     chosen_by_data,
     compile_module,
     frame_locals_and_globals,
