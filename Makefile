@@ -3,6 +3,8 @@
 PYTHON ?= python3
 TORCH  ?= 2.13.0
 VENV   ?= .venv
+# Interpreters that `make wheel-check` takes.
+PYTHONS ?= $(PYTHON)
 ARGS   ?=
 # Processes that share the test files; each starts up to five ranks when a test asks for them. 0: no sharing.
 PYTEST_WORKERS ?= 2
@@ -12,7 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench pictures gpu clean
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench docs pictures
+.PHONY: gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -49,6 +52,12 @@ lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+types: $(VENV)/dev.stamp  ## list what type checkers of users do not know
+	PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=. $(BIN)/pyright --verifytypes zerofx --ignoreexternal || true
+
+wheel-check: $(VENV)/dev.stamp  ## install wheel and sdist into empty environments: PYTHONS="python3.10 python3.13"
+	$(BIN)/python -m tests.installed --pythons "$(PYTHONS)" --torch $(TORCH) $(ARGS)
+
 format: $(VENV)/dev.stamp  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -56,7 +65,14 @@ format: $(VENV)/dev.stamp  ## apply ruff's fixes and formatting
 bench: $(VENV)/dev.stamp  ## time a training step
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
-pictures: $(VENV)/dev.stamp  ## draw the README's picture, with Chromium
+docs: $(VENV)/docs.stamp  ## build the documentation as a site, strictly, into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/docs/index.html; with search: python -m http.server --directory build/docs"
+
+pictures: $(VENV)/dev.stamp $(VENV)/docs.stamp  ## draw the pictures of README and docs anew; one needs Chromium
+	$(BIN)/python docs/pictures/layer.py
+	$(BIN)/python docs/pictures/stages.py
+	$(BIN)/python docs/pictures/results.py
 	$(BIN)/python docs/pictures/make.py
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
@@ -75,7 +91,7 @@ $(TORCH_STAMP):
 	$(PIP) install torch==$(TORCH)
 	touch $@
 
-# dev.stamp and examples.stamp: zerofx, editable, with the extra of that name.
+# dev.stamp, docs.stamp and examples.stamp: zerofx, editable, with the extra of that name.
 $(VENV)/%.stamp: pyproject.toml $(TORCH_STAMP)
 	$(PIP) install torch==$(TORCH) -e '.[$*]'
 	touch $@

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import zerofx  # noqa: E402
-from examples.train_gpt import GPT, load_text, windows  # noqa: E402
+from examples.gpt import GPT, load_text, windows  # noqa: E402
 
 MOMENTS: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": "8bit"}
 SMOOTHED = 20

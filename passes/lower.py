@@ -9,7 +9,7 @@ all-to-all moves just the parts, and summing them here is deterministic and fuse
                                                          shard = sums * (1 / M)
 
 **All-gather on gloo.** PyTorch routes ``all_gather_into_tensor`` to gloo's coalesced all-gather, which corrupts the
-heap while another collective is in flight (seen in torch 2.11, 2.13 and 2.15; docs/architecture.md has a program that
+heap while another collective is in flight (seen in torch 2.11, 2.13 and 2.15; docs/gloo.md has a program that
 shows it), and gloo's plain all-gather goes through a second buffer. A pairwise exchange is sound, writes where it
 should and fills both directions of a link (passes/ops.py)::
 

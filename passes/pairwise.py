@@ -7,7 +7,7 @@
     rank 2     receive from 0, receive from 1     send to 0, send to 1
 
 The order is the point. Gloo has one connection for a pair of ranks. A request to receive that stands behind megabytes
-of one's own holds the other side up, and only one direction of the link is in use at a time (docs/architecture.md has
+of one's own holds the other side up, and only one direction of the link is in use at a time (docs/gloo.md has
 figures).
 
 A message carries a tag: the collective's kind and the message's size. Messages of one tag match in order, so all ranks

@@ -32,13 +32,13 @@ may, see below.
 twice the bytes of the largest: room for one that travels and for the next to start behind it. Of small groups that is
 several. The wait stands in front of the packing that would go beyond that.
 
-**Where backward starts** all is there that forward saved, and the bytes of a step are at their peak. Over the first
-quarter of its reductions no more than the largest one's bytes are therefore in flight. How much forward saved is not
-asked: it differs between ranks.
+**As backward starts**, everything that forward saved is still there, and the bytes of a step are at their peak. So over
+the first quarter of the reductions, at most the bytes of the largest one are in flight. The pass does not ask how much
+forward saved, because that differs between ranks.
 
-**Small beside large.** An embedding or a head is often as large as many blocks. What is small beside it is not to wait
-for it: a quarter of its bytes come on top of the budgets above, and where it dies in a segment, gathers that are no
-more than that start behind its last reader, ahead of the reduction of its gradient, behind which they would queue::
+**Small beside large.** An embedding or a head is often as large as many blocks. Small groups should not wait for it. So
+the budgets above grow by a quarter of its bytes. Where it dies in a segment, gathers of no more than that quarter start
+behind its last reader. They stand ahead of the reduction of its gradient, because they would queue behind that::
 
     use H                                   use H
     reduce H          the link is busy      start A

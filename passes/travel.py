@@ -115,8 +115,9 @@ class Collective(Travel):
 class Pairwise(Travel):
     """As messages between each two ranks: what gloo does best, and safely (`zerofx.passes.lower` says why)."""
 
-    gather_target = _zerofx.all_gather_pairwise.default
-    scatter_target = exchange_target = _zerofx.all_to_all_pairwise.default
+    gather_target: OpOverload = _zerofx.all_gather_pairwise.default
+    scatter_target: OpOverload = _zerofx.all_to_all_pairwise.default
+    exchange_target: OpOverload = scatter_target
 
     def takes(self, backend: str) -> bool:
         return backend == "gloo"

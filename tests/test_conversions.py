@@ -107,12 +107,21 @@ def test_what_changes_nothing_does_nothing(workers2: Workers, stage: int, dtype:
 def refusals(actions: str, stage: int) -> dict[str, str]:
     """What each of the ``actions``, by their table's name, raises; "" if it is let through.
 
-    After an error all parameters are as they were.
+    After an error all parameters and buffers are as they were: those too that come before what is refused, also of
+    modules around that are not sharded.
     """
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.first, self.second, self.inner = nn.BatchNorm1d(3), inner.first, inner.second, inner
+
     found = {}
     for what, action in globals()[actions].items():
-        module = zerofx.shard(Net(), stage=stage)
+        module = Around(zerofx.shard(Net(), stage=stage))
         before = [(p, p.dtype, p.device, full(p)) for p in module.parameters()]
+        buffers = [(b, b.dtype, b.data_ptr(), b.is_shared(), b.clone()) for b in module.buffers()]
+        assert len(buffers) == 4
         try:
             action(module)
             found[what] = ""
@@ -121,6 +130,8 @@ def refusals(actions: str, stage: int) -> dict[str, str]:
             found[what] = str(error)
         for q, (p, *facts, value) in zip(module.parameters(), before, strict=True):
             assert p is q and [q.dtype, q.device] == facts and torch.equal(full(q), value), what
+        for c, (b, *memory, value) in zip(module.buffers(), buffers, strict=True):
+            assert b is c and [c.dtype, c.data_ptr(), c.is_shared()] == memory and torch.equal(c, value), what
     return found
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--steps 12 --layers 2 --dim 32 --heads 2 --batch 2 --context 32".split()
 
 
-def run(command: list[str], timeout: float = 200) -> str:
+def run(command: list[str], timeout: float = 280) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     done = subprocess.run(
         command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def test_train_gpt_launches_its_own_ranks_and_reports_what_it_did(out: str) -> N
 
 
 def test_train_gpt_gives_the_same_losses_under_torchrun_and_in_other_stages(out: str, program: list[str]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     # Stage 1 runs stage 2's graphs: tests/parity/test_stages.py compares the two bit by bit.
     others = [[*torchrun, *program, "--stage", "2"], [sys.executable, *program, "--stage", "0"]]
     assert len(losses(out)) == 2
@@ -65,3 +71,78 @@ def test_train_gpt_gives_the_same_losses_under_torchrun_and_in_other_stages(out:
 
 def test_train_gpt_prints_its_graphs_when_asked(out: str) -> None:
     assert "forward: " in out and "backward: " in out and "discard" in out
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, text: Path) -> tuple[str, Path]:
+    """What finetune_hf.py prints, and what it leaves."""
+    pytest.importorskip("peft")
+    short, folder = tmp_path_factory.mktemp("data") / "text", tmp_path_factory.mktemp("tuned")
+    short.write_text(text.read_text()[:12_000])
+    options = ["--executor", "eager", "--data", str(short), "--out", str(folder), "--batch", "4", "--epochs", "2"]
+    program = ["examples/finetune_hf.py", *options]
+    return run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *program]), folder
+
+
+def test_finetune_hf_learns(tuned: tuple[str, Path]) -> None:
+    losses = re.search(r"^held-out loss ([\d.]+) before, ([\d.]+) after$", tuned[0], re.M)
+    assert losses and float(losses[2]) < float(losses[1]) - 0.05
+    assert re.search(r"^written: '.+'$", tuned[0], re.M)
+
+
+def test_finetune_hf_saves_what_transformers_and_peft_load(tuned: tuple[str, Path]) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    out, folder = tuned
+    difference = re.search(r"logits differ by ([\de.+-]+) from", out)
+    assert difference and float(difference[1]) < 1e-4
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        untrained = base(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(base, folder / "adapter")(input_ids=ids).logits
+        torch.testing.assert_close(merged(input_ids=ids).logits, adapted, rtol=1e-4, atol=1e-4)
+    assert (adapted - untrained).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/launch").iterdir()), ids=lambda file: file.name)
+def test_a_launch_file_is_a_program_of_bash(file: Path) -> None:
+    assert os.access(file, os.X_OK)
+    assert subprocess.run(["bash", "-n", file], capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", pytest.param("torchrun_static.sh", marks=pytest.mark.slow)])
+def test_a_launch_file_joins_two_nodes(name: str, tmp_path: Path) -> None:
+    """Both are this machine, with one rank each."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    settings = {**os.environ, "PATH": path, "HEAD": "127.0.0.1", "PORT": str(port), "NODES": "2", "RANKS": "1"}
+    program = ["examples/resume.py", "--executor", "eager", "--steps", "10", "--folder", str(tmp_path)]
+    nodes = [
+        subprocess.Popen(
+            [ROOT / "examples/launch" / name, *program],
+            cwd=ROOT,
+            env={**settings, "NODE": str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        said = [node.communicate(timeout=280)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert sum("step   10" in out for out in said) == 1  # rank 0 alone prints
+    (mark,) = tmp_path.glob("step-*10/zerofx.json")
+    assert json.loads(mark.read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize("name", ["train_gpt.py", "finetune_hf.py", "resume.py"])
+def test_an_example_is_read_in_one_sitting(name: str) -> None:
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 150

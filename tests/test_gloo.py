@@ -1,7 +1,7 @@
 """What `lower` hands to gloo is right, and holds up: thousands of steps with several collectives in flight.
 
 With ranks that know they share a host, and with ranks that do not. PyTorch's coalesced all-gather on gloo corrupts the
-heap under this load within seconds (docs/architecture.md).
+heap under this load within seconds (docs/gloo.md).
 """
 
 from __future__ import annotations

@@ -6,14 +6,18 @@ import ast
 import configparser
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import zerofx
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -230,6 +234,7 @@ ROOMS = (
     "zerofx.compiler",
     "zerofx.inspect",
     "zerofx",
+    "zerofx.integrations",
 )
 """The rooms, from the ground up: a file imports from its own room and from those before it."""
 
@@ -255,7 +260,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> int:
-    return max((i for i, room in enumerate(ROOMS[:-1]) if within(module, room)), default=len(ROOMS) - 1)
+    return max((i for i, room in enumerate(ROOMS) if within(module, room)), key=lambda i: len(ROOMS[i]))
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -294,8 +299,17 @@ def test_a_circle_is_found() -> None:
 
 
 def test_the_top_of_the_package_is_ten_entries() -> None:
-    entries = {path.name for path in (ROOT / "zerofx").iterdir()} - {"__init__.py", "__pycache__"}
+    entries = {path.name for path in (ROOT / "zerofx").iterdir()} - {"__init__.py", "__pycache__", "py.typed"}
     assert len(entries) <= 10, sorted(entries)
+
+
+def test_what_others_packages_are_needed_for_is_imported_by_nobody_but_users() -> None:
+    others = {module for module in MODULES if not within(module, "zerofx.integrations")}
+    graph = arrows()
+    assert not [module for module in others if any(within(m, "zerofx.integrations") for m in graph[module])]
+    code = "import sys, zerofx; print({'transformers', 'accelerate', 'lightning', 'peft'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize("package", list(PACKAGES))
@@ -321,12 +335,12 @@ def test_a_room_names_every_file_that_lives_there(room: str) -> None:
     assert not [name for name in names if name not in text]
 
 
-# ---------------------------------------------------------------------------------------------- the wheel
+# ---------------------------------------------------------------------------------------------- wheel and sdist
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """Built offline by setuptools from a copy, so that no build/ of an earlier day gets in."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of both, built offline by setuptools from a copy, so that no build/ of an earlier day gets in."""
     pytest.importorskip("setuptools", minversion="77")
     tmp = tmp_path_factory.mktemp("wheel")
     source = tmp / "source"
@@ -335,12 +349,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / item, source / item, symlinks=True, ignore=ignore)
     for file in ROOT.iterdir():
-        if file.name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
+        if file.name in ("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in"):
             shutil.copy(file, source)
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    build = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
     done = subprocess.run([sys.executable, "-c", build, str(tmp)], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp.glob("*.whl")
+    return tmp
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
+    (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         yield archive
 
@@ -366,3 +385,22 @@ def test_wheel_registers_the_dynamo_backend(wheel: zipfile.ZipFile) -> None:
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
     assert dict(entry_points["torch_dynamo_backends"]) == {"zerofx": "zerofx.compiler.backend:zerofx_backend"}
+
+
+def test_sdist_holds_what_the_wheel_was_built_from(built: Path, wheel: zipfile.ZipFile) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = {member.name.partition("/")[2]: member for member in archive.getmembers()}
+    modules = {name for name in wheel.namelist() if name.startswith("zerofx/")}
+    assert modules <= {name for name, member in files.items() if member.isreg()}  # no symlinks
+    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff"} <= set(files)
+
+
+@pytest.mark.parametrize("file, pattern", [("CHANGELOG.md", r"^## (\S+)"), ("CITATION.cff", r"^version: (\S+)")])
+def test_version_is_the_same_everywhere(file: str, pattern: str, built: Path) -> None:
+    version = re.search(pattern, (ROOT / file).read_text(), re.M)
+    assert version and version[1] == zerofx.__version__
+    assert {path.name for path in built.glob("zerofx-*")} == {
+        f"zerofx-{version[1]}-py3-none-any.whl",
+        f"zerofx-{version[1]}.tar.gz",
+    }

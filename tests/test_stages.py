@@ -138,11 +138,32 @@ def check_step_while_kept(stage: int) -> None:
         RuntimeError, match=r"SGD\.step\(\) while zerofx\.no_sync keeps gradients back \(of 'first.weight'"
     ):
         optimizer.step()
+    for closure in (lambda: None, None):
+        with pytest.raises(RuntimeError, match="keeps gradients back"):
+            optimizer.step(closure)
     zerofx.drop_kept(net)
     net(mine).backward()
     plain(x).backward()
     assert_same_gradients(net, plain)
     optimizer.step()
+
+
+def check_closure(stage: int) -> None:
+    net, plain = pair(stage)
+    x, mine = batches()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain)]
+    with zerofx.no_sync(net):
+        net(mine).backward()
+    optimizers[0].step(lambda: net(mine).backward())
+    (plain(x) + plain(x)).backward()
+    optimizers[1].step()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor() if stage else p, q)
+
+
+@stages
+def test_a_closure_may_reduce_the_gradients_that_were_kept(workers2, stage: int) -> None:
+    workers2.run(check_closure, stage, timeout=120)
 
 
 @stages

@@ -12,6 +12,8 @@ The way of a weight, from ``zerofx.compile(model, stage=3)`` through one trainin
     passes/reduce.py, group.py    its gradient is packed and reduced: each rank keeps its part
     runtime/state/gradients.py    that part becomes ``.grad``
     runtime/optim/adamw.py        the optimizer updates the shard, which is where the next gather begins
+
+Under a trainer of others, ``zerofx.integrations`` has what takes these steps; it is imported by those who use it.
 """
 
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save

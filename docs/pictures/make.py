@@ -1,4 +1,4 @@
-"""The README's picture: the charts of a report, as a browser shows them.
+"""The picture of docs/reading.md: the charts of a report, as a browser shows them.
 
     make pictures
 

@@ -1,7 +1,7 @@
-"""Of a table that is only looked up, rows travel instead of the table: as many as all ranks ask for.
+"""Rows travel instead of a table that is only looked up: as many rows as all ranks ask for.
 
-A rank cannot know which rows the others want, so all tell all. Each picks what its shard has of them, with zeros for
-the rest, and the sum over ranks gives everyone its own::
+A rank cannot know which rows the others want, so each rank tells all others. Each picks what its shard has of these
+rows, and puts zeros for the rest. The sum over ranks gives every rank the rows that it asked for::
 
     w = zerofx.unshard(shard, [V, d], 0, M, pg)     all = wait(all_gather(ids.reshape(-1), M, pg))
     y = embedding(w, ids)                   ─────▶  rows = zerofx.own_rows(shard, all, 0, V, d, pg)
@@ -15,12 +15,13 @@ Backward tells all ranks the gradients of its rows, and each adds up those of it
     return rw                                       shard = zerofx.sum_rows(given, all, 0, V, d, …) * (1 / M)
                                                     return shard
 
-With T indices on each of M ranks, (M - 1) T d elements are received in the place of (M - 1)/M V d, and as much in
-backward: it is done where M T rows are fewer bytes than the V rows of the table, indices included. An embedding is what
-forward needs first and backward has last, so a table is in nobody's shadow; and no buffer of its size is held.
+With T indices on each of M ranks, a rank receives (M - 1) T d elements instead of (M - 1)/M V d, and as many in
+backward. The pass does this where M T rows, with their indices, are fewer bytes than the V rows of the table. Forward
+needs an embedding first and backward has its gradient last, so nothing computes while a table travels. No buffer of its
+size is held.
 
-Rows are asked for as soon as the indices are there, and what is asked is started before other gathers, which would hold
-it up (`prefetch`). What is given is waited for at the end of the graph.
+The graph asks for rows as soon as the indices are there, and ahead of other gathers, which would hold it up
+(`prefetch`). It waits for the rows' gradients at its end.
 
 Sound because a row is looked up as it is, whoever does it: all ranks but those that have it say zero. The rows'
 gradients are added up in the order of ranks, and of indices, rather than by each rank first: the same sum, rounded

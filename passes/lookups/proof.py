@@ -1,4 +1,4 @@
-"""Of tables that are only looked up, rows travel (`zerofx.passes.lookup`): what such nodes are, and what they may do.
+"""What the nodes are that exchange rows of a table (`zerofx.passes.lookups`), and what they may do.
 
 ::
 

@@ -46,11 +46,15 @@ class Known:
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
-        self.gm, self.ctx, self.meanings = gm, ctx, ctx.meanings or Meanings()
-        self.numbering = Numbering(self.meanings)
-        self.nodes = list(gm.graph.nodes)
-        self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.before = Original.read(ctx.before, ctx, self.numbering) if ctx.before is not None else None
+        self.gm = gm
+        self.ctx = ctx
+        self.meanings: Meanings = ctx.meanings or Meanings()
+        self.numbering: Numbering = Numbering(self.meanings)
+        self.nodes: list[Node] = list(gm.graph.nodes)
+        self.order: dict[Node, int] = {node: i for i, node in enumerate(self.nodes)}
+        self.before: Original | None = None
+        if ctx.before is not None:
+            self.before = Original.read(ctx.before, ctx, self.numbering)
         self.facts: dict[Node, Any] = {}
         self.numbers: dict[Node, Number] = {}
         self.memory: dict[Node, list[Buffer]] = {}

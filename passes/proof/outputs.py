@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
-from zerofx.passes.context import ParameterRef, Reduction
+from zerofx.passes.context import Context, Meanings, ParameterRef, Reduction
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
-from zerofx.passes.proof.meaning import Number, Numbered
+from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Original
 from zerofx.passes.proof.own import check_own
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
@@ -37,14 +37,15 @@ class Outputs:
     """The outputs of the graph that ``reader`` has read."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader, self.gm, self.ctx, self.meanings = reader, reader.gm, reader.ctx, reader.meanings
-        self.numbering = reader.numbering
-        self.before, self.facts, self.numbers, self.derived = (
-            reader.before,
-            reader.facts,
-            reader.numbers,
-            reader.derived,
-        )
+        self.reader = reader
+        self.gm: GraphModule = reader.gm
+        self.ctx: Context = reader.ctx
+        self.meanings: Meanings = reader.meanings
+        self.numbering: Numbering = reader.numbering
+        self.before: Original | None = reader.before
+        self.facts: dict[Node, Any] = reader.facts
+        self.numbers: dict[Node, Number] = reader.numbers
+        self.derived: set[Node] = reader.derived
 
         self.left: set[str] = set()  # groups that leave gathered
 

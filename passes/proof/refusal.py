@@ -21,7 +21,10 @@ class VerificationError(RuntimeError):
         self, message: str, rule: str = "", node: str = "", group: str | None = None, pass_name: str = ""
     ) -> None:
         super().__init__(message)
-        self.rule, self.node, self.group, self.pass_name = rule, node, group, pass_name
+        self.rule = rule
+        self.node = node
+        self.group = group
+        self.pass_name = pass_name
 
     def saved_in(self, path: str) -> VerificationError:
         """The same error, which also names the file that holds the graphs."""

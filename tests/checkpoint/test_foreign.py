@@ -242,7 +242,7 @@ def check_streaming(folder: str) -> None:
     from zerofx.checkpoint import export
 
     model, _ = ours()
-    bring, refs, peak = export._bring, [], 0
+    bring, refs, peak = export.bring, [], 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal peak
@@ -252,11 +252,11 @@ def check_streaming(folder: str) -> None:
         peak = max(peak, sum(ref() is not None for ref in refs))
         return found
 
-    export._bring = counted
+    export.bring = counted
     try:
         zerofx.export_safetensors(model, folder)
     finally:
-        export._bring = bring
+        export.bring = bring
     buffers = len(list(model.buffers()))
     assert (len(refs), peak) == ((len(model.state_dict()), 1) if dist.get_rank() == 0 else (buffers, 1))
 

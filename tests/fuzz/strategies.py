@@ -74,7 +74,7 @@ def allowed(
     twice, and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts
     gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
     them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
-    torch.compile, too, where the call is behind a graph break. ``torch.vmap`` of a weight is refused outside of
+    torch.compile, too, where the call is behind a graph break. ``torch.vmap`` over weights is refused outside of
     any graph. ``inside``: kinds of containers around; "frozen" if one is.
     """
     kept = []
@@ -83,7 +83,7 @@ def allowed(
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and bool(around & {"frozen", "no_grad"})
         again = layer.kind == "again" and "no_grad" in around
-        mapped = layer.kind == "vmap" and bool(around & {"eager", "reentrant"})
+        mapped = layer.kind == "vmap" and layer.of % 2 == 1 and bool(around & {"eager", "reentrant"})
         if layer.kind in without or again or mapped or (checkpointed and (layer.kind in COUNTERS or attention)):
             layer = replace(layer, kind="norm")
         if {"no_grad", "reentrant"} <= around and layer.kind in ("no_grad", "reentrant"):
@@ -101,8 +101,8 @@ def without(recipe: Recipe) -> frozenset[str]:
 
     With weights that compute in another dtype than the module's: buffers, which stay in float64; a recurrence, which
     outside of any graph refuses its input by ``weight.dtype``, and that is the master's; in stage 0 arithmetic of
-    a weight and a number, and a part of a weight, which are in the master's dtype; weight norm, for Dynamo shows nobody
-    its operator, so its weights are not cast.
+    a weight and a number, which is in the master's dtype; weight norm, for Dynamo shows nobody its operator, so its
+    weights are not cast.
     """
     left_out = set()
     two_forwards = any({"two_forwards", "crossed"} & set(calls) for calls in recipe.steps)
@@ -110,5 +110,5 @@ def without(recipe: Recipe) -> frozenset[str]:
         left_out |= {"batch_norm"}
     if recipe.precision == "low":
         left_out |= {"batch_norm", "gru", "lstm", "rnn", "weight_norm", *COUNTERS}
-        left_out |= {"scalar", "scale", "positions"} if recipe.stage == 0 else set()
+        left_out |= {"scalar", "scale"} if recipe.stage == 0 else set()
     return frozenset(left_out)

@@ -78,6 +78,26 @@ FOUND = {
     ),
     # Stage 0, mixed precision: code outside of any graph computed with masters and was refused.
     "eager_layers_of_stage_0_in_mixed_precision": Recipe(inside("eager", "linear", "tied"), precision="low", stage=0),
+    # A view of a weight, and a weight that `vmap` maps over, are not asked in which dtype they compute.
+    "views_of_weights_outside_of_any_graph_of_stage_0_in_mixed_precision": Recipe(
+        inside("eager", "function", "linear", "transposed", "positions", "vmap"),
+        precision="low",
+        stage=0,
+        steps=(("plain", "eval"), ("crossed",)),
+    ),
+    "weights_that_are_mapped_over_in_mixed_precision": Recipe(
+        (LINEAR, Layer("vmap", of=1)), precision="low", steps=(("plain", "eval"),)
+    ),
+    "weights_that_are_mapped_over_outside_of_any_graph_of_stage_0_in_mixed_precision": Recipe(
+        (LINEAR, Layer("eager", children=(Layer("vmap", of=1),))), precision="low", stage=0
+    ),
+    # `vmap` over what meets a weight: PyTorch refused the gather, and named no parameter.
+    **{
+        f"a_weight_that_rows_are_mapped_over_outside_of_any_graph_in_stage_{stage}": Recipe(
+            inside("eager", "vmap"), steps=(("plain", "eval"), ("keep", "crossed")), stage=stage
+        )
+        for stage in (1, 3)
+    },
     # A torch.autograd.Function outside of any graph is handed a parameter without __torch_function__: its gradient
     # went to .grad whole, as each rank had it.
     **{

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
 
 import zerofx
@@ -150,6 +151,81 @@ def test_a_checkpoint_is_of_the_state_and_not_of_what_is_left_in_the_first_tenso
     workers2: Workers, tmp_path: Path
 ) -> None:
     assert workers2.run(save_from_a_second_tensor, str(tmp_path / "saved")) == [True, True]
+
+
+def lend_from_a_second_tensor(stage: int) -> list[bool]:
+    """Reads, writes and keeps ``to_local()``; then the same writes on a model whose state is at home."""
+
+    def change(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for p in model.parameters():
+            p.to_local().mul_(2)  # type: ignore[operator]
+            p.to_local()[1:].add_(1)  # type: ignore[operator]
+        held = [p.to_local()[:3] for p in model.parameters()]  # type: ignore[operator]
+        loss = model(torch.ones(2, 7)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return [loss.detach(), *(x.clone() for x in held), *(p.full_tensor() for p in model.parameters())]  # type: ignore[operator]
+
+    results = []
+    try:
+        with first_in(HOMES, second_tensor.SecondTensor):
+            model = zerofx.compile(Net(), groups=EACH_LAYER, stage=stage, executor="eager")
+            weight: Any = model.front.weight
+            results.append(bool(weight._local.isnan().all()))
+            read = weight.to_local()
+            results.append(bool(read.isfinite().all()) and bool(weight._local.isfinite().all()))
+            view = read[1:]
+            del read
+            results.append(bool(view.isfinite().all()))
+            del view
+            results.append(bool(weight._local.isnan().all()))
+            found = change(model)
+            results.append(bool(weight._local.isnan().all()))
+    finally:
+        Home.any_away = False
+    wanted = change(zerofx.compile(Net(), groups=EACH_LAYER, stage=stage, executor="eager"))
+    return [*results, all_equal(found, wanted)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_to_local_lends_state_until_the_last_view_of_it_is_gone(workers2: Workers, stage: int) -> None:
+    assert workers2.run(lend_from_a_second_tensor, stage) == [[True] * 6] * 2
+
+
+def pytorchs_checkpoint_from_a_second_tensor(folder: str, stage: int) -> bool:
+    """Saved and loaded without `zerofx.save`: torch.distributed.checkpoint asks the tensors themselves."""
+
+    def state(model: nn.Module) -> dict[str, Any]:
+        return dict(model.named_parameters())
+
+    def whole(model: nn.Module) -> list[torch.Tensor]:
+        x = torch.ones(2, 7)
+        return [model(x).detach(), *(p.full_tensor().detach() for p in model.parameters())]  # type: ignore[operator]
+
+    options: dict[str, Any] = {"groups": EACH_LAYER, "stage": stage, "executor": "eager"}
+    try:
+        with first_in(HOMES, second_tensor.SecondTensor):
+            model, again = (zerofx.compile(Net(), **options) for _ in range(2))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+            checkpoint.save(state(model), checkpoint_id=folder)
+            checkpoint.load(state(again), checkpoint_id=folder)
+            wanted, found = whole(model), whole(again)
+            away = all(bool(p._local.isnan().all()) for p in again.parameters())  # type: ignore[attr-defined]
+    finally:
+        Home.any_away = False
+    plain = zerofx.compile(Net(), **options)
+    checkpoint.load(state(plain), checkpoint_id=folder)
+    return away and all_equal(found, wanted) and all_equal(whole(plain), wanted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_pytorchs_own_checkpoint_saves_and_loads_state_that_is_away(
+    workers2: Workers, tmp_path: Path, stage: int
+) -> None:
+    assert workers2.run(pytorchs_checkpoint_from_a_second_tensor, str(tmp_path / "saved"), stage) == [True, True]
 
 
 # ---- who shares what ------------------------------------------------------------------------------------------------

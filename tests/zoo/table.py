@@ -25,21 +25,27 @@ zerofx. `make zoo ARGS="--models lstm vit --stages 0 --executors eager"` runs a 
 
 ## Every stage, both executors
 
-*equal*: every loss is within 1e-5 of the single process's, and every weight within 1e-4 at the end, both relative.
-*not run*: nothing is known of it here. Anything else is what went wrong. `mobilenet_v2` is compared in 64 bits: it
-makes much of a rounding error.
+* *equal*: every loss is within 1e-5 of the single process's, and every weight within 1e-4 at the end, both relative.
+* *not run*: nothing is known of it here.
+* Anything else is what went wrong.
+
+`mobilenet_v2` is compared in 64 bits, because rounding errors grow in it.
 
 """
 
 BYTES_HEAD = """
 ## A step of stage 3
 
-With the eager executor. *Graphs*: how many Dynamo made of the model; 1 is a model that is captured whole. *Gathered on
-demand*: the places outside of any graph that use a weight. They are right but slow, and each warns once. *Peak*: the
-most bytes that a step has allocated, counted at the allocator; *off*: how far from it
-`zerofx.predict(model, probe=True)` is. *Received*: bytes from the other rank in a step, counted at the process group;
-*said*: what was predicted for that. What is computed outside of graphs (the loss of `wav2vec2` and `hubert`, all of
-`lstm`) is not predicted.
+The eager executor ran these.
+
+* *Graphs*: how many Dynamo made of the model. With 1 the model is captured whole.
+* *Gathered on demand*: the places outside of any graph that use a weight. They are right but slow, and each warns once.
+* *Peak*: the most bytes that a step has allocated, counted at the allocator.
+* *Off*: how far from it `zerofx.predict(model, probe=True)` is.
+* *Received*: bytes from the other rank in a step, counted at the process group.
+* *Said*: what was predicted for that.
+
+What is computed outside of graphs is not predicted: the loss of `wav2vec2` and `hubert`, and all of `lstm`.
 
 | model | parameters | graphs | gathered on demand | peak | off | received | said |
 |---|---|---|---|---|---|---|---|

@@ -60,6 +60,7 @@ from zerofx._torch.distributed import (
     timeout_of,
 )
 from zerofx._torch.dynamo import (
+    call_instead,
     chosen_by_data,
     compile_module,
     frame_locals_and_globals,
@@ -89,10 +90,14 @@ from zerofx._torch.tensors import (
     StorageWeakRef,
     TorchDispatchMode,
     adapt_arguments,
+    before_conversions,
     call_plainly,
     fake_mode,
+    is_wrapped,
+    outside_of_transforms,
     put_tensor,
     pytree,
     storage_of,
     watch_arguments,
+    with_own_storage,
 )

@@ -52,7 +52,8 @@ class PretendedGroup:
     """What looks like rank 0 of a process group to those who only ask for names; it cannot send anything."""
 
     def __init__(self, group_name: str, world_size: int, backend: str) -> None:
-        self.group_name, self._size, self._backend = group_name, world_size, backend
+        self.group_name = group_name
+        self._size, self._backend = world_size, backend
 
     def rank(self) -> int:
         return 0

@@ -36,6 +36,14 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **options)
 
 
+def call_instead(module: nn.Module, call: Callable | None) -> None:
+    """``module(...)`` is ``call(...)`` until it is compiled, but where Dynamo traces it (2.11, 2.13, 2.15).
+
+    None: it is itself again.
+    """
+    module._compiled_call_impl = call
+
+
 _VERSIONS = 256
 """Of one code; Dynamo's ``accumulated_recompile_limit`` is as much."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,16 @@ def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and the same version counter, in a storage of its own: it ends with the last view of this one.
+
+    Assigning ``.data`` takes over another tensor's storage and leaves the version counter (2.11, 2.13, 2.15).
+    """
+    alias = tensor.detach()
+    alias.data = torch.from_dlpack(tensor.detach())
+    return alias
+
+
 def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Any tensor in the place of the parameter ``name`` of ``module``'s own (2.11, 2.13, 2.15)."""
     module._parameters[name] = tensor  # type: ignore[assignment]
@@ -46,10 +57,32 @@ def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._flat_weights[names.index(name)] = tensor  # type: ignore[operator]
 
 
-def watch_arguments(check: Callable[[Any], None]) -> None:
+def before_conversions(check: Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
+    """Have ``check(module, fn)`` called before ``module.to(...)``, ``.half()``, ... put ``fn(tensor)`` anywhere.
+
+    PyTorch goes from tensor to tensor, and from submodule to submodule (2.11, 2.13, 2.15).
+    """
+    whole, here = nn.Module._apply, threading.local()
+
+    @functools.wraps(whole)
+    def _apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(here, "inside", False):
+            return whole(self, fn, *args, **kwargs)
+        check(self, fn)
+        here.inside = True
+        try:
+            return whole(self, fn, *args, **kwargs)
+        finally:
+            here.inside = False
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def watch_arguments(check: Callable[[Any], None], mapped: Callable[[Any], Any]) -> None:
     """Have ``check`` called with what functorch wraps and TorchScript is given (2.11, 2.13, 2.15).
 
-    Neither asks ``__torch_function__``: they go on to kernels with the tensor as it is.
+    Neither asks ``__torch_function__``: they go on to kernels with the tensor as it is. ``mapped(x)`` takes the place
+    of a tensor ``x`` that ``vmap`` maps over.
     """
     owners: list[tuple[Any, str]] = [
         (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
@@ -60,6 +93,8 @@ def watch_arguments(check: Callable[[Any], None]) -> None:
     ]
     for owner, name in owners:
         setattr(owner, name, _checking(getattr(owner, name), check))
+    add_dimension = torch._functorch.vmap._add_batch_dim
+    torch._functorch.vmap._add_batch_dim = lambda x, *args: add_dimension(mapped(x), *args)
 
 
 def _checking(function: Callable, check: Callable[[Any], None]) -> Callable:
@@ -70,6 +105,17 @@ def _checking(function: Callable, check: Callable[[Any], None]) -> Callable:
         return function(*args, **kwargs)
 
     return checked
+
+
+# torch._C (2.11, 2.13, 2.15): whether a tensor is one of functorch's, a wrapper without memory of its own.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """What runs inside knows of no ``vmap`` and no ``torch.func.grad`` around it (2.11, 2.13, 2.15)."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def adapt_arguments(adapt: Callable[[str, Any], Any]) -> None:

@@ -98,7 +98,7 @@ def tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
     """
     for box, view in boxes_of(tensor):
         if torch.Size(box.offsets) == index.offset:
-            return view
+            return tensor._group.home.lend(view)
     raise ValueError(f"this rank holds no rectangle of {index.fqn!r} at {index.offset}: {tensor!r}")
 
 

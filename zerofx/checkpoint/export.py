@@ -45,7 +45,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
     result: dict[str, Any] = {}
     for name, value in unwrapped(module).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in full:
-            whole = _bring(value.detach(), everywhere=not rank0_only)
+            whole = bring(value.detach(), everywhere=not rank0_only)
             if whole is not None:
                 full[id(value)] = whole
         result[name] = full.get(id(value)) if isinstance(value, torch.Tensor) else value
@@ -146,7 +146,7 @@ def _write_file(path: Path, entries: list[tuple[str, torch.Tensor, torch.dtype]]
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    incoming = ((_bring(value), dtype) for _, value, dtype in entries)
+    incoming = ((bring(value), dtype) for _, value, dtype in entries)
 
     def write() -> None:
         path.unlink(missing_ok=True)
@@ -174,7 +174,7 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
+def bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
     """The whole of ``tensor`` on the CPU of rank 0 (or of every rank), None elsewhere."""
     if not isinstance(tensor, ShardedTensor):
         return tensor.detach().to("cpu", copy=True)

@@ -130,7 +130,9 @@ class Written:
     """A new file whose size and checksum are known once it is written; `close` forces it to the disk."""
 
     def __init__(self, path: Path) -> None:
-        self.name, self.size, self._checksum = path.name, 0, Checksum()
+        self.name: str = path.name
+        self.size: int = 0
+        self._checksum = Checksum()
         self._file: BinaryIO = path.open("xb")
 
     def write(self, data: Any) -> int:

@@ -49,8 +49,8 @@ def load(
         **extra: what was saved under these names and has ``load_state_dict()``.
 
     Returns:
-        ``step`` (None where none was saved), ``path``, the checkpoint that was loaded, and the plain values that were
-        saved, by name.
+        A dictionary with ``step`` (None if none was saved), ``path`` (the checkpoint that was loaded) and the plain
+        values that were saved, by name.
 
     Raises:
         CheckpointError: on every rank: there is none, it is of another model, kind of optimizer or newer format, or

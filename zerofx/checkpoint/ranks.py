@@ -46,8 +46,8 @@ class Ranks:
 
     def __init__(self, group_name: str | None) -> None:
         self._name = group_name  # see `zerofx.runtime.ranks.sharing.RankGroup`
-        self.rank = 0 if group_name is None else self._group.rank()
-        self.size = 1 if group_name is None else self._group.size()
+        self.rank: int = 0 if group_name is None else self._group.rank()
+        self.size: int = 1 if group_name is None else self._group.size()
 
     @staticmethod
     def of(module: nn.Module) -> Ranks:

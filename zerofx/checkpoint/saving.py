@@ -95,9 +95,9 @@ def save(
         The checkpoint's folder; with ``background`` a `Saving`.
 
     Raises:
-        CheckpointError: on every rank, where one of them could not: no space, weights that are not finite (rather than
-            to lose a good checkpoint to ``keep``), a folder in the way that is no checkpoint. What was there before is
-            as it was, and the message says what is whole.
+        CheckpointError: on every rank, if one of them cannot save: no space, a folder in the way that is no checkpoint,
+            or weights that are not finite (they would push out a good checkpoint). What was there before is as it was,
+            and the message says what is whole.
         ValueError: ``keep`` without ``step``.
     """
     if keep is not None and (step is None or keep < 1):

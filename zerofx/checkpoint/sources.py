@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zerofx.checkpoint.dcp import is_plain_name, read_index, read_into
 from zerofx.checkpoint.folder import MARK, Mark
@@ -61,7 +61,7 @@ class Source:
     """
 
     mark: Mark | None = None
-    folder = Path()
+    folder: Path = Path()
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -95,7 +95,7 @@ class DcpSource(Source):
         super().__init__(str(folder))
         self.folder = folder
         self.mark = Mark.read(folder) if (folder / MARK).is_file() else None
-        self.index = read_index(folder)
+        self.index: Metadata = read_index(folder)
         kinds = self.index.state_dict_metadata
         wanted = set(names)
         fits = {prefix: sum(prefix + name in kinds for name in wanted) for prefix in ("model.", "state_dict.", "")}

@@ -20,17 +20,17 @@ from zerofx.runtime.state.group import ShardGroup, groups_of
 def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> nn.Module:
     """Shard ``module`` in place and compile it; returns the same object.
 
-    Train it as before: ``loss.backward()`` leaves sharded gradients in ``.grad``, any elementwise ``torch.optim``
-    optimizer works on them, ``torch.nn.utils.clip_grad_norm_`` is right.
+    Train it as before. ``loss.backward()`` leaves sharded gradients in ``.grad``. Any elementwise ``torch.optim``
+    optimizer works on them, and ``torch.nn.utils.clip_grad_norm_`` is right.
 
     Args:
-        module: parameters on one device, not sharded yet. Start from the same code on every rank; weights are taken
-            from rank 0 unless ``init_sync=False``.
+        module: not sharded yet, with its parameters on one device. Build it by the same code on every rank. Weights are
+            taken from rank 0 unless ``init_sync=False``.
         dynamic, fullgraph: as in ``torch.compile``.
         **options: see `zerofx.compiler.options.Options`: ``stage``, ``executor``, ``groups``, ``mesh``, ...
 
     Raises:
-        ValueError, RuntimeError: bad options or a module that cannot be sharded; nothing has changed then.
+        ValueError, RuntimeError: bad options, or a module that cannot be sharded. Nothing has changed then.
     """
     checked = Options.of(options)
     if fullgraph and checked.leaf_modules is not None:
@@ -42,7 +42,7 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Backward passes inside keep gradients on this rank; the first one after reduces them together with its own.
+    """Backward passes inside keep their gradients on this rank. The first one after it reduces them with its own.
 
     ::
 
@@ -51,8 +51,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
                 loss_of(model, batch).backward()
         loss_of(model, micro_batches[-1]).backward()
 
-    What is kept is whole and this rank's own: not in ``.grad``, so ``zero_grad`` does not see it (`drop_kept` gives it
-    up) and an optimizer's step is refused. Every rank must enter and leave at the same passes.
+    Kept gradients are whole, and this rank's own. They are not in ``.grad``, so ``zero_grad`` does not see them
+    (`drop_kept` gives them up). An optimizer's step is refused while there are any. Every rank must enter and leave at
+    the same passes.
     """
     families = {group.family: group.family.sync for group in _groups(module)}
     for family in families:

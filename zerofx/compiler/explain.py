@@ -29,10 +29,18 @@ from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 from zerofx.passes import before_lower, edit
-from zerofx.passes.context import Tag
+from zerofx.passes.context import Context, Tag
 from zerofx.passes.kinds import KINDS, Kind
 from zerofx.passes.own import Pass
-from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight, soonest
+from zerofx.passes.schedule import (
+    Gather,
+    budget_of,
+    find_gathers,
+    groups_ahead,
+    live_bytes,
+    room_in_flight,
+    soonest,
+)
 
 MOST_NAMES = 4
 """Parameters that are named; the others are counted."""
@@ -130,13 +138,15 @@ class Reasons:
     """Answers about the nodes of one graph, as it is before `lower`."""
 
     def __init__(self, trace: Rewriting, history: History | None = None) -> None:
-        self.context = trace.context
-        self.history = history or History(trace)
-        self.graph = self.history.graphs[before_lower(trace.context.stage, trace.context.own)]
-        self.order = edit.positions(self.graph)
+        self.context: Context = trace.context
+        self.history: History = history or History(trace)
+        self.graph: Graph = self.history.graphs[before_lower(trace.context.stage, trace.context.own)]
+        self.order: dict[Node, int] = edit.positions(self.graph)
+        self.gathers: list[Gather]
+        self.held: list[Gather]
         self.gathers, self.held = find_gathers(self.graph)
-        self.ahead = groups_ahead(self.graph)
-        self.purposes = {pass_.__name__: purpose(pass_) for pass_ in trace.passes}
+        self.ahead: dict[Node, int] = groups_ahead(self.graph)
+        self.purposes: dict[str, str] = {pass_.__name__: purpose(pass_) for pass_ in trace.passes}
 
     def why(self, node: Node) -> Why:
         """What there is to say of ``node``, in the order to read it."""

@@ -55,7 +55,8 @@ class Template:
     """What a parameter or buffer of the meta device is to become: a tensor like ``meta`` on ``device``."""
 
     def __init__(self, meta: torch.Tensor, device: torch.device) -> None:
-        self.meta, self.device = meta, device
+        self.meta = meta
+        self.device = device
 
     def blank(self) -> torch.Tensor:
         """Memory that says that nobody has written to it: NaN, or the largest integer."""

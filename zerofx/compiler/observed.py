@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 
-log = logging.getLogger("zerofx")
+log: logging.Logger = logging.getLogger("zerofx")
 
 
 def observed(compiled: Callable, trace: Rewriting) -> Callable:

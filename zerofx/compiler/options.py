@@ -31,34 +31,34 @@ class Options:
 
     Attributes:
         stage: what is sharded. 0: nothing (plain data parallelism), 1: optimizer state, 2: gradients too, 3: parameters
-            too. 1 and 2 differ in nothing but what a rank keeps while it accumulates, see docs/stages.md.
+            too. 1 and 2 differ only in what a rank keeps while it accumulates (docs/stages.md).
         executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
-        memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. What is left of it
-            when each gather starts two groups ahead keeps the last groups gathered from forward to backward, and then
-            starts gathers earlier still. None: what two groups ahead take, and a quarter of the largest;
+        memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. First, each gather
+            starts two groups ahead. What is left of the budget keeps the last groups gathered from forward to backward.
+            The rest starts gathers earlier. None: what two groups ahead take, and a quarter of the largest group.
             ``math.inf``: all stay gathered.
         groups: see `zerofx.model.grouping`.
-        leaf_modules: module classes and patterns of module names ("layers.*.mlp"): these run outside of any graph, and
-            are gathered whole when they are entered; for modules whose code chooses layers by data. See
+        leaf_modules: module classes and patterns of module names ("layers.*.mlp"), for modules whose code chooses
+            layers by data. They run outside of any graph, and are gathered whole when they are entered. See
             `zerofx.runtime.eager.leaf`.
-        lookups: stage 3: of embeddings that are only looked up, rows travel instead of the table, and their gradients,
-            where that is fewer bytes. Every rank's batches must have one shape then. See
+        lookups: stage 3, for embeddings that are only looked up. Their rows travel instead of the table, and the rows'
+            gradients, where that is fewer bytes. Every rank's batches must have one shape. See
             `zerofx.passes.lookups`.
-        one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
-            gather nothing; see `zerofx.runtime.state.one_copy`.
+        one_copy: stage 3 where all ranks are on one host. They share one copy of the weights, in common memory, and
+            gather nothing. See `zerofx.runtime.state.one_copy`.
         mesh: a 1-D device mesh; None: all ranks of the default process group.
-        reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
-            reductions of compiled graphs run: no gather queues behind one. None: all in one.
+        reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name. The reductions of
+            compiled graphs run in it, so no gather queues behind one. None: all run in one group.
         init_sync: take rank 0's weights and buffers everywhere.
-        init: for a module on the meta device, how its weights come about: a function of a module, a checkpoint, or
-            None for what the modules do by themselves; see `zerofx.compiler.initialize`.
-        device: for a module on the meta device, where it is to be. None: the accelerator, where there is one with which
-            the process group works, else the CPU.
+        init: for a module on the meta device, where its weights come from: a function of a module, a checkpoint, or
+            None for what the modules do by themselves. See `zerofx.compiler.initialize`.
+        device: for a module on the meta device, the device it moves to. None: the accelerator, if there is one and the
+            process group works with it; else the CPU.
         mixed_precision: see `zerofx.model.precision`.
         wire: stages 1 to 3, what travels in codes of fewer bits; see `zerofx.model.wire`. None: all as it is.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
-        timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
-            long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
+        timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
+            long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
         passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 

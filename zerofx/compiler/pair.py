@@ -32,7 +32,7 @@ from zerofx.runtime.ranks.watch import watch_of, watched
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
-Executed = Callable[[GraphModule, list[Any], list[int]], Callable]
+Executed = Callable[[GraphModule, list[Any], list[int]], Callable[..., Any]]
 """From a graph, its inputs, and which of these stay where they are, to a boxed function."""
 
 
@@ -49,18 +49,19 @@ class CompiledGraph:
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
-        self.sharded = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
+        self.sharded: dict[int, ParameterRef] = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
         # Weakly: Dynamo keeps what it compiled for as long as the code lives, which is longer than a model.
-        self.groups = weakref.WeakValueDictionary({x._group.layout: x._group for x in sharded.values()})
-        self.record = GraphRecord()
+        groups = {x._group.layout: x._group for x in sharded.values()}
+        self.groups: weakref.WeakValueDictionary[GroupLayout, ShardGroup] = weakref.WeakValueDictionary(groups)
+        self.record: GraphRecord = GraphRecord()
         if self.groups:
             remember(list(self.groups.values()), self.record)
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
-        self.meanings = Meanings()
+        self.meanings: Meanings = Meanings()
         self.written: dict[str, str] = {}
         """What forward's code writes to and returns for backward: `zerofx.passes.proof.code.check_code`."""
-        self.names = frozenset(layout.name for layout in self.groups)
+        self.names: frozenset[str] = frozenset(layout.name for layout in self.groups)
 
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""

@@ -40,14 +40,14 @@ class Rewriting:
 
     def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:
         start = time.perf_counter()
-        self.before = copy_graph(gm)
+        self.before: GraphModule = copy_graph(gm)
         self._initial = copy_context(ctx)
         ctx.before = self._initial.before = self.before
         self.context = ctx
         self.edits: dict[str, int] = {}
         self.code: str | None = None
         self.pretended = pretended
-        self.seconds = {"record": time.perf_counter() - start}
+        self.seconds: dict[str, float] = {"record": time.perf_counter() - start}
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class Rewriting:
                 self._apply(pass_, gm, ctx)
         return gm
 
-    def steps(self) -> Iterator[tuple[Callable, GraphModule]]:
+    def steps(self) -> Iterator[tuple[Callable[..., int], GraphModule]]:
         """Every pass and the graph after it, in order; cheaper than asking `after` for each."""
         gm, ctx = copy_graph(self.before), copy_context(self._initial)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]

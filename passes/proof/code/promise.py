@@ -1,7 +1,7 @@
 """What the final graph asks of the code that is generated for it.
 
-It is read before the code generator runs, which rewrites the graph it is given. Nothing of the passes is asked: what a
-node is follows from its operator, as `verify` has proved it. Tags name the groups.
+The graph is read before the code generator runs, because that rewrites the graph. The passes are not asked: a node's
+operator says what it is, as `verify` has proved. Tags name the groups.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Wrapper:
     """
 
     def __init__(self, code: str) -> None:
-        self.text = code.splitlines()
+        self.text: list[str] = code.splitlines()
         self.kernels: dict[str, Kernel] = {}
         self.functions: dict[str, ast.FunctionDef] = {}
         self.modules: dict[str, str] = {}
@@ -62,7 +62,7 @@ class Wrapper:
                 self._keep(statement.body)
             else:
                 self._keep([statement])
-        self.call = self.functions.get("call")
+        self.call: ast.FunctionDef | None = self.functions.get("call")
 
     def _keep(self, statements: Iterable[ast.stmt]) -> None:
         for statement in statements:

@@ -84,7 +84,8 @@ from zerofx.model.precision import MixedPrecision
 from zerofx.runtime.ranks.sharing import Sharing
 
 LETTERS = "N M n k m w g F B c a b"
-N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS = [Symbol(name, positive=True) for name in LETTERS.split()]
+SYMBOLS: list[Symbol] = [Symbol(name, positive=True) for name in LETTERS.split()]
+N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS
 
 _Formulas = TypeVar("_Formulas", bound="Formulas")
 

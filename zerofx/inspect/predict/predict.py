@@ -183,11 +183,11 @@ def predict(
     records: Iterable[GraphRecord] | None = None,
     probe: bool = False,
 ) -> Prediction:
-    """What a step of ``model`` will take on this rank. Without ``probe`` runs and allocates nothing. No collective.
+    """What a step of ``model`` will take on this rank. It is no collective, and runs nothing without ``probe``.
 
     Args:
-        model: compiled, and its backward run once (which compiles that); or a record, as of `zerofx.dry_run`: of what a
-            dry run wrote for Inductor there is no generated code, so it is followed as the eager executor would run it.
+        model: compiled, and its backward run once (which compiles that); or a record, as of `zerofx.dry_run`. A dry run
+            has no generated code, so its record is followed as the eager executor would run it.
         rates: without them there are bytes and no times.
         probe: run each product, convolution and attention kernel of the step once by itself, on zeros, for the memory
             that it takes inside and gives back (workspace.py). Without that it counts for nothing.
@@ -195,8 +195,8 @@ def predict(
             forward. A module that was compiled again for other shapes has more than one step's.
 
     Returns:
-        Times in seconds, sizes in bytes. Of the step are forward and backward, gradients being None before; not of it
-        are the optimizer and what is computed outside of compiled graphs.
+        Times in seconds, sizes in bytes. They are of forward and backward, with gradients None before. They do not
+        include the optimizer, nor what is computed outside of compiled graphs.
 
     Raises:
         ValueError: the module is not sharded.

@@ -100,7 +100,9 @@ class Recorder(_torch.TorchDispatchMode):
         self.workspaces = workspaces
         self.operations: list[Operation] = []
         self.changes: list[Change] = []
-        self.name = self.source = self.group = ""
+        self.name: str = ""
+        self.source: str = ""
+        self.group: str = ""
         self._buffers: dict[int, tuple[weakref.ref[Any], Buffer | None]] = {}  # by storage; None: there before
         self._pending: dict[int, tuple[int, str, Any]] = {}  # by storage: number, group, what it must not lose
         self._code: Code | None = None

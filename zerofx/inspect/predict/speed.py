@@ -9,7 +9,7 @@
     ranks 8..15 ── node_bandwidth ── the next
 
 ``bandwidth`` is a node's, all its network cards together: over several, as many rings run side by side. That is how
-NCCL does it. On gloo each rank sends to each (docs/architecture.md): with ``r`` ranks in a node its link takes r times
+NCCL does it. On gloo each rank sends to each (docs/gloo.md): with ``r`` ranks in a node its link takes r times
 that much, nearly.
 """
 

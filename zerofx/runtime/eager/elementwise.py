@@ -21,7 +21,7 @@ from zerofx.runtime.state.home import Home, all_at_hand
 from zerofx.runtime.state.parameter import (
     ShardedParameter,
     ShardedTensor,
-    check_conversion,
+    check_memory,
     count_write,
     detach,
     is_in_place,
@@ -46,7 +46,7 @@ ELEMENTWISE = frozenset([*_NAMED, *(f"__{name}__" for name in _OPERATORS)])
 _CONVERSIONS = frozenset("bfloat16 cpu cuda double float half to type type_as".split())
 """Those that give the tensor itself where device and dtype stay, which is what ``module.to(...)`` relies on."""
 
-_IN_PLACE = frozenset(function for name in _NAMED if (function := getattr(torch.Tensor, name + "_", None)))
+_IN_PLACE = frozenset(_function for name in _NAMED if (_function := getattr(torch.Tensor, name + "_", None)))
 
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
@@ -71,7 +71,7 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 """Reductions to an extreme, as the sign under which it is the largest."""
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it."""
     if not Home.any_away:
         return _dispatch(func, args, kwargs)
@@ -169,11 +169,8 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
     if name == "data" and action == "__get__":
         return detach(tensor)
     if name == "data":
-        if isinstance(args[1], ShardedTensor) and args[1]._local is tensor._local:
-            return None  # `module.to(...)` that changed nothing
-        check_conversion(tensor, args[1])
-        way_out = "use `with torch.no_grad(): parameter.copy_(full_tensor)`"
-        tensor._refuse("assigning .data (as module.to_empty and module._apply do)", way_out)
+        check_memory(tensor, args[1])
+        return None
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return _on_full(func, name, args, {}, written=None, tracked=torch.is_grad_enabled() and tensor.requires_grad)
     if name == "grad" and action == "__set__" and args[1] is not None:

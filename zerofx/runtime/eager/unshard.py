@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerofx._torch import DisableTorchFunction, adapt_arguments, inlined_alone, pytree, saved_tensors_are_hooked
+from zerofx._torch import (
+    DisableTorchFunction,
+    adapt_arguments,
+    inlined_alone,
+    is_wrapped,
+    outside_of_transforms,
+    pytree,
+    saved_tensors_are_hooked,
+)
 from zerofx.model.units import format_bytes
 from zerofx.runtime.eager.ondemand import gather_tensor, leaf_of, reduce_gradient
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, is_in_place
@@ -65,11 +73,12 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
         raise TypeError(not_elementwise(optimizer, func_name, tensor._slot.name))
     if leaf_of(tensor._group) is None:
         _warn(frame, func_name, tensor)
-    if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
-        tensor._group.use(trained=True)
-        full = _Unshard.apply(tensor)
-    else:
-        full = _whole(tensor)
+    with outside_of_transforms():  # a weight is gathered once, however often `vmap` maps over what meets it
+        if isinstance(tensor, ShardedParameter) and tensor.requires_grad and torch.is_grad_enabled():
+            tensor._group.use(trained=True)
+            full = _Unshard.apply(tensor)
+        else:
+            full = _whole(tensor)
     # Code of the model that was not compiled sees what compiled code sees (`precision`).
     return full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
 
@@ -110,12 +119,15 @@ class GatheredView(torch.Tensor):
 
 def readonly(result: Any, inputs: Any) -> Any:
     """``result``, with every tensor in it that shares memory with one of ``inputs`` made a `GatheredView`."""
-    storages = {x.untyped_storage().data_ptr() for x in pytree.arg_tree_leaves(inputs) if isinstance(x, torch.Tensor)}
+
+    def memory(x: Any) -> int | None:
+        own = isinstance(x, torch.Tensor) and not is_wrapped(x)  # those do not tell what memory they wrap
+        return x.untyped_storage().data_ptr() if own and x.numel() else None
+
+    shared = {memory(x) for x in pytree.arg_tree_leaves(inputs)} - {None}
 
     def mark(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() in storages:
-            return x.as_subclass(GatheredView)
-        return x
+        return x.as_subclass(GatheredView) if memory(x) in shared else x
 
     return pytree.tree_map(mark, result)
 

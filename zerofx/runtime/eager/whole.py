@@ -47,7 +47,7 @@ class WholeParameter(PlainlyCopied):
 
 @contextlib.contextmanager
 def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeback: bool = True) -> Iterator[Any]:
-    """Whole weights inside of the block, under their names. A collective: every rank must enter it.
+    """Whole weights inside of the block, under their names. It is a collective: every rank must enter it.
 
     ::
 
@@ -60,21 +60,22 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
         with zerofx.unsharded([p, q]) as (whole_p, whole_q):
             ...
 
-    Everything in ``what`` is whole at once, on every rank, beside the shards: take a submodule, or a few parameters,
-    where the model is too large. The module runs uncompiled inside. With mixed precision the weights are the masters
-    and inputs are not cast.
+    Everything in ``what`` is whole at once, on every rank, beside the shards. Where the model is too large for that,
+    take a submodule, or a few parameters. The module runs uncompiled inside. With mixed precision the weights are the
+    masters, and inputs are not cast.
 
     Args:
         what: a module that is sharded in any stage, a submodule of one; or parameters.
-        writeback: rank 0's values become the parameters' when the block ends: what DeepSpeed's ``GatheredParameters``
-            does with ``modifier_rank=0``. One transfer of all slices. False: edits are dropped.
+        writeback: when the block ends, rank 0's values become the parameters'. DeepSpeed's ``GatheredParameters`` does
+            the same with ``modifier_rank=0``. It takes one transfer of all slices. False: edits are dropped.
 
     Yields:
-        the module; or the whole parameters, in the order given (of one tensor the one).
+        the module; or the whole parameters, in the order given; for one tensor, its whole parameter.
 
     Raises:
         ValueError: nothing in ``what`` is sharded.
-        RuntimeError: see the table above.
+        RuntimeError: an edit on another rank alone, a parameter that was replaced or stepped inside, or a backward
+            through a whole parameter. Nothing is written then.
     """
     places = places_of(what)
     sharded = [p for p in places if isinstance(p, (ShardedParameter, ReplicatedParameter))]

@@ -82,6 +82,8 @@ class AdamW(torch.optim.AdamW):
         ValueError: an option out of its range; the message names it.
     """
 
+    state: defaultdict[torch.Tensor, Any]
+
     def __init__(
         self,
         params: Any,
@@ -103,7 +105,9 @@ class AdamW(torch.optim.AdamW):
             raise ValueError(f'master={master!r}: expected "float32", "split" or None.')
         if moments not in (torch.float32, torch.bfloat16, "8bit"):
             raise ValueError(f'moments={moments!r}: expected torch.float32, torch.bfloat16 or "8bit".')
-        self.max_grad_norm, self.master, self.moments, self.seed = max_grad_norm, master, moments, seed
+        self.max_grad_norm = max_grad_norm
+        self.master, self.moments = master, moments
+        self.seed = seed
         self.grad_norm: torch.Tensor | None = None
         self._spans: list[Span] | None = None
         self._spans_of: dict[ShardGroup, list[Span]] = {}

@@ -38,7 +38,7 @@ class DeviceStep:
     def __init__(self, spans: Sequence[Span], device: torch.device, seed: int) -> None:
         self._members = [member for span in spans for member in span.members]
         rows = len(self._members)
-        self.steps = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.steps: torch.Tensor = torch.zeros(rows, dtype=torch.float32, device=device)
         self._hyper = torch.zeros(rows, len(HYPER_COLUMNS), dtype=torch.float64, device=device)
         self._control = torch.zeros(len(CONTROL_COLUMNS), dtype=torch.float32, device=device)
         self._written: dict[int, tuple[float, ...]] = {}

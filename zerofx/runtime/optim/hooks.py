@@ -5,6 +5,7 @@ PyTorch calls these for each ``torch.optim.Optimizer``, whatever module its para
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -24,11 +25,35 @@ _WHOLE_TENSOR_OPTIMIZERS = {
 }
 
 
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
 
-    So is a step while gradients are kept back: the optimizer would not see them.
+    So is a step while gradients are kept back: the optimizer would not see them. A closure may run the backward that
+    reduces them, so it is asked after that.
     """
+    if callable(closure := kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": functools.partial(_checked_closure, optimizer, closure)}
+    elif len(args) > 1 and callable(args[1]):
+        args = (args[0], functools.partial(_checked_closure, optimizer, args[1]), *args[2:])
+    else:
+        _check_kept(optimizer)
+    names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
+    uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
+    if uses is not None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, ShardedTensor):
+                    raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
+    return args, kwargs
+
+
+def _checked_closure(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
+    result = closure()
+    _check_kept(optimizer)
+    return result
+
+
+def _check_kept(optimizer: torch.optim.Optimizer) -> None:
     for shards in _groups_in(optimizer):
         if shards.has_kept():
             raise RuntimeError(
@@ -36,14 +61,6 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 f"{shards.gradients.kept_slots()[0].name!r}, for one): run the last backward outside of "
                 "zerofx.no_sync, or give them up with zerofx.drop_kept(module)."
             )
-    names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
-    uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
-    if uses is None:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, ShardedTensor):
-                raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -44,7 +44,7 @@ from zerofx.runtime.state.parameter import ShardedParameter
 
 @contextlib.contextmanager
 def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
-    """One backward inside does the optimizer's step, too, each group's as soon as its gradient is averaged.
+    """A backward inside also does the optimizer's step: each group's as soon as its gradient is averaged.
 
     ::
 
@@ -52,9 +52,10 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
         with zerofx.step_in_backward(optimizer):
             loss.backward()
 
-    in the place of ``backward``, ``step`` and ``zero_grad``, with the same numbers. Gradients that were there before
-    are added (accumulation: the backwards before run as ever, or in `zerofx.no_sync`), and are None afterwards. It
-    takes a backward graph of its own, compiled when it is first needed. Every rank must do it at the same backwards.
+    It replaces ``backward``, ``step`` and ``zero_grad``, with the same numbers. Gradients that were there before are
+    added, and are None afterwards. So accumulation works: earlier backwards run as ever, or in `zerofx.no_sync`. It
+    takes a backward graph of its own, which is compiled when it is first needed. Every rank must do it at the same
+    backwards.
 
     Args:
         optimizer: `zerofx.AdamW`, or an elementwise one of ``torch.optim``, over parameters of modules that zerofx
@@ -65,7 +66,7 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
         RuntimeError: a group that was updated gets another gradient in the same block, or its weights are needed
             once more in the same backward. The step is done in part then.
 
-    Gradients are taken as they are: not with a ``GradScaler``, nor with ``clip_grad_norm_``.
+    Gradients are taken as they are. A ``GradScaler`` or ``clip_grad_norm_`` cannot be used with it.
     """
     if getattr(optimizer, "max_grad_norm", None) is not None:
         raise ValueError(
@@ -111,7 +112,7 @@ class Stepper:
                 if isinstance(p, ShardedParameter):
                     self._members.setdefault(p._group, {}).setdefault(i, []).append(p)
         self.families: list[Family] = list(dict.fromkeys(group.family for group in self._members))
-        self.groups = [group for family in self.families for group in family.groups()]
+        self.groups: list[ShardGroup] = [group for family in self.families for group in family.groups()]
 
     def step(self, group: ShardGroup) -> None:
         """Update ``group``, if it has all of its gradient; a gradient that is used up is None."""

@@ -1,12 +1,12 @@
 """Gloo's threads wait for their turn on a core that computes.
 
-Starting a send fills a socket's buffer under a lock. A thread of gloo's that wakes meanwhile takes the core away, tries
-the lock, gives up, and asks for the same event again at once, until its time slice is over. That takes some
-milliseconds, in which the holder of the lock has no core to go on (``Pair::handleEvents`` in gloo's
+A thread that starts a send fills a socket's buffer and holds a lock meanwhile. A thread of gloo's may wake in that
+time and take the core. It tries the lock, gives up, and asks for the same event again at once, until its time slice is
+over. That takes some milliseconds, and the holder of the lock has no core to go on (``Pair::handleEvents`` in gloo's
 transport/tcp/pair.cc). Threads of ``SCHED_BATCH`` do not take a core away when they wake.
 
-This concerns Linux and processes that have one core. Gloo names its threads since torch 2.13; with 2.11 nothing is
-done.
+This concerns Linux and processes that have one core. Gloo names its threads since torch 2.13. With 2.11 this file does
+nothing.
 """
 
 from __future__ import annotations

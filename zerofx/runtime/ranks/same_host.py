@@ -68,10 +68,12 @@ class Neighbour:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, connection: socket.socket) -> None:
-        self.group_name, self.rank, self.connection = group.group_name, rank, connection
-        self.timeout = _torch.timeout_of(group)
-        self.pid, _ = _process_behind(connection)
-        self.lost = ""
+        self.group_name: str = group.group_name
+        self.rank = rank
+        self.connection = connection
+        self.timeout: float = _torch.timeout_of(group)
+        self.pid: int = _process_behind(connection)[0]
+        self.lost: str = ""
         self._count = 0
         self._ready: dict[int, deque[tuple[int, int, int]]] = defaultdict(deque)  # by tag: what it has for this rank
         self._to_read: dict[int, deque[Exchange]] = defaultdict(deque)  # by tag
@@ -154,8 +156,11 @@ class Exchange(_torch.PythonWork):
 
     def __init__(self, neighbour: Neighbour, received: torch.Tensor, sent: torch.Tensor) -> None:
         super().__init__()
-        self.neighbour, self.received, self.sent = neighbour, received, sent
-        self.has_read = self.given = False
+        self.neighbour = neighbour
+        self.received = received
+        self.sent = sent
+        self.has_read = False
+        self.given = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Until this rank has read and was read.

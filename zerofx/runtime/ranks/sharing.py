@@ -37,8 +37,9 @@ class RankGroup:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | PretendedGroup) -> None:
-        self.name = process_group.group_name
-        self.rank, self.size = process_group.rank(), process_group.size()
+        self.name: str = process_group.group_name
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
 
     @property
     def process_group(self) -> dist.ProcessGroup:

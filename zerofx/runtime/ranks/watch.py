@@ -65,13 +65,15 @@ class Watch:
 
     def __init__(self, name: str) -> None:
         group = _torch.resolve_process_group(name)
-        self.name, self.rank, self.world_size = name, group.rank(), group.size()
-        self.names = {name}  # and those of process groups that share the watch
-        self.default_store = _torch.default_store()
-        self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
+        self.name = name
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        self.names: set[str] = {name}  # and those of process groups that share the watch
+        self.default_store: dist.Store = _torch.default_store()
+        self.store: dist.Store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
-        self.failure = ""
-        self.stepped = False
+        self.failure: str = ""
+        self.stepped: bool = False
         self.families = 0
         self._runs: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._count = 0
@@ -255,7 +257,10 @@ class _Watched(_torch.PythonWork):
 
     def __init__(self, watch: Watch, schedule: Schedule, i: int, works: list[dist.Work]) -> None:
         super().__init__()
-        self.watch, self.schedule, self.i, self.works = watch, schedule, i, works
+        self.watch = watch
+        self.schedule = schedule
+        self.i = i
+        self.works: list[dist.Work] = works
 
     def wait(self, timeout: Any = None) -> bool:
         named = while_profiled(lambda: f"wait for {self.schedule.short(self.i)}")

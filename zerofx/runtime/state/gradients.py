@@ -71,9 +71,14 @@ class Gradients:
         members: Members,
         home: Home,
     ) -> None:
-        self.layout, self.stage, self.precision = layout, stage, precision
-        self.sharing, self.weights, self.members, self.home = sharing, weights, members, home
-        self.kept_unevenly = False
+        self.layout = layout
+        self.stage = stage
+        self.precision = precision
+        self.sharing = sharing
+        self.weights = weights
+        self.members = members
+        self.home = home
+        self.kept_unevenly: bool = False
         self._kept: dict[Slot, torch.Tensor] = {}
 
     # ---- what leaves a backward -------------------------------------------------------------------------------------
@@ -95,7 +100,7 @@ class Gradients:
                 if parameter.grad is None:
                     first.append((slot, parameter))
                 else:
-                    held.append(parameter.grad if self.stage == 0 else parameter.grad.to_local())
+                    held.append(parameter.grad if self.stage == 0 else parameter.grad._local)
                     new.append(self._local(slot, gradient))
             if held:
                 with self.home.at_hand():

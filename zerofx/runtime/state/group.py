@@ -30,8 +30,8 @@ from zerofx.passes.context import Buckets
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
-from zerofx.runtime.state.home import home_of
-from zerofx.runtime.state.weights import weights_of
+from zerofx.runtime.state.home import Home, home_of
+from zerofx.runtime.state.weights import Weights, weights_of
 
 
 class Family:
@@ -62,8 +62,8 @@ class Family:
         wire: Wire | None = None,
     ) -> None:
         self.stage = stage
-        self.wire = wire
-        self.precision = precision or MixedPrecision()
+        self.wire: Wire | None = wire
+        self.precision: MixedPrecision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
         self.one_copy = one_copy
         self.sync = True
@@ -71,7 +71,7 @@ class Family:
         self.number = 0
         self.norms: dict[Any, Any] = {}
         self.casts: Casts | None = None
-        self.rewritable = False
+        self.rewritable: bool = False
         self.published: dict[str, torch.Tensor] = {}
         self._gathered: dict[frozenset[str], int] = {}
         self._elsewhere: dict[tuple[frozenset[str], str], int] = {}
@@ -150,22 +150,25 @@ class ShardGroup:
         memory: torch.Tensor | None = None,
     ) -> None:
         """``memory``: see `zerofx.runtime.state.weights.Weights.allocate`."""
-        self.layout, self.sharing, self.family, self.device = layout, sharing, family, device
+        self.layout = layout
+        self.sharing = sharing
+        self.family = family
+        self.device = device
         family.add(self)
         stage, precision = family.stage, family.precision
-        self.home = home_of(stage, device)
+        self.home: Home = home_of(stage, device)
         dtype = precision.param_dtype or layout.dtype
         case = weights_of(stage, family.one_copy)
         code = None if family.wire is None else family.wire.weight_code
-        self.weights = case(layout, sharing, device, dtype, self.home, memory, code)
-        self.members = Members()
-        self.gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)
-        self.gathered = Gathered(self.weights)
+        self.weights: Weights = case(layout, sharing, device, dtype, self.home, memory, code)
+        self.members: Members = Members()
+        self.gradients: Gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)
+        self.gathered: Gathered = Gathered(self.weights)
         self.leaf: Any = None
-        self.pending = 0
-        self.stepped = False
+        self.pending: int = 0
+        self.stepped: bool = False
 
-    def __deepcopy__(self, memo: dict) -> ShardGroup:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         """The group itself: a copy of a sharded tensor is one more tensor of the same group."""
         return self
 

@@ -11,16 +11,22 @@ Today state is at hand at any time (`OnDevice`), and all of this costs nothing. 
 a class in a file of its own, and a line in `HOMES`. It sets ``away``. Then whoever computes on slices does it inside of
 `at_hand`: compiled graphs, gathers, operations on sharded tensors, optimizers, checkpoints.
 
+Code that knows no homes is lent state: ``to_local()``, and what torch.distributed.checkpoint reads and writes.
+``lend`` brings state, and it stays at hand until the last view of what was lent is gone.
+
 Views of a tensor stay views of it: a home that gives memory back empties the storage and fills it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
+
+from zerofx._torch import with_own_storage
 
 Kind = Literal["weights", "gradient", "moment"]
 
@@ -28,7 +34,7 @@ _HERE = contextlib.nullcontext()
 
 
 class Home:
-    """Where one group's state lives. A case overrides these four.
+    """Where one group's state lives. A case overrides the first four.
 
     Attributes:
         away: whether state has to be brought to where it is computed with.
@@ -54,6 +60,16 @@ class Home:
     def at_hand(self) -> contextlib.AbstractContextManager[Any]:
         """State can be computed with inside; what is written there stays. May be entered again inside."""
         raise NotImplementedError
+
+    def lend(self, state: torch.Tensor) -> torch.Tensor:
+        """``state`` for code that does not enter `at_hand`: the same memory, at hand while a view of it is left."""
+        if not self.away or not state.numel():
+            return state
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.at_hand())
+        lent = with_own_storage(state)
+        weakref.finalize(lent.untyped_storage(), stack.close).atexit = False
+        return lent
 
 
 class OnDevice(Home):

@@ -52,7 +52,7 @@ class InCommon(Replicated):
 
     in_common = True
     steps_inside = False
-    others = False
+    others: bool = False
     """Whether there are other ranks that write to the replica. Not so for one rank, and in a dry run."""
 
     def _make(self, memory: torch.Tensor | None) -> None:

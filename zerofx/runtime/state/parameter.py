@@ -23,6 +23,8 @@ reaches one except through this table, and what would go around it (``.data =``,
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -31,6 +33,7 @@ from torch import nn
 
 from zerofx._torch import (
     DisableTorchFunction,
+    before_conversions,
     call_plainly,
     inlined_alone,
     pytree,
@@ -72,7 +75,7 @@ class ShardedTensor(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor."""
-        return self._local
+        return self._group.home.lend(self._local)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
@@ -103,7 +106,7 @@ class ShardedTensor(torch.Tensor):
             f"rank {self._group.rank} of {ranks} holds {held:,} of {self._slot.numel:,} elements)"
         )
 
-    def __deepcopy__(self, memo: dict) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -133,7 +136,7 @@ class PlainlyCopied(nn.Parameter):
         """An ordinary parameter with a copy of the values."""
         return nn.Parameter(self.detach().clone(), self.requires_grad)
 
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = self.plain()
         return copy
 
@@ -163,11 +166,68 @@ class ReplicatedParameter(PlainlyCopied):
         kwargs = kwargs or {}
         if func in _CONVERTED and isinstance(args[0], ReplicatedParameter):
             check_conversion(args[0], args[1])
-        with DisableTorchFunction():
-            if cls._compute_dtype is not None and _meets(func, args, kwargs, cls._compute_dtype):
-                args = _cast(args, cls._compute_dtype)
-                kwargs = {name: _cast(value, cls._compute_dtype) for name, value in kwargs.items()}
+        return _run_as(cls._compute_dtype, func, args, kwargs)
+
+
+class ReplicatedView(torch.Tensor):
+    """A view of a `ReplicatedParameter` that computes in another dtype: it is cast where it meets that, too.
+
+    ``x @ weight.t()`` outside of any graph, with ``x`` in 16 bits: PyTorch asks about ``weight.t()`` before it asks
+    about the product. Each dtype has a subclass.
+    """
+
+    _compute_dtype: torch.dtype | None = None
+
+    @classmethod
+    @inlined_alone
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        return _run_as(cls._compute_dtype, func, args, kwargs or {})
+
+    def plain(self) -> torch.Tensor:
+        """The view as an ordinary tensor, of the same memory."""
+        return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        memo[id(self)] = copied = copy.deepcopy(self.plain(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+@functools.cache
+def _view_class(dtype: torch.dtype) -> type[ReplicatedView]:
+    return type("ReplicatedView", (ReplicatedView,), {"__module__": __name__, "_compute_dtype": dtype})
+
+
+def _run_as(dtype: torch.dtype | None, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``func`` outside of any graph, on whole parameters and views of them, which compute in ``dtype``."""
+    with DisableTorchFunction():
+        if dtype is None:
             return func(*args, **kwargs)
+        if _meets(func, args, kwargs, dtype):
+            args = _cast(args, dtype)
+            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "").split(".")[0]
+        if name == "detach" or is_in_place(name) or func is _DATA:  # they are for who wants masters
+            return result
+        wholes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _WHOLE)]
+        bases = {id(x._base if x._is_view() else x) for x in wholes}
+
+        def mark(x: Any) -> Any:
+            view = type(x) is torch.Tensor and x._is_view() and id(x._base) in bases
+            return x.as_subclass(_view_class(dtype)) if view else x
+
+        return pytree.tree_map(mark, result)
+
+
+_WHOLE = (ReplicatedParameter, ReplicatedView)
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 # Where ``module.to(...)`` puts a converted parameter: in ``parameter.data``, or in a new parameter after asking this.
@@ -188,6 +248,28 @@ def check_conversion(parameter: ShardedTensor | ReplicatedParameter, new: torch.
             "Convert the module before zerofx.compile or zerofx.shard; to compute in 16 bits pass "
             "mixed_precision=zerofx.MixedPrecision(torch.bfloat16)."
         )
+
+
+def check_memory(parameter: ShardedTensor, new: torch.Tensor) -> None:
+    """Raise where ``new``, which is to take the parameter's place, is anything but the parameter's own slice."""
+    if isinstance(new, ShardedTensor) and new._local is parameter._local:
+        return  # `module.to(...)` that changed nothing
+    check_conversion(parameter, new)
+    way_out = "use `with torch.no_grad(): parameter.copy_(full_tensor)`"
+    parameter._refuse("assigning .data (as module.to_empty and module._apply do)", way_out)
+
+
+def _check_all(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse a conversion of ``module`` before any of its tensors has changed."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if isinstance(parameter, ShardedParameter):
+                check_memory(parameter, fn(parameter))
+            elif isinstance(parameter, ReplicatedParameter):
+                check_conversion(parameter, fn(parameter))
+
+
+before_conversions(_check_all)
 
 
 def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
@@ -255,7 +337,7 @@ def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype
     if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):
         return False
     met = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
-    others = [x for x in met if not isinstance(x, ReplicatedParameter)]
+    others = [x for x in met if not isinstance(x, _WHOLE)]
     return any(x.dtype == dtype or not (x.is_floating_point() or x.is_complex()) for x in others)
 
 
@@ -271,7 +353,7 @@ _IN_PLACE.add("__setitem__")
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, (ShardedParameter, ReplicatedParameter)):
+    if isinstance(x, (ShardedParameter, *_WHOLE)):
         return x.to(dtype)
     if isinstance(x, (list, tuple)):
         return type(x)([_cast(item, dtype) for item in x])
@@ -298,7 +380,15 @@ def _refuse_argument(x: Any) -> None:
         )
 
 
-watch_arguments(_refuse_argument)
+def _mapped(x: Any) -> Any:
+    """What ``vmap`` maps over for a parameter that computes in another dtype. It asks nothing later."""
+    whole = isinstance(x, _WHOLE) or (torch.compiler.is_compiling() and isinstance(x, ShardedParameter))
+    if not whole or type(x)._compute_dtype is None:
+        return x
+    return x.to(type(x)._compute_dtype)
+
+
+watch_arguments(_refuse_argument, _mapped)
 
 
 def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:

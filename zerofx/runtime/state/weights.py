@@ -49,9 +49,9 @@ class Weights:
         steps_inside: whether a backward may update them (`zerofx.step_in_backward`).
     """
 
-    gathers = False
-    in_common = False
-    steps_inside = True
+    gathers: bool = False
+    in_common: bool = False
+    steps_inside: bool = True
     shard: torch.Tensor
     replica: torch.Tensor | None = None
 
@@ -66,11 +66,14 @@ class Weights:
         code: Code | None = None,
     ) -> None:
         """``memory``: what `allocate` has for this group."""
-        self.layout, self.device, self.dtype, self.home = layout, device, dtype, home
+        self.layout = layout
+        self.device = device
+        self.dtype = dtype
+        self.home = home
         self.ranks: RankGroup = sharing.weights
         self.travel: Travel = travel_of(self.ranks.backend(device))
-        self.code = code if code is not None and self.ranks.size > 1 and code.shortens(dtype) else None
-        self.sent_whole = flattened(sent_whole(layout)) if self.code is not None else []
+        self.code: Code | None = code if code is not None and self.ranks.size > 1 and code.shortens(dtype) else None
+        self.sent_whole: list[int] = flattened(sent_whole(layout)) if self.code is not None else []
         self.ahead: list[dist.Work] = []
         """Of a refresh: what is still to be waited for."""
         self._refreshed = -1
@@ -187,7 +190,7 @@ class Sharded(Weights):
     gathers = True
 
     def _make(self, memory: torch.Tensor | None) -> None:
-        self.shard = self.home.new("weights", self.layout.shard_numel, self.layout.dtype, self.device)
+        self.shard: torch.Tensor = self.home.new("weights", self.layout.shard_numel, self.layout.dtype, self.device)
 
     @classmethod
     def takes(cls, stage: int, one_copy: bool) -> bool:
@@ -201,7 +204,7 @@ class Replicated(Weights):
         layout = self.layout
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
-        self.replica = memory.view(self.dtype)
+        self.replica: torch.Tensor | None = memory.view(self.dtype)
         if self.dtype == layout.dtype and not self.home.away and self.code is None:
             # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
             self.shard = self.own_part(self.replica.data)

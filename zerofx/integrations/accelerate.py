@@ -1,0 +1,203 @@
+"""``Accelerator`` of Hugging Face's accelerate, with zerofx in the place of DistributedDataParallel.
+
+::
+
+    from zerofx.integrations.accelerate import Accelerator      # was: from accelerate import Accelerator
+
+    accelerator = Accelerator()                                 # stage 3; or zerofx={"stage": 2, ...}
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+What it does otherwise than its parent:
+
+====================  ==========================================================================================
+``prepare``           the model is sharded in place and compiled; nothing is wrapped around it
+``accumulate``        as `zerofx.no_sync` in stages 0 and 1; in 2 and 3 each micro-batch is reduced
+``get_state_dict``    whole weights on rank 0
+``save_state``        weights and optimizers by `zerofx.save`, each rank its shards; the rest as ever
+``load_state``        the same back, on any number of ranks; folders of a plain ``Accelerator``, too
+====================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+
+from zerofx.checkpoint import full_state_dict, load, save
+from zerofx.integrations.peft import checkpointed
+from zerofx.integrations.states import (
+    accumulating,
+    checked_options,
+    compile_once,
+    is_sharded,
+    load_optimizer_state,
+    pairs,
+    unwrapped_optimizer,
+)
+
+FOLDER = "zerofx"
+"""Where in a folder of ``save_state`` zerofx's own are."""
+
+_OTHERS = {
+    DistributedType.FSDP: "FSDP (fsdp_plugin=, or `accelerate launch --use_fsdp`)",
+    DistributedType.DEEPSPEED: "DeepSpeed (deepspeed_plugin=, or `accelerate launch --use_deepspeed`)",
+    DistributedType.MEGATRON_LM: "Megatron-LM (megatron_lm_plugin=)",
+    DistributedType.XLA: "XLA",
+}
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` whose ``prepare`` shards and compiles models with zerofx.
+
+    In one process that is not distributed it is its parent: there is nothing to shard.
+
+    Args:
+        zerofx: options of ``zerofx.compile``, such as ``{"stage": 2}``.
+        **kwargs: as its parent's.
+
+    Raises:
+        ValueError: what does not go together with zerofx: FSDP, DeepSpeed, Megatron-LM, a ``ParallelismConfig`` of more
+            than data parallelism, another compiler.
+    """
+
+    def __init__(self, *args: Any, zerofx: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        options = checked_options(zerofx, "Accelerator(zerofx=...)")
+        for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"Accelerator({name}={type(kwargs[name]).__name__}): expected None, for zerofx shards the model "
+                    "itself. Leave it out, and choose a stage with zerofx={'stage': 3}."
+                )
+        super().__init__(*args, **kwargs)
+        self._take(options)
+
+    @classmethod
+    def of(cls, accelerator: accelerate.Accelerator, zerofx: Mapping[str, Any] | None = None) -> Accelerator:
+        """``accelerator``, made by somebody else, as one of these. Nothing may be prepared yet."""
+        options = checked_options(zerofx, "zerofx")
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, cls)
+        accelerator._take(options)
+        return accelerator
+
+    def _take(self, options: dict[str, Any]) -> None:
+        self.zerofx_options = options
+        other = _OTHERS.get(self.distributed_type)
+        if other is not None:
+            raise ValueError(
+                f"this Accelerator was set up for {other}: expected plain data parallelism, for zerofx shards the "
+                "model itself. Leave that out, and choose a stage with zerofx={'stage': 3}."
+            )
+        config = self.parallelism_config
+        if config is not None and any(getattr(config, f"{kind}_enabled", False) for kind in ("tp", "cp", "sp")):
+            raise ValueError(
+                f"parallelism_config={config!r}: expected data parallelism alone. zerofx shards over one dimension of "
+                "ranks; leave parallelism_config out."
+            )
+        backend = self.state.dynamo_plugin.backend
+        if backend != DynamoBackend.NO:
+            raise ValueError(
+                f"the compiler {backend.value!r} was chosen (dynamo_backend=, dynamo_plugin=, torch_compile=, or "
+                "ACCELERATE_DYNAMO_BACKEND): expected none, for zerofx compiles the model with Inductor itself. Leave "
+                "it out; zerofx={'executor': 'eager'} runs graphs without Inductor."
+            )
+
+    # ------------------------------------------------------------------------------------------ prepare
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model itself: on its device, with autocast where mixed precision was asked for, sharded and compiled.
+
+        In ``evaluation_mode`` too: a model of stage 3 may not fit whole.
+        """
+        if not self.use_distributed:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        options = dict(self.zerofx_options)
+        if any(p.is_meta for p in model.parameters()):
+            device_placement = False
+            options.setdefault("device", self.device)
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return compile_once(model, options)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """See `zerofx.integrations.states.accumulating`."""
+        if not is_sharded(model):
+            with super().no_sync(model):
+                yield
+            return
+        with accumulating(model) or contextlib.nullcontext():
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Whole weights, plain tensors on the CPU, on rank 0; {} on the others. A collective."""
+        if not is_sharded(model):
+            return super().get_state_dict(model, unwrap)
+        return full_state_dict(model)
+
+    # -------------------------------------------------------------------------------------- checkpoints
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As its parent's, but that weights and optimizers are in the folder ``zerofx`` of it, as shards."""
+        if not any(map(is_sharded, self._models)):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        models, optimizers = self._models, self._optimizers
+        with self._set_aside():
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        for name, model, optimizer in pairs(models, optimizers):
+            save(Path(folder) / FOLDER / name, checkpointed(model), optimizer)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
+        """As its parent's; of a folder that any ``Accelerator`` wrote, on any number of ranks."""
+        if not any(map(is_sharded, self._models)):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        models, optimizers = self._models, self._optimizers
+        found: list[Path] = []
+        with self._set_aside(), _noting_the_folder(self, found):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        if (found[0] / FOLDER).is_dir():
+            for name, model, optimizer in pairs(models, optimizers):
+                load(found[0] / FOLDER / name, checkpointed(model), optimizer, rng=False)
+        else:
+            _load_plain(found[0], models, optimizers)
+
+    @contextlib.contextmanager
+    def _set_aside(self: Any) -> Iterator[None]:
+        """The parent sees neither models nor optimizers, and cares for schedulers, samplers and generators alone."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+@contextlib.contextmanager
+def _noting_the_folder(accelerator: Accelerator, found: list[Path]) -> Iterator[None]:
+    """The folder that ``load_state`` chooses, which it tells to hooks alone."""
+    handle = accelerator.register_load_state_pre_hook(lambda models, folder: found.append(Path(folder)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _load_plain(folder: Path, models: list[nn.Module], optimizers: list[Any]) -> None:
+    """What a plain ``Accelerator`` saved: whole weights, whole states."""
+    for i, model in enumerate(models):
+        ending = f"_{i}" if i else ""
+        whole = folder / f"model{ending}.safetensors"
+        load(whole if whole.exists() else folder / f"pytorch_model{ending}.bin", model, rng=False)
+    for i, optimizer in enumerate(optimizers):
+        file = folder / (f"optimizer_{i}.bin" if i else "optimizer.bin")
+        load_optimizer_state(unwrapped_optimizer(optimizer), torch.load(file, map_location="cpu", weights_only=True))

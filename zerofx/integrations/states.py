@@ -1,0 +1,146 @@
+"""What the trainers have in common: a module is compiled once, and optimizers' states are whole in their files.
+
+::
+
+    optimizer of shards ── full_optimizer_state ──▶ state_dict() as if never sharded, on rank 0 ──▶ a file
+    optimizer of shards ◀── load_optimizer_state ── the same, read on every rank ◀─────────────────── a file
+
+`zerofx.save` needs neither: it writes shards. These are for files that other programs are to read, and for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofx.checkpoint.export import bring
+from zerofx.compiler.api import compile, no_sync
+from zerofx.compiler.options import Options
+from zerofx.runtime.state.group import groups_of
+from zerofx.runtime.state.parameter import ShardedTensor
+
+OF_COMPILE = ("dynamic", "fullgraph")
+"""Options of ``zerofx.compile`` that are ``torch.compile``'s."""
+
+
+def checked_options(options: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """``options`` for ``zerofx.compile``; a wrong one is refused now and not when the model comes.
+
+    Raises:
+        ValueError: what `Options` refuses; it says ``where`` the options were given.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"{where}={options!r}: expected a dictionary of zerofx.compile's options, such as stage=3.")
+    given = dict(options or {})
+    try:
+        Options.of({name: value for name, value in given.items() if name not in OF_COMPILE})
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from e
+    return given
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether zerofx has the module's parameters, in any stage."""
+    return bool(groups_of(module))
+
+
+def stage_of(module: nn.Module) -> int | None:
+    """The stage of a sharded module; None of a plain one."""
+    groups = groups_of(module)
+    return groups[0].family.stage if groups else None
+
+
+def compile_once(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """``module``, sharded and compiled; as it is where it is sharded already, or has no parameters."""
+    if is_sharded(module) or next(module.parameters(), None) is None:
+        return module
+    return compile(module, **options)
+
+
+def accumulating(module: nn.Module) -> Any:
+    """Around all micro-batches of a step but the last.
+
+    Stages 0 and 1 keep gradients on the rank, as DistributedDataParallel's ``no_sync`` does. Stages 2 and 3 reduce each
+    micro-batch, for whole gradients are what they are to spare. None: there is nothing to do.
+    """
+    stage = stage_of(module)
+    return no_sync(module) if stage is not None and stage < 2 else None
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` as if nothing were sharded, on the CPU of rank 0; {} on the others. A collective."""
+    state = optimizer.state_dict()
+    whole: dict[Any, dict[str, Any]] = {}
+    for number in sorted(state["state"]):  # in one order on all ranks
+        values = state["state"][number]
+        whole[number] = {w: bring(values[w]) if _is_tensor(values[w]) else values[w] for w in sorted(values)}
+    return {**state, "state": whole} if _rank_of(optimizer) == 0 else {}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _rank_of(optimizer: torch.optim.Optimizer) -> int:
+    """This rank's place among those that share the optimizer's parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    shared = next((group for p in parameters if (group := getattr(p, "_group", None)) is not None), None)
+    if shared is not None:
+        return shared.rank
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)`` of a whole state that every rank has read: each takes its slices."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(numbers) != len(parameters):
+        raise ValueError(
+            f"the state of an optimizer of {len(numbers)} parameters for {type(optimizer).__name__} of "
+            f"{len(parameters)}: load it into an optimizer of the same parameters, in the same order."
+        )
+    states = {
+        number: {what: _slice(value, parameter, what) for what, value in state["state"][number].items()}
+        for number, parameter in zip(numbers, parameters)
+        if number in state["state"]
+    }
+    optimizer.load_state_dict({**state, "state": states})
+
+
+def _slice(value: Any, parameter: torch.Tensor, what: str) -> Any:
+    """This rank's part of ``value``, where that has an element for each of a sharded parameter's."""
+    if not isinstance(parameter, ShardedTensor) or not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, ShardedTensor) or value.shape != parameter.shape or (what == "step" and not value.dim()):
+        return value
+    mine = parameter.like(torch.empty_like(parameter.to_local(), dtype=value.dtype))
+    mine.copy_(value)
+    return mine
+
+
+def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of what accelerate (``optimizer``) and Lightning (``_optimizer``) put around it."""
+    while (inner := vars(optimizer).get("_optimizer", vars(optimizer).get("optimizer"))) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def pairs(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any]]:
+    """What `zerofx.save` takes together: each optimizer with its model, and models without one, under names."""
+    alone = dict(enumerate(models))
+    for i, optimizer in enumerate(map(unwrapped_optimizer, optimizers)):
+        first = optimizer.param_groups[0]["params"][0]
+        owner = next((j for j, m in enumerate(models) if any(p is first for p in m.parameters())), None)
+        if owner is None:
+            raise ValueError(
+                f"the parameters of optimizer {i}, {type(optimizer).__name__}, belong to none of the {len(models)} "
+                "models that are saved or loaded with it: hand over its model, too."
+            )
+        alone.pop(owner, None)
+        yield f"model_{owner}_optimizer_{i}", models[owner], optimizer
+    for j, model in alone.items():
+        yield f"model_{j}", model, None
