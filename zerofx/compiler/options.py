@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
 from zerofx.passes import pipeline
@@ -57,6 +58,8 @@ class Options:
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
             long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
+        progress: whether rank 0 says what is compiled, how far it is and how long it took. None: as ``ZEROFX_PROGRESS``
+            says (0 or 1), or if there is a terminal; see `zerofx.compiler.progress`.
         passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 
@@ -76,6 +79,7 @@ class Options:
     buckets: Buckets = "group"
     timeout: float | None = None
     passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -110,6 +114,9 @@ class Options:
                 raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
         object.__setattr__(self, "passes", Pass.all_of(self.passes))
         pipeline(self.stage, self.passes)  # type: ignore[arg-type]  # it refuses a place that is not there
+        if self.progress not in (True, False, None):
+            raise ValueError(f"progress={self.progress!r}: expected True, False or None.")
+        wanted(self.progress)
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
