@@ -65,3 +65,47 @@ def test_train_gpt_gives_the_same_losses_under_torchrun_and_in_other_stages(out:
 
 def test_train_gpt_prints_its_graphs_when_asked(out: str) -> None:
     assert "forward: " in out and "backward: " in out and "discard" in out
+
+
+# ------------------------------------------------------------------------------------------------ passes of one's own
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def example(name: str, *arguments: str) -> str:
+    return run([*TORCHRUN, f"examples/{name}.py", "--executor", "eager", *arguments])
+
+
+def test_own_pass_prints_norms_and_what_its_pass_did() -> None:
+    out = example("own_pass", "--steps", "10", "--dim", "16", "--layers", "2")
+    assert re.search(r"^step +10 +loss [\d.]+ +gradient norms: blocks.0 [\d.]+, blocks.1 [\d.]+, embedding", out, re.M)
+    assert "backward: gradient_norms changed" in out and "all_reduce(stack_default" in out
+
+
+def test_own_precision_is_nearer_to_float64() -> None:
+    out = example("own_precision", "--dim", "512")
+    plain, wide = map(float, re.findall(r"in float\d+: ([\d.e-]+) from float64", out))
+    assert wide < plain / 2
+    assert "forward: wide_sums changed" in out
+
+
+def test_own_collective_keeps_an_average_of_every_weight() -> None:
+    out = example("own_collective", "--steps", "10", "--dim", "16")
+    assert len(re.findall(r"^\d\.(?:weight|bias) +is 0\.\d+ of its norm from its average$", out, re.M)) == 6
+
+
+def test_torch_compile_backend_trains() -> None:
+    out = example("torch_compile_backend", "--steps", "40", "--dim", "32")
+    first, last = map(float, re.findall(r"loss ([\d.]+)", out))
+    assert last < first and "the whole model has 1,283 parameters" in out
+
+
+def test_the_notebook_runs_and_shows_the_graphs_of_each_stage() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "examples" / "two_layers.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(ROOT)}}).execute()
+    texts = [o["text"] for cell in notebook.cells for o in cell.get("outputs", ()) if o["output_type"] == "stream"]
+    out = "".join(texts)
+    for words in ("2 all-reduces take", "refresh  up", "discard  up", "group changed", "reduce_scatter up"):
+        assert words in out, words
+    assert "gradient_norms changed" in texts[-1]
