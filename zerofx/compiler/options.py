@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +25,23 @@ from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
 EXECUTORS = ("inductor", "eager")
 BUCKETS = ("group", "parameter", "all")
+
+
+VARIABLES = ("ZEROFX_PROGRESS", "ZEROFX_SAME_HOST")
+"""Variables of the environment that zerofx reads."""
+
+
+def check_environment() -> None:
+    """Refuse a variable that is nearly one of `VARIABLES`: it was meant to do something, and does nothing."""
+    prefix = "ZEROFX_"
+    known = [name.removeprefix(prefix) for name in VARIABLES]
+    for name in os.environ:
+        if name.startswith(prefix) and name not in VARIABLES:
+            near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=0.75)
+            if near:
+                raise ValueError(
+                    f"{name} in the environment: zerofx reads no such variable; did you mean {prefix}{near[0]}?"
+                )
 
 
 @dataclass(frozen=True)
@@ -114,6 +133,7 @@ class Options:
                 raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
         object.__setattr__(self, "passes", Pass.all_of(self.passes))
         pipeline(self.stage, self.passes)  # type: ignore[arg-type]  # it refuses a place that is not there
+        check_environment()
         if self.progress not in (True, False, None):
             raise ValueError(f"progress={self.progress!r}: expected True, False or None.")
         wanted(self.progress)
