@@ -86,6 +86,7 @@ def _of_file(path: Path) -> Iterator[Refusal]:
                 yield Refusal(f"{path.relative_to(ROOT)}:{node.lineno}", error, re.sub(f"({GAP})+", GAP, message))
 
 
+_FILLED_IN = re.compile(r"\.[*+]|\(\?\w?\)|\||\n|\\[wdSs][+*]?|…")
 _CUT = re.compile(r"\.[*+]|\(\?\w?\)|\||\n|\\[wdSs][+*]?|…|[()\[\]]|'[^']*'|\d+|\{\w*\}")
 """Between what a test's text says of a message: what regular expressions fill in, and values."""
 
@@ -97,10 +98,13 @@ def test_pieces() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 400:
                 text = re.sub(r"\\([^\w])", r"\1", node.value)
-                pieces.update(piece.strip() for piece in _CUT.split(text))
-    return {piece for piece in pieces if (len(piece) >= 7 and " " in piece) or len(piece) >= 12}
+                pieces.update(piece.strip() for cut in (_CUT, _FILLED_IN) for piece in cut.split(text))
+    return {piece for piece in pieces if len(piece) >= 8}
 
 
 def named(refusal: Refusal, pieces: set[str]) -> bool:
     """Whether a test names a piece of the message."""
+    words = [fragment.strip(" .:;,(") for fragment in refusal.fragments]
+    if any(len(fragment) >= 12 and fragment in piece for fragment in words for piece in pieces):
+        return True
     return any(piece in fragment for fragment in refusal.fragments for piece in pieces)

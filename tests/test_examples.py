@@ -108,10 +108,8 @@ def test_own_precision_is_nearer_to_float64(examples: dict[str, str]) -> None:
 
 
 def test_own_collective_keeps_an_average_of_every_weight(examples: dict[str, str]) -> None:
-    found = re.findall(
-        r"^\d\.(?:weight|bias) +is 0\.\d+ of its norm from its average", examples["own_collective"], re.M
-    )
-    assert len(found) == 6
+    out = examples["own_collective"]
+    assert len(re.findall(r"^\d\.(?:weight|bias) +is 0\.\d+ of its norm from its average", out, re.M)) == 6
 
 
 def test_torch_compile_backend_trains(examples: dict[str, str]) -> None:

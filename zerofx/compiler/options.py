@@ -39,9 +39,8 @@ def check_environment() -> None:
         if name.startswith(prefix) and name not in VARIABLES:
             near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=0.75)
             if near:
-                raise ValueError(
-                    f"{name} in the environment: zerofx reads no such variable; did you mean {prefix}{near[0]}?"
-                )
+                meant = prefix + near[0]
+                raise ValueError(f"{name} in the environment: zerofx reads no such variable; did you mean {meant}?")
 
 
 @dataclass(frozen=True)
