@@ -24,10 +24,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 def gradient_norms(gm: torch.fx.GraphModule, ctx: Context) -> None:
     """The norm of each layer's averaged gradient is published."""
-    if ctx.phase != "backward":
-        return
     graph, squares = gm.graph, {}
-    for gradient in edit.tagged(graph, "gradient"):
+    for gradient in edit.tagged(graph, "gradient"):  # there are none in a forward, nor where no_sync keeps them
         layer = gradient.meta["zerofx"].group
         with graph.inserting_before(gradient.next):
             square = graph.call_function(aten.mul.Tensor, (gradient, gradient))
@@ -35,6 +33,8 @@ def gradient_norms(gm: torch.fx.GraphModule, ctx: Context) -> None:
             if layer in squares:  # stage 0: a gradient per parameter
                 total = graph.call_function(aten.add.Tensor, (squares[layer], total))
         squares[layer] = total
+    if not squares:
+        return
     with graph.inserting_before(graph.output_node()):
         norms = graph.call_function(aten.stack.default, (list(squares.values()),))
         if ctx.stage:  # each rank has a part

@@ -154,7 +154,7 @@ def _place(pass_: Pass, passes: list[Any], names: list[str], stage: int) -> int:
     place = names.index(pass_.before or LAST)
     if pass_.after is not None:
         behind = names.index(pass_.after) + 1
-        while isinstance(passes[behind], Pass) and passes[behind].after == pass_.after:
+        while behind < last and isinstance(passes[behind], Pass) and passes[behind].after == pass_.after:
             behind += 1  # passes of one place stand as they were given
         if pass_.before is not None and behind > place:
             raise ValueError(

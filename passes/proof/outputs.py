@@ -68,6 +68,10 @@ class Outputs:
         if odd is not None:
             found = f"a parameter is put at output {odd}, which is not saved"
             self.reader.fail("saved", self.gm.graph.output_node(), found, "one where a parameter was saved")
+        for i, value in enumerate([*values[:first], *values[behind:]]):
+            if value in self.reader.own:
+                found = f"it is output {i}, which is the model's or a gradient"
+                self.reader.fail("own", value, found, "edit.publish, for what is neither")
         for i, value in enumerate(values[:first]):
             self._check_output(i, value)
         if ctx.phase == "forward" and self.before is not None and (lost := ctx.kept_gathered.keys() - self.left):
@@ -84,8 +88,6 @@ class Outputs:
     def _check_output(self, i: int, value: Any) -> None:
         ctx, output = self.ctx, self.gm.graph.output_node()
         was = self.before.outputs[i] if self.before is not None else None
-        if value in self.reader.own:
-            self.reader.fail("own", value, f"it is output {i}, which is the model's", "edit.publish, for what is not")
         name = self._saved_name(i)
         if i in ctx.gradients:
             if value is not None:

@@ -37,7 +37,7 @@ class VerificationError(RuntimeError):
         told = (
             str(error).partition(_OURS)[0]
             if isinstance(error, VerificationError)
-            else f"{type(error).__name__}: {error}"
+            else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         )
         text = (
             f"the pass {name!r} made a {graph} graph that cannot run; without that pass it can. {told.strip()} "

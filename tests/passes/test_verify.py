@@ -285,7 +285,7 @@ def test_the_error_names_rule_node_group_and_line() -> None:
 def test_a_refused_compilation_saves_its_graphs_in_a_file_that_the_error_names(fake_world, monkeypatch) -> None:
     fake_world(2)
     broken = (*pipeline(3)[:-1], _shift_a_weight, verify)
-    monkeypatch.setattr("zerofx.compiler.rewriting.pipeline", lambda stage: broken)
+    monkeypatch.setattr("zerofx.compiler.rewriting.pipeline", lambda stage, own=(): broken)
     with pytest.raises(Exception, match=r"breaks the rule 'slice'.*saved in") as caught:
         record(stage=3)
     path = re.search(r"saved in (\S+\.txt)", str(caught.value))

@@ -101,7 +101,7 @@ def prepare(
             target.load_state_dict(states[name])
         if rng and written_by == ranks.size:
             set_random_state(generators)
-        elif rng:
+        elif rng and ranks.rank == 0:
             warnings.warn(
                 f"{folder} was saved by {written_by} ranks and is loaded by {ranks.size}: the random generators are "
                 "left as they are. Seed them, and pass rng=False.",

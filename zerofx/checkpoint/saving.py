@@ -171,7 +171,8 @@ class Saving:
             self._path = self._run()
         except Exception as e:
             self._error = e
-            warnings.warn(f"A save in the background failed: {e}", RuntimeWarning, stacklevel=1)
+            if self._ranks.rank == 0:
+                warnings.warn(f"A save in the background failed: {e}", RuntimeWarning, stacklevel=1)
 
 
 _pending: dict[str, Saving] = {}

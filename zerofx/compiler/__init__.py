@@ -16,6 +16,7 @@ explain       why a node stands where it stands
 printing      a graph in a line per collective
 listing       a graph in a line per node
 observed      graphs under names, in logs and traces
+progress      what rank 0 says while graphs are compiled
 ============  ==================================================================
 
 Imports every room but `zerofx.inspect`::

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ def _check_traced(node: Node, parameter: nn.Parameter, module: nn.Module, option
             )
 
 
+_told: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+"""The lines of which `warn_of_choice` has warned."""
+
+
 def warn_of_choice(gm: GraphModule) -> None:
     """Name the line where a module with layers of its own looks at data to see what runs next, and what to do."""
     place, frame = _torch.chosen_by_data(gm), _torch.frame_locals_and_globals()
@@ -86,8 +91,11 @@ def warn_of_choice(gm: GraphModule) -> None:
     module = next((m for m in modules if _is_line_of(place, inspect.unwrap(type(m).forward))), None)
     layers = [p for child in module.children() for p in child.parameters()] if module is not None else []
     groups = [p._group for p in layers if isinstance(p, (ShardedTensor, ReplicatedParameter))]
-    if not groups or groups[0].layout.world_size == 1:
+    if not groups or groups[0].layout.world_size == 1 or groups[0].sharing.everyone.rank:
+        return  # all ranks come here, and one speaks
+    if place in _told.setdefault(outer, set()):  # type: ignore[arg-type]  # there are groups, so there is a module
         return
+    _told[outer].add(place)  # type: ignore[index]
     name = type(module).__name__
     warnings.warn_explicit(
         f"this line looks at data, and {name} has layers that may run or not run because of it. Where one rank runs a "

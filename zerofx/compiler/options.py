@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.wire import Wire
@@ -23,6 +26,22 @@ from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
 EXECUTORS = ("inductor", "eager")
 BUCKETS = ("group", "parameter", "all")
+
+
+VARIABLES = ("ZEROFX_PROGRESS", "ZEROFX_SAME_HOST")
+"""Variables of the environment that zerofx reads."""
+
+
+def check_environment() -> None:
+    """Refuse a variable that is nearly one of `VARIABLES`: it was meant to do something, and does nothing."""
+    prefix = "ZEROFX_"
+    known = [name.removeprefix(prefix) for name in VARIABLES]
+    for name in os.environ:
+        if name.startswith(prefix) and name not in VARIABLES:
+            near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=0.75)
+            if near:
+                meant = prefix + near[0]
+                raise ValueError(f"{name} in the environment: zerofx reads no such variable; did you mean {meant}?")
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,8 @@ class Options:
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
             long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
+        progress: whether rank 0 says what is compiled, how far it is and how long it took. None: as ``ZEROFX_PROGRESS``
+            says (0 or 1), or if there is a terminal; see `zerofx.compiler.progress`.
         passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 
@@ -79,6 +100,7 @@ class Options:
     buckets: Buckets = "group"
     timeout: float | None = None
     passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -114,6 +136,10 @@ class Options:
                 raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
         object.__setattr__(self, "passes", Pass.all_of(self.passes))
         pipeline(self.stage, self.passes)  # type: ignore[arg-type]  # it refuses a place that is not there
+        check_environment()
+        if self.progress not in (True, False, None):
+            raise ValueError(f"progress={self.progress!r}: expected True, False or None.")
+        wanted(self.progress)
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):

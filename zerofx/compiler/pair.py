@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
-from zerofx.compiler.records import GraphRecord, Trace, remember
+from zerofx.compiler.progress import Progress, progress_of, wanted
+from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
 from zerofx.model.layout import GroupLayout
@@ -56,6 +57,7 @@ class CompiledGraph:
         self.record: GraphRecord = GraphRecord()
         if self.groups:
             remember(list(self.groups.values()), self.record)
+        self.number = len(records_of(self.groups.values()))
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings: Meanings = Meanings()
@@ -186,14 +188,28 @@ class CompiledGraph:
             publish=self.family.published.update,
         )
 
-    def _rewrite(
-        self, gm: GraphModule, ctx: Context, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
+    def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
+        """`_rewrite_told`, in a line of progress."""
+        names = list(dict.fromkeys(layout.name for layout in self.groups))
+        speaks = wanted(self.options.progress) and self._any_group().sharing.everyone.rank == 0
+        with progress_of(f"{ctx.name} {self.number}", names, speaks) as progress:
+            return self._rewrite_told(progress, gm, ctx, *given)
+
+    def _rewrite_told(
+        self,
+        progress: Progress,
+        gm: GraphModule,
+        ctx: Context,
+        example_inputs: Sequence[Any],
+        execute: Executed,
+        static: Sequence[int],
     ) -> tuple[Callable, list[int], Trace]:
         """Run the passes and the executor; returns the boxed code, which old inputs it takes, and the record."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         trace = Trace(gm, ctx, pretended=self.pretend is not None)
         with _torch.fake_mode_of(example_inputs):
-            trace.run(gm)
+            trace.run(gm, progress.at_pass)
+        progress.passes_done()
         brought = ctx.parameters if ctx.stage else {}
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
         schedule = Schedule.of(gm, ctx)
@@ -205,11 +221,13 @@ class CompiledGraph:
         moved += range(returned - len(ctx.published), returned) if ctx.phase == "forward" else ()
         _torch.forget_output_strides(gm, moved)
         promise = Promise.of(gm, ctx) if self.options.executor == "inductor" and self.pretend is None else None
+        progress.at("code for the executor")
         with _torch.donated_inputs(theirs):
             compiled = execute(gm, _examples(gm, ctx, placeholders, example_inputs, kept), _fixed(ctx, kept, static))
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
         if promise is not None:
+            progress.at("reading the code")
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)

@@ -59,10 +59,15 @@ class Rewriting:
         """The passes of this graph, in order, the user's among them."""
         return pipeline(self.context.stage, self.context.own)
 
-    def run(self, gm: GraphModule) -> None:
-        """Run all passes on ``gm`` with ``self.context``."""
-        for pass_ in self.passes:
+    def run(self, gm: GraphModule, told: Callable[[str, int, int], None] | None = None) -> None:
+        """Run all passes on ``gm`` with ``self.context``.
+
+        ``told`` hears of each before it runs: its name, its number, and of how many.
+        """
+        for i, pass_ in enumerate(self.passes, start=1):
             start = time.perf_counter()
+            if told is not None:
+                told(pass_.__name__, i, len(self.passes))
             try:
                 self.edits[pass_.__name__] = self._apply(pass_, gm, self.context)
             except VerificationError as e:
@@ -104,7 +109,7 @@ class Rewriting:
             found = check_code(self.code, promise, written) if self.code is not None else None
         except VerificationError as e:
             raise e.saved_in(self._save(self.final)) from None
-        if found is None and promise.asks:
+        if found is None and promise.asks and self._speaks():
             warnings.warn(
                 f"the code that Inductor generated for {self.name} was not checked, for it is no Python that zerofx "
                 "can read (cpp_wrapper?). The graph was checked. See docs/debugging.md.",
@@ -112,6 +117,10 @@ class Rewriting:
             )
         self.seconds["check_code"] = time.perf_counter() - start
         return found or {}
+
+    def _speaks(self) -> bool:
+        """Whether it is this rank that warns of what all have."""
+        return _torch.resolve_process_group(self.context.process_group).rank() == 0
 
     def _save(self, gm: GraphModule) -> str:
         """Write the graph before and after the passes, and its code, to a file that can be sent; returns its path."""

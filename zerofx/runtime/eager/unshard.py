@@ -169,6 +169,8 @@ def _warn(frame: FrameType | None, func_name: str, tensor: ShardedTensor) -> Non
     if place in _warned:
         return
     _warned.add(place)
+    if tensor._group.sharing.everyone.rank:  # all ranks come here, and one speaks
+        return
     size = format_bytes(tensor._slot.numel * tensor._local.element_size())
     ranks = tensor._group.layout.world_size
     warnings.warn_explicit(
