@@ -14,6 +14,7 @@ tensors         tensors, the memory behind them, and who gets to see them
 distributed     process groups, their backends, and what waits in them
 checkpoint      the files of torch.distributed.checkpoint
 pretended_cuda  a CUDA device that is not there, while code is written for it
+pretended_attention  which kernel for attention would run on it
 python_engine   the autograd engine, for tensors on that device
 ==============  ===============================================================
 

@@ -14,6 +14,7 @@ is there a device? which?      one, with the properties of `ARCHITECTURES`
 tensors on it                  none are ever made. A tensor on the CPU stands in; tracers see it on ``cuda:0``
 streams, random state          the default stream, which nobody captures; a state that is never used
 autograd of fake tensors       the engine in C++ asks for streams: python_engine.py
+the kernel for attention       chosen by shapes and dtypes: pretended_attention.py
 Triton's driver                the architecture alone
 constants that Inductor folds  are computed on the CPU
 what Inductor would measure    nothing is: products are not padded (`shape_padding`)
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 
+from zerofx._torch.pretended_attention import pretended_attention
 from zerofx._torch.python_engine import gradients
 from zerofx._torch.tensors import TorchDispatchMode, pytree
 
@@ -125,6 +127,7 @@ def pretended_cuda(architecture: str) -> Iterator[PretendedDevice]:
             stack.enter_context(unittest.mock.patch.object(owner, name, value))
         stack.enter_context(_inductor_config())
         stack.enter_context(_triton_driver(properties))
+        stack.enter_context(pretended_attention())
         _forget_answers()
         torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # nothing, where there is a device
         yield device
