@@ -136,6 +136,7 @@ def pretended_cuda(architecture: str) -> Iterator[PretendedDevice]:
 def _stubs(properties: Architecture, device: PretendedDevice) -> list[tuple[Any, str, Any]]:
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.runtime import triton_helpers
     from torch._subclasses import fake_tensor
     from torch._subclasses.meta_utils import MetaTensorDescriber
 
@@ -166,6 +167,7 @@ def _stubs(properties: Architecture, device: PretendedDevice) -> list[tuple[Any,
         (device_interface, "caching_worker_device_properties", {}),
         (device_interface, "caching_worker_current_devices", {}),
         (torch.accelerator, "is_available", lambda: False),  # else Dynamo asks it for streams
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
         (fake_tensor, "init_gpu_context", lambda device: None),
         (fake_tensor.FakeTensorMode, "avoid_device_init", True),
         (MetaTensorDescriber, "describe_tensor", _on_the_device(MetaTensorDescriber.describe_tensor, device)),

@@ -291,6 +291,9 @@ class Walk:
             yield self._operator(name.removeprefix("torch.ops."), call, given, named)
         elif name.startswith("extern_kernels.") or name == ".copy_" or name in (".clone", ".item"):
             yield self._extern(name, call, of, given, named)
+        elif last == "copy_if_misaligned":  # itself; a copy, which reads it, only where its address is odd
+            yield self._line("call", name, [Passed(everything)])
+            self._value = everything
         else:
             line = self._line("call", name, [Passed(everything, writes=True)], sure=False)
             line.result = self._new()
