@@ -110,6 +110,34 @@ def test_what_cannot_be_is_refused(fake_world: Callable[..., None]) -> None:
         zerofx.dry_run(model, TOKENS, TOKENS, world_size=2)
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inductors_code_is_written_and_read_without_being_compiled(stage: int) -> None:
+    record = zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=4, backend="nccl", code=True, stage=stage)
+    for trace in record.traces():
+        assert trace.code is not None and "def call(" in trace.code and "cpp_fused" in trace.code
+        assert trace.seconds["check_code"] > 0
+    assert record.backward is not None and "reduce_scatter_tensor.default(" in (record.backward.code or "")
+    assert record.forward is not None
+    assert (stage == 3) is ("all_gather_into_tensor.default(" in (record.forward.code or ""))
+
+
+def test_code_is_refused_where_there_is_none_to_write() -> None:
+    with pytest.raises(ValueError, match="code=True with executor='eager'"):
+        zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=2, executor="eager", code=True)
+    with pytest.raises(ValueError, match="architecture='sm_35': expected one of sm_80, sm_90"):
+        zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=2, device="cuda", architecture="sm_35")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this is PyTorch's CUDA build")
+def test_a_cuda_device_is_refused_by_a_build_for_the_cpu_which_says_what_to_install() -> None:
+    with pytest.raises(RuntimeError, match=r"needs PyTorch's CUDA build, with or without a GPU.*pip install torch=="):
+        zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=2, device="cuda", code=True)
+
+
 def llama_405b(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Llama 3.1 405B with the sizes published, or the first layers of it, on the meta device; and a batch for it."""
     from transformers import LlamaConfig, LlamaForCausalLM

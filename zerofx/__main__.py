@@ -103,7 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     examining = commands.add_parser("doctor", help="what this machine has for zerofx, and whether it works")
     examining.add_argument(
-        "--timeout", type=_argument(parse_seconds), default=SECONDS, metavar="TIME", help="for what has to be tried: 50s"
+        "--timeout",
+        type=_argument(parse_seconds),
+        default=SECONDS,
+        metavar="TIME",
+        help="for what has to be tried: 50s",
     )
     planning = commands.add_parser("plan", help="what each stage would cost, and which one fits")
     planning.add_argument(

@@ -108,9 +108,7 @@ def _compile(
     found = machine_code(new, architecture) if new else []
     for kernel in new:
         known[kernel.nameless, architecture] = [vars(code) for code in found if code.kernel == kernel.name]
-    return [
-        {**code, "kernel": kernel.name} for kernel in kernels for code in known[kernel.nameless, architecture]
-    ]
+    return [{**code, "kernel": kernel.name} for kernel in kernels for code in known[kernel.nameless, architecture]]
 
 
 if __name__ == "__main__":

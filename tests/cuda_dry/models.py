@@ -21,9 +21,7 @@ def _tokens() -> torch.Tensor:
 def _hugging_face(model: str, config: str, **sizes: Any) -> nn.Module:
     import transformers
 
-    return getattr(transformers, model)._from_config(
-        getattr(transformers, config)(**sizes), attn_implementation="sdpa"
-    )
+    return getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes), attn_implementation="sdpa")
 
 
 def _gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:

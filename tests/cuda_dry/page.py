@@ -72,6 +72,8 @@ def _adamw(found: dict[str, Any]) -> list[str]:
     cells: dict[tuple[str, str], list[str]] = {}
     for name in names:
         for kernel in found["adamw"][name]:
-            text = f"{kernel['registers']} registers" + (f", spills {kernel['spilled']} bytes" * bool(kernel["spilled"]))
+            text = f"{kernel['registers']} registers" + (
+                f", spills {kernel['spilled']} bytes" * bool(kernel["spilled"])
+            )
             cells.setdefault((kernel["kernel"], kernel["of"]), []).append(text)
     return lines + [f"| `{kernel}` | {of} | {' | '.join(texts)} |" for (kernel, of), texts in cells.items()]

@@ -48,9 +48,7 @@ def _node(node: Node) -> list[str]:
 
 
 def _data(promise: Promise) -> dict[str, Any]:
-    starts = [
-        {**vars(start), "node": _node(start.node), "inputs": sorted(start.inputs)} for start in promise.starts
-    ]
+    starts = [{**vars(start), "node": _node(start.node), "inputs": sorted(start.inputs)} for start in promise.starts]
     weights = [[place, _node(w.node), w.group, sorted(w.asked.items())] for place, w in promise.weights.items()]
     return {
         "inputs": [_node(node) for node in promise.inputs],
@@ -81,7 +79,9 @@ def _promise(data: dict[str, Any]) -> Promise:
 
     inputs = [node(facts, is_input=True) for facts in data["inputs"]]
     starts = [Start(**{**s, "node": node(s["node"]), "inputs": set(s["inputs"])}) for s in data["starts"]]
-    weights = {tuple(p): Weights(node(facts), group, Counter(dict(asked))) for p, facts, group, asked in data["weights"]}
+    weights = {
+        tuple(p): Weights(node(facts), group, Counter(dict(asked))) for p, facts, group, asked in data["weights"]
+    }
     return Promise(
         inputs,
         starts,

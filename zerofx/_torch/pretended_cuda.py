@@ -159,9 +159,7 @@ def _stubs(properties: Architecture, device: PretendedDevice) -> list[tuple[Any,
     }
     private = {f"_{name}": facts[name] for name in ("exchange_device", "maybe_exchange_device")}
     public = {name: value for name, value in facts.items() if f"_{name}" not in private}
-    stubs: list[tuple[Any, str, Any]] = [
-        (torch.cuda, name, value) for name, value in (public | private | more).items()
-    ]
+    stubs: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in (public | private | more).items()]
     stubs += [(device_interface.CudaInterface, name, staticmethod(value)) for name, value in facts.items()]
     stubs += [
         (device_interface, "caching_worker_device_properties", {}),
@@ -174,7 +172,9 @@ def _stubs(properties: Architecture, device: PretendedDevice) -> list[tuple[Any,
         (torch.autograd, "grad", _without_streams(torch.autograd.grad)),
     ]
     folder = joint_graph.UniformValueConstantFolder
-    stubs += [(folder, name, _on_the_cpu(getattr(folder, name))) for name in ("_deduce_value", "_add_peephole_patterns")]
+    stubs += [
+        (folder, name, _on_the_cpu(getattr(folder, name))) for name in ("_deduce_value", "_add_peephole_patterns")
+    ]
     return stubs
 
 

@@ -69,7 +69,9 @@ def gpu() -> Finding:
         do = "Triton's kernels need compute capability 7.0 or newer: use another GPU, or the CPU" if old else ""
         return Finding("gpu", "FAILS" if old else "ok", ", ".join(names), do)
     if torch.version.cuda is None:
-        return Finding("gpu", "none", "torch is built for the CPU", "to train on a GPU: pip install torch, its CUDA build")
+        return Finding(
+            "gpu", "none", "torch is built for the CPU", "to train on a GPU: pip install torch, its CUDA build"
+        )
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return Finding("gpu", "none", "hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:

@@ -73,7 +73,9 @@ class Trial:
         if hung:
             where = ", ".join(f"process {i}: {said[i] or 'silent'}" for i in hung)
             busy = f"the machine is busy (load {os.getloadavg()[0]:.0f}): --timeout 300s gives it longer. If not: "
-            return Finding(self.name, "FAILS", f"{self.what}: not through in time ({where})", busy * _is_busy() + self.do)
+            return Finding(
+                self.name, "FAILS", f"{self.what}: not through in time ({where})", busy * _is_busy() + self.do
+            )
         failed = [i for i, process in enumerate(self.processes) if process.returncode]
         if failed:
             where = "; ".join(f"process {i}: {said[i] or f'exit {self.processes[i].returncode}'}" for i in failed)
