@@ -17,6 +17,7 @@ from torch import nn
 import zerofx
 import zerofx.passes
 from tests.models import GPT
+from zerofx._torch import inductor
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.passes import edit
 
@@ -123,6 +124,17 @@ def test_inductors_code_is_written_and_read_without_being_compiled(stage: int) -
     assert record.backward is not None and "reduce_scatter_tensor.default(" in (record.backward.code or "")
     assert record.forward is not None
     assert (stage == 3) is ("all_gather_into_tensor.default(" in (record.forward.code or ""))
+
+
+def test_what_backward_returns_no_more_is_no_output_that_inductor_lays_out_as_it_was() -> None:
+    """On a GPU it follows each to where it is made, and None is made nowhere."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((None, x, None))
+    gm = torch.fx.GraphModule({}, graph)
+    gm.graph.output_node().meta["user_visible_output_idxs"] = [0, 1, 2]
+    inductor._forget_lost_outputs(gm)
+    assert gm.graph.output_node().meta["user_visible_output_idxs"] == [1]
 
 
 def test_code_is_refused_where_there_is_none_to_write() -> None:

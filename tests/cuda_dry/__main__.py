@@ -103,7 +103,7 @@ def _row(
 def _compile(
     kernels: list[KernelText], architecture: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Each configuration of each kernel; one that is known from another row under another name is not compiled again."""
+    """Each configuration of each kernel; one that another row had, under whatever name, is not compiled again."""
     new = [kernel for kernel in kernels if (kernel.nameless, architecture) not in known]
     found = machine_code(new, architecture) if new else []
     for kernel in new:

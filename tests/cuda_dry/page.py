@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def _head(found: dict[str, Any]) -> list[str]:
     rows = found["rows"].values()
     written = [row for row in rows if "error" not in row]
     compiled = [code for row in written for code in row["compiled"]]
-    spilled = {(code["kernel"], code["warps"], code["spilled"]) for code in compiled if code["spilled"]}
+    always = sorted({name for row in written for name in _spill(row, all)})
+    sometimes = [f"`{n}` of {row['model']}, stage {row['stage']}" for row in written for n in _spill(row, any)]
     failed = [f"{code['kernel']}: {code['error']}" for code in compiled if code["error"]]
     unknown = {name for row in written for phase in row["phases"].values() for name in phase["unknown"]}
     kernels = sum(row["kernels"] for row in written)
@@ -34,28 +36,37 @@ def _head(found: dict[str, Any]) -> list[str]:
         f"torch {found['torch']}, triton {found['triton']}, {found['world_size']} ranks: {len(written)} of {len(rows)} "
         f"cells written and read, {kernels} kernels compiled in {len(compiled)} configurations.",
         "",
-        f"- Spills: {', '.join(f'`{k}` with {w} warps, {n} bytes' for k, w, n in sorted(spilled)) or 'none'}.",
+        f"- Kernels that spill registers in every configuration: {', '.join(f'`{name}`' for name in always) or 'none'}.",
+        f"- Kernels that do in one, and not in others, which Inductor takes then: {len(sometimes) or 'none'}"
+        f"{': ' * bool(sometimes)}{'; '.join(sometimes)}.",
         f"- Kernels that were not compiled: {'; '.join(failed) or 'none'}.",
         f"- Calls that the reader does not know: {', '.join(f'`{name}`' for name in sorted(unknown)) or 'none'}.",
     ]
 
 
+def _spill(row: dict[str, Any], how_many: Callable[[Iterable[bool]], bool]) -> list[str]:
+    """The kernels of which all configurations spill, or any of them does."""
+    spills: dict[tuple[str, str], list[bool]] = {}
+    for code in row["compiled"]:
+        spills.setdefault((code["phase"], code["kernel"]), []).append(code["spilled"] > 0)
+    return [name for (_, name), each in spills.items() if how_many(each)]
+
+
 def _models(found: dict[str, Any]) -> list[str]:
     lines = [
-        "| model | stage | precision | for | Triton kernels, compiled | registers, most | spills "
-        "| products and convolutions | collectives | ahead of compute |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | stage | precision | for | Triton kernels | compiled | configurations | of which spill "
+        "| products and the like | collectives | with compute before the wait |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"].values():
         begin = f"| {row['model']} | {row['stage']} | {row['precision']} | {row['architecture']} |"
         if "error" in row:
-            lines.append(f"{begin} not written: {row['error'].splitlines()[0][:200]} | | | | | |")
+            lines.append(f"{begin} not written: {row['error'].splitlines()[0][:200]} | | | | | | |")
             continue
         phases, compiled = row["phases"].values(), row["compiled"]
         there = len({(code["phase"], code["kernel"]) for code in compiled if not code["error"]})
         lines.append(
-            f"{begin} {row['kernels']}, {there} | {max(code['registers'] for code in compiled)} "
-            f"| {sum(code['spilled'] > 0 for code in compiled) or 'none'} "
+            f"{begin} {row['kernels']} | {there} | {len(compiled)} | {sum(code['spilled'] > 0 for code in compiled)} "
             f"| {sum(p['extern'] + p['operators'] for p in phases)} "
             f"| {sum(p['collectives'] for p in phases)} | {sum(p['ahead'] for p in phases)} |"
         )

@@ -22,6 +22,9 @@ SUPPORTED = ("2.11", "2.13", "2.15")
 """Versions of torch that zerofx is tested with."""
 
 
+OLDEST_PYTHON = (3, 10)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line.
@@ -46,7 +49,7 @@ class Finding:
 def python() -> Finding:
     """Its version."""
     version = platform.python_version()
-    if sys.version_info < (3, 10):
+    if sys.version_info[:2] < OLDEST_PYTHON:
         return Finding("python", "FAILS", version, "zerofx needs Python 3.10 or newer")
     return Finding("python", "ok", version)
 
