@@ -36,7 +36,7 @@ def _head(found: dict[str, Any]) -> list[str]:
         f"torch {found['torch']}, triton {found['triton']}, {found['world_size']} ranks: {len(written)} of {len(rows)} "
         f"cells written and read, {kernels} kernels compiled in {len(compiled)} configurations.",
         "",
-        f"- Kernels that spill registers in every configuration: {', '.join(f'`{name}`' for name in always) or 'none'}.",
+        f"- Kernels that spill in every configuration: {', '.join(f'`{name}`' for name in always) or 'none'}.",
         f"- Kernels that do in one, and not in others, which Inductor takes then: {len(sometimes) or 'none'}"
         f"{': ' * bool(sometimes)}{'; '.join(sometimes)}.",
         f"- Kernels that were not compiled: {'; '.join(failed) or 'none'}.",
