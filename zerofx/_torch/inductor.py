@@ -112,7 +112,7 @@ def write_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) ->
     written: list[str] = []
 
     def write(graph: GraphLowering) -> NoReturn:
-        code, _ = graph.codegen()
+        code: Any = graph.codegen()[0]
         written.append(getattr(code, "value", code))
         raise _Written
 

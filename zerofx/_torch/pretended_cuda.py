@@ -129,7 +129,7 @@ def pretended_cuda(architecture: str) -> Iterator[PretendedDevice]:
         stack.enter_context(_triton_driver(properties))
         stack.enter_context(pretended_attention())
         _forget_answers()
-        torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # nothing, where there is a device
+        torch._C._ensureCUDADeviceGuardSet()  # nothing, where there is a device
         yield device
 
 
@@ -287,7 +287,7 @@ def _forget_answers() -> None:
     """Forget what was cached of the device."""
     from torch._inductor.runtime.hints import DeviceProperties
 
-    DeviceProperties.create.cache_clear()  # type: ignore[attr-defined]
+    DeviceProperties.create.cache_clear()
     for name in _ASKING:
         for function in vars(importlib.import_module(name)).values():
             if hasattr(function, "cache_clear"):

@@ -120,13 +120,14 @@ def _add(arrived: dict[int, torch.Tensor], node: Any, i: int, gradient: torch.Te
 
 
 def _call(node: Any, came: dict[int, torch.Tensor]) -> Sequence[Any]:
-    given = [came.get(i) for i in range(len(node._input_metadata))]
+    metadata = node._input_metadata
+    given = [came.get(i) for i in range(len(metadata))]
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         results = node(*given)
     else:  # of a torch.autograd.Function: the engine fills in what did not come
         if node.materialize_grads:
             like = next(iter(came.values()))
-            facts = [(tuple(m.shape), m.dtype) for m in node._input_metadata]
+            facts = [(tuple(m.shape), m.dtype) for m in metadata]
             given = [like.new_zeros(f[0], dtype=f[1]) if x is None else x for x, f in zip(given, facts)]
         results = node.apply(*given)
     return results if isinstance(results, tuple) else (results,)

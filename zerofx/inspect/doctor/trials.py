@@ -173,7 +173,7 @@ def _train(model: nn.Module, batch: torch.Tensor, *, sharded: bool) -> list[torc
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.full_tensor() if sharded else p.detach() for p in model.parameters()]  # type: ignore[operator]
+    return [p.full_tensor() if sharded else p.detach() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
 def main(arguments: Sequence[str]) -> int:
