@@ -8,6 +8,8 @@ PYTHONS ?= $(PYTHON)
 ARGS   ?=
 # Processes that share the test files; each starts up to five ranks when a test asks for them. 0: no sharing.
 PYTEST_WORKERS ?= 2
+# The CUDA build that code for a GPU is written with, in an environment of its own; it needs no GPU.
+CUDA_TORCH ?= 2.15.0
 MATRIX := 2.11.0 2.13.0 2.15.0
 
 BIN := $(VENV)/bin
@@ -15,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
 .PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench docs pictures
-.PHONY: gpu clean
+.PHONY: gpu cuda-dry clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -78,6 +80,13 @@ pictures: $(VENV)/dev.stamp $(VENV)/docs.stamp  ## draw the pictures of README a
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
 	$(BIN)/python -m pytest -m gpu tests/kernels $(ARGS)
 	$(BIN)/python benchmarks/optimizer.py --device cuda --world 1 --layers 36 --dim 768 --vocab 16384 --rounds 30
+
+cuda-dry:  ## without a GPU: write, read and compile the CUDA code of models; its tests; writes docs/cuda-dry.md
+	$(MAKE) cuda-dry-in TORCH=$(CUDA_TORCH) VENV=.venv-cuda
+
+cuda-dry-in: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest tests/cuda_dry
+	$(BIN)/python -m tests.cuda_dry $(ARGS)
 
 clean:  ## remove build products and caches; environments stay
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

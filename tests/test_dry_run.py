@@ -17,6 +17,7 @@ from torch import nn
 import zerofx
 import zerofx.passes
 from tests.models import GPT
+from zerofx._torch import inductor
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.passes import edit
 
@@ -108,6 +109,45 @@ def test_what_cannot_be_is_refused(fake_world: Callable[..., None]) -> None:
     model = zerofx.shard(small_gpt(), init_sync=False)
     with pytest.raises(ValueError, match="is sharded already"):
         zerofx.dry_run(model, TOKENS, TOKENS, world_size=2)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inductors_code_is_written_and_read_without_being_compiled(stage: int) -> None:
+    record = zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=4, backend="nccl", code=True, stage=stage)
+    for trace in record.traces():
+        assert trace.code is not None and "def call(" in trace.code and "cpp_fused" in trace.code
+        assert trace.seconds["check_code"] > 0
+    assert record.backward is not None and "reduce_scatter_tensor.default(" in (record.backward.code or "")
+    assert record.forward is not None
+    assert (stage == 3) is ("all_gather_into_tensor.default(" in (record.forward.code or ""))
+
+
+def test_what_backward_returns_no_more_is_no_output_that_inductor_lays_out_as_it_was() -> None:
+    """On a GPU it follows each to where it is made, and None is made nowhere."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((None, x, None))
+    gm = torch.fx.GraphModule({}, graph)
+    gm.graph.output_node().meta["user_visible_output_idxs"] = [0, 1, 2]
+    inductor._forget_lost_outputs(gm)
+    assert gm.graph.output_node().meta["user_visible_output_idxs"] == [1]
+
+
+def test_code_is_refused_where_there_is_none_to_write() -> None:
+    with pytest.raises(ValueError, match="code=True with executor='eager'"):
+        zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=2, executor="eager", code=True)
+    with pytest.raises(ValueError, match="architecture='sm_35': expected one of sm_80, sm_90"):
+        zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=2, device="cuda", architecture="sm_35")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this is PyTorch's CUDA build")
+def test_a_cuda_device_is_refused_by_a_build_for_the_cpu_which_says_what_to_install() -> None:
+    with pytest.raises(RuntimeError, match=r"needs PyTorch's CUDA build, with or without a GPU.*pip install torch=="):
+        zerofx.dry_run(two_layers(), torch.ones(2, 8), world_size=2, device="cuda", code=True)
 
 
 def llama_405b(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:

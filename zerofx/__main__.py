@@ -1,13 +1,15 @@
-"""``python -m zerofx``: questions about a model, answered without the model.
+"""``python -m zerofx``: questions about a machine, and about a model, answered without the model.
 
 ::
 
+    $ python -m zerofx doctor
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB --bandwidth 400Gbit \
           --node-bandwidth 450GB --ranks-per-node 8 --flops 400T --tokens 8192 --sequence-length 4096
 
 ``--version`` says which zerofx and which PyTorch. What ``plan`` prints is `zerofx.plan`. Errors go to stderr, and the
-exit status is 2 then, or 1 if no stage fits.
+exit status is 2 then, or 1 if no stage fits. What ``doctor`` prints is `zerofx.inspect.doctor`; 1 is something that
+fails.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 from zerofx import __version__
+from zerofx.inspect.doctor.examine import SECONDS, doctor
 from zerofx.inspect.predict import shapes
 from zerofx.inspect.predict.plan import plan
 from zerofx.model.precision import MixedPrecision
@@ -98,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m zerofx", description="ZeRO as a compiler: questions about a model.")
     parser.add_argument("--version", action="version", version=f"zerofx {__version__} (torch {torch.__version__})")
     commands = parser.add_subparsers(dest="command", required=True)
+    examining = commands.add_parser("doctor", help="what this machine has for zerofx, and whether it works")
+    examining.add_argument(
+        "--timeout",
+        type=_argument(parse_seconds),
+        default=SECONDS,
+        metavar="TIME",
+        help="for what has to be tried: 50s",
+    )
     planning = commands.add_parser("plan", help="what each stage would cost, and which one fits")
     planning.add_argument(
         "--model", required=True, help=f"one of {', '.join(shapes.SHAPES)}; or a Hugging Face config.json"
@@ -141,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     given = _parser().parse_args(arguments)
+    if given.command == "doctor":
+        return doctor(given.timeout)
     dtype, precision = _DTYPES[given.dtype]
     try:
         made = plan(

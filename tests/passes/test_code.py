@@ -12,8 +12,10 @@ from tests.passes.code_mutants import (  # noqa: F401  # they add themselves to 
     Text,
     buffers,
     collectives,
+    cuda,
 )
 from tests.passes.generated import Generated, generated
+from tests.passes.saved_cuda import saved
 from zerofx.passes import VerificationError
 from zerofx.passes.proof.code import check_code
 
@@ -28,12 +30,12 @@ RULES = ("wait", "send", "discard", "order", "copy", "step", "read")
 
 @pytest.fixture(scope="module")
 def texts() -> list[Generated]:
-    """Code of all kinds."""
-    return [each for model, options in CASES for each in generated(model, **options)]
+    """Code of all kinds: for the CPU, written now; for CUDA, saved."""
+    return [*(each for model, options in CASES for each in generated(model, **options)), *saved()]
 
 
 def test_what_inductor_writes_passes(texts: list[Generated]) -> None:
-    assert len(texts) == 2 * len(CASES)
+    assert len(texts) == 2 * len(CASES) + len(saved())
     for each in texts:
         assert check_code(each.code, each.promise) is not None, each.name
 

@@ -2,18 +2,22 @@
 
 When a new PyTorch breaks something, this is the folder to mend; nothing else imports a private module.
 
-===========  ==================================================================
-file         what it asks
-===========  ==================================================================
-dynamo       how frames become graphs; of which code, from which inputs
-aot          forward apart from backward; what each input and output of them is
-inductor     code for a graph, in the order that the passes decided
-autograd     the engine, while a backward pass runs and before
-profiler     what is allocated, and whether somebody profiles
-tensors      tensors, the memory behind them, and who gets to see them
-distributed  process groups, their backends, and what waits in them
-checkpoint   the files of torch.distributed.checkpoint
-===========  ==================================================================
+===================  ==================================================================
+file                 what it asks
+===================  ==================================================================
+dynamo               how frames become graphs; of which code, from which inputs
+aot                  forward apart from backward; what each input and output of them is
+inductor             code for a graph, in the order that the passes decided
+autograd             the engine, while a backward pass runs and before
+profiler             what is allocated, and whether somebody profiles
+tensors              tensors, the memory behind them, and who gets to see them
+distributed          process groups, their backends, and what waits in them
+checkpoint           the files of torch.distributed.checkpoint
+pretended_cuda       a CUDA device that is not there, while code is written for it
+pretended_attention  which kernel for attention would run on it
+python_engine        the autograd engine, for tensors on it
+triton_kernels       machine code for the kernels that Inductor writes
+===================  ==================================================================
 
 The rest of zerofx imports from here, not from the files.
 """
@@ -82,7 +86,9 @@ from zerofx._torch.inductor import (
     pinned,
     source_code,
     taken_apart,
+    write_code,
 )
+from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (
     DisableTorchFunction,
@@ -101,3 +107,4 @@ from zerofx._torch.tensors import (
     watch_arguments,
     with_own_storage,
 )
+from zerofx._torch.triton_kernels import KernelText, MachineCode, kernel_texts, machine_code

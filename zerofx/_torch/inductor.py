@@ -6,7 +6,7 @@ import contextlib
 import math
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -87,8 +87,51 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     from torch._inductor.utils import get_donated_idxs
 
     donated: dict[str, Any] = {"donated": get_donated_idxs() or []}
+    _forget_lost_outputs(gm)
     with inductor_config(), dependences_kept(), products_in_packs():
         return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
+
+
+def _forget_lost_outputs(gm: GraphModule) -> None:
+    """Of the outputs that Inductor must lay out as they were, some are None now: gradients that leave as shards.
+
+    For a GPU it follows each of them up to where it is made. It notes which they are before the passes run (2.11, 2.13,
+    2.15).
+    """
+    output = gm.graph.output_node()
+    for visible in filter(None, [output.meta.get("user_visible_output_idxs")]):
+        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(output.args[0][i], Node)]  # type: ignore[index]
+
+
+def write_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> str:
+    """The text that `generate_code` would load: the wrapper, with its kernels. None is compiled (2.11, 2.13, 2.15)."""
+    import torch._dynamo.repro.after_aot
+    import torch._inductor.config
+    from torch._inductor.graph import GraphLowering
+
+    written: list[str] = []
+
+    def write(graph: GraphLowering) -> NoReturn:
+        code: Any = graph.codegen()[0]
+        written.append(getattr(code, "value", code))
+        raise _Written
+
+    with (
+        unittest.mock.patch.object(GraphLowering, "compile_to_module", write),
+        # A program that repeats this, for the log: it would ask for the process group.
+        unittest.mock.patch.object(torch._dynamo.repro.after_aot, "save_graph_repro", lambda *args, **options: None),
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),  # cached code is not written
+    ):
+        try:
+            generate_code(gm, example_inputs, **kwargs)
+        except Exception:  # `_Written`, or what Inductor made of it
+            if not written:
+                raise
+    return written[0]
+
+
+class _Written(Exception):
+    """The code is written: nothing else is to be done."""
 
 
 @contextlib.contextmanager

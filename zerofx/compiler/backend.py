@@ -50,10 +50,12 @@ class Backend:
         options: what the user asked for.
         pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of ``options.executor``. The
             backward is compiled with the forward then.
+        code: whether Inductor writes its code for these graphs all the same. It is read, and not compiled.
     """
 
     options: Options
     pretend: Executed | None = None
+    code: bool = False
 
     def __repr__(self) -> str:
         return repr(self.options)
@@ -64,7 +66,7 @@ class Backend:
         warn_of_choice(gm)
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
-        unit = CompiledGraph(self.options, example_inputs, self.pretend)
+        unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
         with _torch.functorch_config(lazy_backward=self.pretend is None, fused=self.options.executor == "inductor"):
             if self.options.executor == "inductor":
                 compiled = _torch.compile_with_inductor(

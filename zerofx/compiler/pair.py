@@ -44,9 +44,12 @@ def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callabl
 class CompiledGraph:
     """The compilers for one Dynamo graph: AOTAutograd calls one for forward and later one for backward."""
 
-    def __init__(self, options: Options, example_inputs: Sequence[Any], pretend: Executed | None = None) -> None:
+    def __init__(
+        self, options: Options, example_inputs: Sequence[Any], pretend: Executed | None = None, code: bool = False
+    ) -> None:
         self.options = options
         self.pretend = pretend
+        self.written_only = code
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
@@ -84,10 +87,16 @@ class CompiledGraph:
             phase = "inference"
 
         def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
-            return _torch.generate_code(gm, inputs, **{**kwargs, "static_input_idxs": static})
+            how = {**kwargs, "static_input_idxs": static}
+            if self.pretend is None:
+                return _torch.generate_code(gm, inputs, **how)
+            run = self.pretend(gm, inputs, static)
+            if self.written_only:
+                run.source_code = _torch.write_code(gm, inputs, **how)  # type: ignore[attr-defined]
+            return run
 
         static = kwargs.get("static_input_idxs") or ()
-        return self._compile(gm, example_inputs, phase, self.pretend or generate, static)
+        return self._compile(gm, example_inputs, phase, generate, static)
 
     def compile_forward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         """The eager executor's forward."""
@@ -220,7 +229,8 @@ class CompiledGraph:
         returned = len(edit.output_values(gm.graph))
         moved += range(returned - len(ctx.published), returned) if ctx.phase == "forward" else ()
         _torch.forget_output_strides(gm, moved)
-        promise = Promise.of(gm, ctx) if self.options.executor == "inductor" and self.pretend is None else None
+        coded = self.options.executor == "inductor" and (self.pretend is None or self.written_only)
+        promise = Promise.of(gm, ctx) if coded else None
         progress.at("code for the executor")
         with _torch.donated_inputs(theirs):
             compiled = execute(gm, _examples(gm, ctx, placeholders, example_inputs, kept), _fixed(ctx, kept, static))

@@ -35,7 +35,7 @@ class Rewriting:
             ``code``.
         context: what the passes knew and found out.
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
-        pretended: no executor got the graph: it is of `zerofx.dry_run`.
+        pretended: nothing runs the graph: it is of `zerofx.dry_run`.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:

@@ -8,8 +8,8 @@ its own beside the graph's proof, since it proves the same things of another tex
 ===========  ============================================================================================
 rule         what must hold
 ===========  ============================================================================================
-wait         nothing touches or returns what a collective brings before the wait for it; each is waited for as often as
-             in the graph, which is once
+wait         nothing touches or returns what a collective brings before the wait for it, and nothing on another stream
+             touches it at all; each is waited for as often as in the graph, which is once
 send         nothing writes to what a collective sends between its start and its wait
 discard      nothing touches a gathered buffer whose name is deleted, nor is it written over while it can still be read;
              it is let go after its last use, before the next collective starts

@@ -41,6 +41,7 @@ class Line:
         strange: whether not even its kind of statement is.
         values: what is returned.
         kernel: which.
+        stream: that it runs on, as text; "" for the one that is current when ``call`` is.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Line:
     strange: bool = False
     values: list[frozenset[Memory]] = field(default_factory=list)
     kernel: Kernel | None = None
+    stream: str = ""
 
     @property
     def reads(self) -> frozenset[Memory]:

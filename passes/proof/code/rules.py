@@ -135,6 +135,8 @@ class _Reading:
             if line.strange and (memory in self.came or memory in self.buffers or self.sent.get(memory)):
                 place = self.came.get(memory)
                 self._refuse("read", place, "it names a collective's memory, and is of no known kind", "a known one")
+            if line.stream and (memory in self.came or memory in self.buffers or self.sent.get(memory)):
+                self._elsewhere(line, self.came.get(memory))
             if memory in self.under_way:
                 self._refuse(
                     "wait", self.under_way[memory], "it touches what is still under way", "the wait for it before"
@@ -173,6 +175,8 @@ class _Reading:
     def _start(self, line: Line) -> None:
         i = len(self.starts)
         self.starts.append(line)
+        if line.stream:
+            self._elsewhere(line, ("start", i) if i < len(self.promise.starts) else None)
         if i >= len(self.promise.starts):
             self._refuse("order", None, "it starts a collective that the graph has not", f"{i} collectives")
         asked, place = self.promise.starts[i], ("start", i)
@@ -197,9 +201,15 @@ class _Reading:
             if asked.gathers:
                 self.buffers[memory] = _Buffer(place)
 
+    def _elsewhere(self, line: Line, place: Place) -> NoReturn:
+        found = f"it runs on the stream {line.stream}, not on the one that the others run on"
+        self._refuse("wait", place, found, "the stream that is current")
+
     def _wait(self, line: Line) -> None:
         found = line.reads
         places = {self._place_of(memory) for memory in found}
+        if line.stream:
+            self._elsewhere(line, next(iter(places), None))
         if None in places or not places:
             self._refuse("wait", None, "it waits for what no collective brings", "one wait for each collective")
         for memory in found:

@@ -11,6 +11,7 @@ A wrapper is a Python module: kernels as text, and a function ``call``. It is pa
         buf2 = empty_strided_cpu((96, 64), (64, 1), …)              a new memory, and its size
         extern_kernels.mm(primals_1, reinterpret_tensor(buf1, …), out=buf2)     call    reads two, writes one
         cpp_fused_gelu_0(buf2)                                      call    as the kernel's arguments say
+        triton_poi_fused_1.run(buf2, 6144, stream=stream0)          call    the same, on the stream that is current
         return (buf2, )                                             return
 
 What a name stands for is a set of memories (`Value`): one; those of a list; or, where nobody can say, all that came
@@ -96,7 +97,8 @@ class Walk:
         self._memories = 0
         self._depth = self._loose = 0
         self._returned: Value = ()
-        self._now: list[Line] = []
+        self._streams: set[str] = set()
+        self._stream = ""
         self._number = 0
 
     def lines(self) -> Iterator[Line]:
@@ -148,9 +150,12 @@ class Walk:
                 yield from self._delete(targets)
             case ast.Return(value=value):
                 yield from self._return(value)
-            case ast.With(body=body):
+            case ast.With(items=items, body=body):
+                outer, entered = self._stream, [ast.unparse(item.context_expr) for item in items]
+                self._stream = next((text for text in entered if "stream" in text.lower()), outer)
                 for inner in body:
                     yield from self._statement(inner)
+                self._stream = outer
             case ast.Pass() | ast.Global() | ast.Import() | ast.ImportFrom() | ast.Raise() | ast.Assert():
                 pass
             case ast.If(test=test, body=body, orelse=other) | ast.While(test=test, body=body, orelse=other):
@@ -178,6 +183,8 @@ class Walk:
         match target:
             case ast.Name(id=name):
                 self._bind(name, result)
+                if isinstance(value, ast.Call) and _dotted(value.func) == "get_raw_stream":
+                    self._streams.add(name)
                 if (numel := self._numel(value)) is not None:
                     self.numel[name] = numel
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
@@ -276,9 +283,9 @@ class Walk:
         """A call that is no function of the module: a kernel, an operator, a method, or something unknown."""
         everything = NOTHING.union(flat(of), *map(flat, given), *map(flat, named.values()))
         last = name.rpartition(".")[2]
-        if last == "assert_size_stride" and len(call.args) > 1 and isinstance(call.args[0], ast.Name):
-            if call.args[0].id in self.names and (numel := _product(call.args[1])) is not None:
-                self.numel[call.args[0].id] = numel
+        for of_name, numel in _asserted(last, call.args):
+            if of_name in self.names:
+                self.numel[of_name] = numel
         if name in _VIEWS or (name.startswith(".") and last in _VIEW_METHODS):
             self._value = everything if name.startswith(".") or not given else flat(given[0])
         elif last.startswith(("assert_", "empty_strided")) or (name.startswith(".") and last in _OF_SHAPES):
@@ -286,11 +293,16 @@ class Walk:
         elif not everything and not name.startswith("torch.ops."):
             self._value = self._made()
         elif (kernel := self.wrapper.kernels.get(name.removesuffix(".run"))) is not None:
-            yield self._line("call", kernel.name, self._by(kernel.arguments, call, given), kernel=kernel)
+            line = self._line("call", kernel.name, self._by(kernel.arguments, call, given), kernel=kernel)
+            line.stream = self._stream or self._launched_on(call)
+            yield line
         elif name.startswith("torch.ops."):
             yield self._operator(name.removeprefix("torch.ops."), call, given, named)
         elif name.startswith("extern_kernels.") or name == ".copy_" or name in (".clone", ".item"):
             yield self._extern(name, call, of, given, named)
+        elif last == "copy_if_misaligned":  # itself; a copy, which reads it, only where its address is odd
+            yield self._line("call", name, [Passed(everything)])
+            self._value = everything
         else:
             line = self._line("call", name, [Passed(everything, writes=True)], sure=False)
             line.result = self._new()
@@ -305,6 +317,12 @@ class Walk:
             Passed(flat(value), argument.reads, argument.writes, self._numel(node), _names(node))
             for argument, value, node in zip(known, given, call.args)
         ]
+
+    def _launched_on(self, call: ast.Call) -> str:
+        """The stream that a kernel is given, if it is not the current one."""
+        streams = [k.value for k in call.keywords if k.arg == "stream"]
+        known = not streams or (isinstance(streams[0], ast.Name) and streams[0].id in self._streams)
+        return "" if known else ast.unparse(streams[0])
 
     def _extern(self, name: str, call: ast.Call, of: Value, given: list[Value], named: dict[str, Value]) -> Line:
         passed = [Passed(flat(v), numel=self._numel(n), names=_names(n)) for v, n in zip(given, call.args)]
@@ -406,7 +424,7 @@ class Walk:
 
     def _line(self, kind: Kind, name: str, passed: list[Passed], **more: Any) -> Line:
         text = self.wrapper.text[self._number - 1].strip() if self._number else ""
-        return Line(kind, self._number, text, name, passed, **more)
+        return Line(kind, self._number, text, name, passed, stream=self._stream, **more)
 
     def _lost(self, name: str) -> Line:
         return self._line("lost", name, [Passed(flat(self._gone.get(name, NOTHING)))])
@@ -425,6 +443,18 @@ def _product(sizes: ast.expr) -> int | None:
     elements = sizes.elts if isinstance(sizes, (ast.Tuple, ast.List)) else [None]
     numbers = [e.value for e in elements if isinstance(e, ast.Constant) and isinstance(e.value, int)]
     return math.prod(numbers) if len(numbers) == len(elements) else None
+
+
+def _asserted(name: str, args: list[ast.expr]) -> Iterator[tuple[str, int]]:
+    """Names, and how many elements each has, by an assertion of one tensor's sizes or of several tensors'."""
+    if name not in ("assert_size_stride", "assert_tensor_metadata", "assert_size_stride_grouped") or len(args) < 2:
+        return
+    tensors, sizes = [args[0]], [args[1]]
+    if isinstance(args[0], ast.Tuple) and isinstance(args[1], ast.Tuple):
+        tensors, sizes = args[0].elts, args[1].elts
+    for tensor, size in zip(tensors, sizes):
+        if isinstance(tensor, ast.Name) and (numel := _product(size)) is not None:
+            yield tensor.id, numel
 
 
 def _dotted(node: ast.expr) -> str:

@@ -14,6 +14,7 @@ file             rules
 ===============  ========================
 collectives.py   wait, send, order, read
 buffers.py       discard, copy, step
+cuda.py          what only code for a GPU has, of several
 ===============  ========================
 """
 
@@ -69,10 +70,12 @@ class Text:
         return [(i, re.search(r"default\((\w+)\)", self.lines[i])[1]) for i in found]  # type: ignore[index]
 
     def collectives(self, kind: str = "all_gather|all_to_all") -> list[Collective]:
-        found = []
-        for i in self.find(rf"= torch\.ops\.zerofx\.(?:{kind})_pairwise"):
+        """By the operators of gloo's ranks, or of nccl's: a reduction's is an exchange there, a reduce-scatter here."""
+        found, nccl = [], kind.replace("all_to_all", "reduce_scatter")
+        for i in self.find(rf"= torch\.ops\.(?:zerofx\.(?:{kind})_pairwise|_c10d_functional\.(?:{nccl})_\w*tensor)\."):
             result, sent = re.search(r"(\w+) = [\w.]+\((\w+),", self.lines[i]).groups()  # type: ignore[union-attr]
-            brought = re.search(r"(\w+) =", self.lines[self.find(rf"^\s*\w+ = {result}$")[0]])[1]  # type: ignore[index]
+            alias = self.find(rf"^\s*\w+ = {result}$", i)[:1]
+            brought = re.search(r"(\w+) =", self.lines[alias[0]])[1] if alias else result  # type: ignore[index]
             wait = next(line for line, name in self.waits() if name == brought)
             found.append(Collective(i, wait, sent, brought, result))
         return found
@@ -80,7 +83,7 @@ class Text:
     def calls(self, name: str, first: int = 0, last: int | None = None) -> list[int]:
         """Kernels, products and operators that name ``name``."""
         found = self.find(rf"\b{name}\b", first, last)
-        calls = re.compile(r"^\s*(\w+ = )?(cpp_fused\w*\(|extern_kernels\.|torch\.ops\.aten\.)")
+        calls = re.compile(r"^\s*(\w+ = )?(cpp_fused\w*\(|triton_\w+\.run\(|extern_kernels\.|torch\.ops\.aten\.)")
         return [i for i in found if calls.search(self.lines[i])]
 
     def dels(self, name: str) -> list[int]:
@@ -95,9 +98,24 @@ class Text:
                 found.append(alias)
         return found
 
+    def start_lines(self, each: Collective) -> list[int]:
+        """The start, another name for what it brings, what is asserted of that, and where the first name ends."""
+        names = {each.result, each.brought}
+        alias = self.find(rf"^\s*{each.brought} = {each.result}$") if len(names) > 1 else []
+        ends = self.dels(each.result) if len(names) > 1 else []
+        return sorted([each.line, *alias, *self.asserts(each), *ends])
+
+    def asserts(self, each: Collective) -> list[int]:
+        return self.find(rf"assert_\w+\({each.brought},", each.line, each.wait)
+
+    @property
+    def margin(self) -> str:
+        """What stands before each line of the function."""
+        return " " * (12 if self.find(r"_DeviceGuard") else 8)
+
     def insert(self, i: int, *lines: str) -> None:
         """Before line ``i``."""
-        self.lines[i:i] = ["        " + line for line in lines]
+        self.lines[i:i] = [self.margin + line for line in lines]
 
     def move(self, i: int, to: int) -> None:
         """Line ``i`` before line ``to``."""
@@ -147,7 +165,8 @@ def breaks(rule: str, places: Places) -> Callable[[Break], Break]:
     return add
 
 
-START = r"= torch\.ops\.zerofx\.(?:\w+_pairwise|refresh)\."
+START = r"= torch\.ops\.(?:zerofx\.(?:\w+_pairwise|refresh)|_c10d_functional\.(?!wait)\w+)\."
+KERNEL = r"cpp_fused|triton_\w+\.run|extern_kernels|torch\.ops\.aten"
 
 
 def not_updated(text: Text) -> bool:

@@ -195,7 +195,7 @@ def a_second_update(text: Text, place: tuple[int, str]) -> None:
 @breaks("step", _updates)
 def a_dropped_update(text: Text, place: tuple[int, str]) -> None:
     name = re.search(r"(\w+) =", text.lines[place[0]])[1]  # type: ignore[index]
-    text.lines[place[0]] = f"        {name} = empty_strided_cpu((0, ), (1, ), torch.float32)"
+    text.lines[place[0]] = f"{text.margin}{name} = empty_strided_cpu((0, ), (1, ), torch.float32)"
 
 
 @breaks("step", lambda text: list(zip(_updates(text), _updates(text)[1:])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from tests.passes.code_mutants import START, Collective, Places, Text, breaks, not_updated, reductions
+from tests.passes.code_mutants import KERNEL, START, Collective, Places, Text, breaks, not_updated, reductions
 
 # ---- wait -----------------------------------------------------------------------------------------------------------
 
@@ -74,12 +74,10 @@ def a_wait_for_what_has_come_in_the_place_of_another(
 
 @breaks("wait", lambda text: [c for c in text.collectives() if not text.find(START, c.line + 1, c.wait)])
 def a_start_behind_its_wait(text: Text, each: Collective) -> None:
-    asserts = text.find(rf"assert_\w+\({each.brought},")
-    for i in text.dels(each.sent) + text.dels(each.result) + asserts:
+    moved = [i for i in text.start_lines(each) if i not in text.asserts(each)]
+    lines = [text.lines[i].strip() for i in moved if text.lines[i].strip() != f"del {each.result}"]
+    for i in [*text.dels(each.sent), *text.start_lines(each)]:
         text.lines[i] = ""
-    alias = text.find(rf"^\s*{each.brought} = {each.result}$")[0]
-    lines = [text.lines[i].strip() for i in (each.line, alias)]
-    text.lines[each.line] = text.lines[alias] = ""
     text.insert(each.wait + 1, *lines)
 
 
@@ -123,7 +121,7 @@ def _filled(text: Text) -> list[tuple[Collective, int]]:
     found = []
     for each in text.collectives("all_to_all"):
         writers = [i for name in text.aliases(each.sent) for i in text.calls(name, 0, each.line)]
-        if writers and not text.find(r"_pairwise\.", max(writers), each.line):
+        if writers and not text.find(START, max(writers), each.line):
             found.append((each, max(writers)))
     return found
 
@@ -180,7 +178,7 @@ def _pairs(kind: str) -> Places:
 
     def find(text: Text) -> list[tuple[Collective, Collective]]:
         all_ = text.collectives(kind)
-        between = r"wait_tensor|cpp_fused|extern_kernels|torch\.ops\.aten"
+        between = rf"wait_tensor|{KERNEL}"
         return [(a, b) for a, b in pairwise(all_) if not text.find(between, a.line, b.line)]
 
     return find
@@ -210,9 +208,8 @@ def two_starts_exchanged(text: Text, place: tuple[Collective, Collective]) -> No
     first, second = place
     for i in text.dels(first.sent) + text.dels(second.sent):
         text.lines[i] = ""
-    alias = text.find(rf"^\s*{first.brought} = {first.result}$")[0]
-    moved = [first.line, alias, *text.find(rf"assert_\w+\({first.brought},"), *text.dels(first.result)]
-    lines = [text.lines[i].strip() for i in sorted(moved)]
+    moved = text.start_lines(first)
+    lines = [text.lines[i].strip() for i in moved]
     for i in moved:
         text.lines[i] = ""
     text.insert(second.line + 1, *lines)
@@ -234,8 +231,7 @@ def a_doubled_start(text: Text, each: Collective) -> None:
 @breaks("order", lambda text: not_updated(text) and _successive(text))
 def a_start_behind_the_next(text: Text, place: tuple[Collective, Collective]) -> None:
     first, second = place
-    alias = text.find(rf"^\s*{first.brought} = {first.result}$")[0]
-    moved = [first.line, alias, *text.find(rf"assert_\w+\({first.brought},"), *text.dels(first.result)]
+    moved = text.start_lines(first)
     moved += [i for i in text.dels(first.sent) if i < second.line]
     lines = [text.lines[i].strip() for i in sorted(moved)]
     for i in moved:
@@ -245,12 +241,13 @@ def a_start_behind_the_next(text: Text, place: tuple[Collective, Collective]) ->
 
 @breaks("order", lambda text: text.collectives("all_gather"))
 def another_collective_in_its_place(text: Text, each: Collective) -> None:
-    text.lines[each.line] = text.lines[each.line].replace("all_gather_pairwise", "all_to_all_pairwise")
+    line = text.lines[each.line].replace("all_gather_pairwise", "all_to_all_pairwise")
+    text.lines[each.line] = line.replace("all_gather_into_tensor", "all_reduce")
 
 
 @breaks("order", lambda text: not_updated(text) and text.collectives()[-1:])
 def a_start_that_is_gone_with_its_wait(text: Text, each: Collective) -> None:
-    text.lines[each.line] = f"        {each.result} = empty_strided_cpu((4, ), (1, ), torch.float32)"
+    text.lines[each.line] = f"{text.margin}{each.result} = empty_strided_cpu((4, ), (1, ), torch.float32)"
     text.lines[each.wait] = ""
 
 

@@ -7,27 +7,36 @@
     record = zerofx.dry_run(model, tokens, labels, world_size=1024)
     print(record)                                                    # what is gathered when, and how much at once
 
-Dynamo, AOTAutograd and every pass run as they do in a training step; the code generator does not, and nothing of the
-model is computed. What stands in for what:
+Dynamo, AOTAutograd and every pass run as they do in a training step, and nothing of the model is computed. Inductor
+writes its code where that is asked for, and nothing compiles it::
+
+    record = zerofx.dry_run(model, tokens, labels, world_size=8, backend="nccl", device="cuda", code=True)
+    print(record.forward.code)                                       # the wrapper and its Triton kernels, for an H100
+
+What stands in for what:
 
 ==================  ======================================================================
 the module          a copy whose parameters have their shapes and no memory
 the ranks           a process group that has a name, a size and no members
 the shards          tensors on the meta device
 compiled code       a function that returns zeros of the right shape, one element each
+a CUDA device       its properties (zerofx/_torch/pretended_cuda.py), with a CUDA build and no GPU; its tensors are on
+                    the CPU, and tracers see them on ``cuda:0``
 ==================  ======================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import compile_module, pytree
+from zerofx._torch import ARCHITECTURES, PretendedDevice, compile_module, pretended_cuda, pytree
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.checks import check_module
 from zerofx.compiler.options import Options
@@ -47,6 +56,8 @@ def dry_run(
     world_size: int,
     backend: str = "gloo",
     device: torch.device | str = "cpu",
+    code: bool = False,
+    architecture: str = "sm_90",
     call: dict[str, Any] | None = None,
     **options: Any,
 ) -> GraphRecord:
@@ -59,12 +70,16 @@ def dry_run(
         *args: what it is called with; tensors on the meta device will do, for only their shapes and dtypes count.
         world_size: over how many ranks it is sharded.
         backend: the communication backend that `zerofx.passes.lower` spells collectives for: "gloo", "nccl".
-        device: what the graphs are for.
+        device: what the graphs are for. "cuda" needs PyTorch's CUDA build, and no GPU.
+        code: have Inductor write its code for them, and read it as `zerofx.compile` does; ``trace.code`` is the text.
+        architecture: of the CUDA device that code is written for: "sm_80" (A100), "sm_90" (H100).
         call: keyword arguments that it is called with.
         **options: as they would be given to `zerofx.compile`; no ``mesh``.
 
     Raises:
         ValueError: a module, an option or a number of ranks that cannot be.
+        RuntimeError: ``device="cuda"`` with a build of PyTorch for the CPU.
+        zerofx.VerificationError: a graph, or the code for it, does not do what the model says.
         torch._dynamo.exc.Unsupported: the module is not one graph. What stands between graphs would run on values that
             are not there.
     """
@@ -76,34 +91,74 @@ def dry_run(
             raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
     if checked.leaf_modules is not None:
         raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
+    if code and checked.executor != "inductor":
+        raise ValueError(f"code=True with executor={checked.executor!r}: that one has no code but the graph itself.")
     device = torch.device(device)
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
     weights_of(checked.stage, checked.one_copy).check(device)
     check_module(module)
-    module = _without_memory(module, device)
-    groups = _shard(module, OneGroup.pretended(world_size, backend), checked)
-    compile_module(module, backend=Backend(checked, _pretend), dynamic=False, fullgraph=True)
-    given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
-    stand_ins = {id(x): _stand_in(x, device) for x in given}  # who is given twice is one input
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call or {}))
-    with torch.enable_grad():
-        module(*args, **kwargs)
+    with _place(device, architecture) as place:
+        module = place.without_memory(module)
+        groups = _shard(module, OneGroup.pretended(world_size, backend), checked)
+        compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
+        given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
+        stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call or {}))
+        with torch.enable_grad():
+            module(*args, **kwargs)
     (record,) = records_of(groups)
     return record
 
 
-def _without_memory(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy on ``device`` whose parameters have their shapes and no memory; buffers are there."""
-    memo: dict[int, Any] = {}
-    for p in module.parameters():
-        shell = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
-        shell.untyped_storage().resize_(0)  # before anything was written: it was never more than an address
-        memo[id(p)] = shell
-    memo |= {id(buffer): _stand_in(buffer, device) for buffer in module.buffers()}
-    return copy.deepcopy(module, memo)
+@contextlib.contextmanager
+def _place(device: torch.device, architecture: str) -> Iterator[_Place]:
+    """Where a model for ``device`` is while it is compiled."""
+    if device.type != "cuda":
+        yield _Place(device, None)
+        return
+    with pretended_cuda(architecture) as pretended:
+        yield _Place(torch.device("cpu"), pretended)
 
 
-def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros_like(x, device=device) if x.is_meta else x.detach().to(device, copy=True)
+class _Place:
+    """Where tensors are, and for which device they stand in, if it is not that one."""
+
+    def __init__(self, device: torch.device, pretended: PretendedDevice | None) -> None:
+        self.device, self.pretended = device, pretended
+
+    def without_memory(self, module: nn.Module) -> nn.Module:
+        """A copy whose parameters have their shapes and no memory; buffers are there."""
+        memo: dict[int, Any] = {}
+        for p in module.parameters():
+            empty = self._standing_in(torch.empty(p.shape, dtype=p.dtype, device=self.device))
+            empty.untyped_storage().resize_(0)  # before anything was written: it was never more than an address
+            memo[id(p)] = nn.Parameter(empty, p.requires_grad)
+        memo |= {id(buffer): self.stand_in(buffer) for buffer in module.buffers()}
+        return copy.deepcopy(module, memo)
+
+    def stand_in(self, x: torch.Tensor) -> torch.Tensor:
+        """For an input or a buffer."""
+        here = torch.zeros_like(x, device=self.device) if x.is_meta else x.detach().to(self.device, copy=True)
+        return self._standing_in(here)
+
+    def pretend(self, gm: GraphModule, inputs: list[Any], static: list[int]) -> Any:
+        """In the place of an executor: zeros of the shapes that the graph promises, one element of memory each."""
+        values = [node.meta["val"] if isinstance(node, Node) else node for node in edit.output_values(gm.graph)]
+        facts = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+
+        def run(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [
+                torch.zeros((), dtype=f[1], device=self.device).expand(f[0]) if isinstance(f, tuple) else f
+                for f in facts
+            ]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _standing_in(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.pretended is None else self.pretended.stands_in(x)
 
 
 def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardGroup]:
@@ -126,16 +181,3 @@ def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardG
     if options.mixed_precision is not None:
         options.mixed_precision.install(module)
     return groups
-
-
-def _pretend(gm: GraphModule, inputs: list[Any], static: list[int]) -> Any:
-    """In the place of an executor: zeros of the shapes that the graph promises, one element of memory each."""
-    values = [node.meta["val"] if isinstance(node, Node) else node for node in edit.output_values(gm.graph)]
-    facts = [(v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in values]
-
-    def run(args: list[Any]) -> list[Any]:
-        args.clear()
-        return [torch.zeros((), dtype=f[1], device=f[2]).expand(f[0]) if isinstance(f, tuple) else f for f in facts]
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
