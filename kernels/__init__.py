@@ -7,6 +7,7 @@ segments      flat runs as the kernels see them: tiles of parameters
 blockwise     moments as 8-bit codes with a scale per block
 split         a float32 as a bfloat16 and the rest
 cpu           the step in PyTorch, for CPUs
+code          what a code on the wire is, and where it lies
 wire          numbers as codes on the wire, on any device
 quantize      those codes in Triton
 ============  ==================================================================

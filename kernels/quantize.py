@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from zerofx.kernels.adamw import to_bfloat16
-from zerofx.kernels.wire import LARGEST, TINY, Code
+from zerofx.kernels.code import LARGEST, TINY, Code
 
 TILE = 8
 """Blocks that a program sees to; of 256 elements, 64 for each of its threads."""

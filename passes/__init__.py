@@ -19,7 +19,7 @@ proof/        what `verify` is made of
 lookups/      a corner: rows of tables that are only looked up
 ============  ==================================================================
 
-Imports `zerofx._torch`, `zerofx.model` and `zerofx.kernels.wire`::
+Imports `zerofx._torch`, `zerofx.model` and `zerofx.kernels`::
 
     _torch, model ◀── pairwise ◀── ops ◀── travel ◀── context, coded ◀── edit ◀── every pass, adopt
                                                 own ◀────┘

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from zerofx._torch import PythonWork, resolve_process_group
 from zerofx.kernels import wire
-from zerofx.kernels.wire import ALIGNMENT, Code
+from zerofx.kernels.code import ALIGNMENT, Code
 from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")

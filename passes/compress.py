@@ -36,7 +36,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from zerofx.kernels.wire import Code
+from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
 from zerofx.passes import edit

@@ -20,6 +20,8 @@ INSIDE = {
     "kernels/": "zerofx.AdamW alone calls kernels, with what it has checked",
     "zerofx/checkpoint/dcp.py": "told by the error around it: refused, or cannot be read as an index",
     "zerofx/checkpoint/deepspeed.py:159": "told by the error around it",
+    "zerofx/inspect/doctor/trials.py": "a line of the doctor's report",
+    "zerofx/integrations/states.py:42": "what an option says, with where it was given in front",
     "zerofx/checkpoint/sources.py": "told by the error around it: cannot be read as safetensors",
 }
 """Files whose errors of no row are caught, and told by another."""
@@ -61,7 +63,7 @@ def test_every_row_is_of_a_refusal() -> None:
 
 def test_refusals_are_named_by_tests() -> None:
     pieces = test_pieces()
-    unnamed = [r for r in user_facing() if not named(r, pieces)]
+    unnamed = [r for r in user_facing() if not named(r, pieces) and not r.place.startswith(tuple(INSIDE))]
     assert len(unnamed) <= UNNAMED, "\n".join(f"{r.place}: {r.message}" for r in unnamed)
 
 

@@ -118,8 +118,9 @@ def check(package: str, allowed: tuple[str, ...]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- imports
 
 
-def test_passes_import_only_layouts_and_passes_of_zerofx() -> None:
-    assert not check("zerofx.passes", ("zerofx.model.layout", "zerofx.passes", "zerofx._torch"))
+def test_passes_import_only_layouts_codes_and_passes_of_zerofx() -> None:
+    known = ("zerofx.model.layout", "zerofx.model.wire", "zerofx.kernels.code", "zerofx.kernels.wire")
+    assert not check("zerofx.passes", (*known, "zerofx.passes", "zerofx._torch"))
 
 
 def test_passes_need_nothing_but_torch_and_the_standard_library() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zerofx.kernels.wire import Code
+from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
 from zerofx.passes.coded import flattened

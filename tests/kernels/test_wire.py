@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerofx.kernels import wire
-from zerofx.kernels.wire import LARGEST, TINY, Code
+from zerofx.kernels.code import LARGEST, TINY, Code
 
 CODES = [Code("bf16"), Code("fp8"), Code("int8"), Code("int4"), Code("int8", stochastic=True)]
 CODES += [Code("int4", stochastic=True)]
@@ -112,7 +112,7 @@ def test_triton_writes_and_reads_the_same_bits(device: str, code: Code, block: i
 
     from tests.kernels.test_wire import blocks_of_all_kinds
     from zerofx.kernels import quantize, wire
-    from zerofx.kernels.wire import Code
+    from zerofx.kernels.code import Code
 
     code = Code(code.name, block, code.stochastic)
     x = blocks_of_all_kinds(block)

@@ -9,7 +9,7 @@ hugging_face  what is known of transformers, which is never imported
 units         bytes and seconds, as people read them
 ============  ==================================================================
 
-Imports `zerofx._torch` and `zerofx.kernels.wire`::
+Imports `zerofx._torch` and `zerofx.kernels`::
 
     _torch, kernels ◀── model ◀── passes, runtime, compiler, inspect
 """

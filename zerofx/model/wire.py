@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zerofx.kernels.wire import Code
+from zerofx.kernels.code import Code
 from zerofx.model.layout import BLOCKED_NUMEL, GroupLayout
 
 WeightCode = Literal["bf16", "fp8", "int8"]

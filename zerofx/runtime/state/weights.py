@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerofx.kernels.wire import Code
+from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
 from zerofx.passes.coded import flattened, gather_into
