@@ -36,6 +36,7 @@ from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
+from zerofx.passes.replicate import replicate
 from zerofx.passes.save_parameters import save_parameters
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     group,
     keep,
     prefetch,
+    replicate,
     discard,
     step,
     lower,
@@ -97,6 +99,7 @@ __all__ = [
     "prefetch",
     "reduce",
     "rematerialize",
+    "replicate",
     "save_parameters",
     "save_reads",
     "spare_gathers",

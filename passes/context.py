@@ -62,6 +62,8 @@ class Tag:
     pack                    what lays a group's gradients into one flat buffer
     reduce_scatter          its reduction (all_reduce: in stage 0), and
     wait_grad               the wait for it
+    sum_replicas            the sum of its result over the replicas, and
+    wait_replicas           the wait for it (replicate)
     gradient                what makes the averaged gradient of it
     step                    the update of a group in its backward, and
     ahead                   the start of its replicas' refresh after that
@@ -155,6 +157,10 @@ class Context:
     """Name of the process group, as ``torch.distributed`` resolves it."""
     reduce_group: str = ""
     """Name of the one that reductions run in; by default the same."""
+    replica_group: str = ""
+    """Name of the one of the ranks that hold the same shard, each another replica's; "" where there is one replica."""
+    replicas: int = 1
+    """How many of these there are."""
     backend: str = "gloo"
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
@@ -216,6 +222,14 @@ class Context:
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
         return self.stage == 3 and not self.one_copy
+
+    def averaged_over(self, layout: GroupLayout) -> int:
+        """How many ranks a gradient of ``layout`` is averaged over."""
+        return layout.world_size * self.replicas
+
+    def is_of_replicas(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective with these arguments runs between the replicas: its process group stands last."""
+        return bool(self.replica_group) and args[-1:] == (self.replica_group,)
 
     @property
     def travel(self) -> Travel:

@@ -75,6 +75,7 @@ class Pack:
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
     and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
+    ``replicas``: over how many replicas it was summed.
     """
 
     parts: tuple[Part, ...]
@@ -83,6 +84,7 @@ class Pack:
     state: str = "packed"
     scale: float = 1.0
     narrowed: bool = False
+    replicas: int = 1
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from zerofx.passes.context import Context
 from zerofx.passes.lower import is_kernel
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
+from zerofx.passes.proof.facts import ALL_REDUCES
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.proof.refusal import refuse
 from zerofx.passes.travel import GATHERS
@@ -120,8 +121,15 @@ def _two_ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int]) -
 
 def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int]) -> None:
     """The rule "order", of the graph as it reads: of each kind, first started is first waited for."""
-    for kind in (True, False):  # a replica is gathered by who brings it, in the order of inputs
-        same = sorted((s for s in waits if (s not in ops or ops[s].target in GATHERS) == kind), key=order.__getitem__)
+
+    def kind(start: Node) -> str:
+        if start not in ops or ops[start].target in GATHERS:  # a replica is gathered by who brings it, as inputs come
+            return "gather"
+        return "all-reduce" if ops[start].target in ALL_REDUCES else "reduction"
+
+    kinds = {start: kind(start) for start in waits}
+    for one in ("gather", "reduction", "all-reduce"):
+        same = sorted((start for start in waits if kinds[start] == one), key=order.__getitem__)
         for first, second in pairwise(same):
             if order[waits[second][0]] < order[waits[first][0]]:
                 tag = second.meta.get("zerofx")

@@ -236,6 +236,9 @@ class Outputs:
                 fact = Share(fact, 0, (fact.numel,))
         if not isinstance(fact, Share) or fact.pack.state.startswith("shard") != scatter:
             self.reader.fail("reduction", value, "it is no averaged gradient", "a gradient, reduced over all ranks")
+        if fact.pack.replicas != self.ctx.replicas:
+            found = f"it is summed over {fact.pack.replicas} replicas"
+            self.reader.fail("reduction", value, found, f"over all {self.ctx.replicas}")
         if fact.pack.dtype != layout.dtype:
             self.reader.fail("reduction", value, f"it is of {fact.pack.dtype}", f"{layout.dtype}")
         return fact
@@ -261,7 +264,7 @@ class Outputs:
         number = self.numbers.get(node)
         if want is None:
             self.reader.fail("reduction", output, f"it brings a gradient of {ref.slot.name!r}", "none: it has none")
-        share = 1.0 / ref.layout.world_size
+        share = 1.0 / self.ctx.averaged_over(ref.layout)
         if scale is not None and scale != share:
             undivided = next((n for n in want.numbers if n is not None and self._divided(n, share) == number), None)
             if scale != 1.0 or (self.before is not None and number in (*want.numbers, self._sum(want.numbers))):

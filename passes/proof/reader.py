@@ -259,6 +259,9 @@ class Reader(Known):
             return
         pack = self.pack(op.args[0])
         layout = self._layout_of(pack, node)
+        if self.ctx.is_of_replicas(op.args) and layout.world_size == 1:  # one rank's shard is the whole
+            self._sum_over_replicas(op, replace(pack, state="shard"))
+            return
         operation = op.args[1] if isinstance(op.args[1], str) else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
         self.check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
@@ -268,6 +271,31 @@ class Reader(Known):
             self._travels_from_where_it_is(op.args[0])
         state = "parts" if name is _zerofx.all_to_all_pairwise.default else "shard" if name in SCATTERS else "whole"
         self.facts[node] = Started(node, replace(pack, state=state))
+        self.waits[node] = []
+
+    def _sum_over_replicas(self, op: Op, pack: Pack) -> None:
+        """A reduced gradient is summed over the replicas: once, in their process group, as it came."""
+        node, operation = op.node, op.args[1]
+        found, wanted = (operation, op.args[-1]), ("sum", self.ctx.replica_group or "no group of replicas")
+        if found != wanted:
+            self.fail(
+                "group", node, "it is a {} over the ranks of {!r}".format(*found), "a {} over {!r}".format(*wanted)
+            )
+        if pack.replicas != 1 or pack.narrowed or not pack.state.startswith("shard"):
+            what = (
+                "was narrowed"
+                if pack.narrowed
+                else "was summed over the replicas"
+                if pack.replicas != 1
+                else "is no sum"
+            )
+            self.fail("reduction", node, f"what it sums over the replicas {what}", "a group's sum over a row, once")
+        if type(op.value.numel()) is not int:
+            self.fail("order", node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
+        in_place = op.target is _c10d.all_reduce_.default
+        if in_place and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
+            self.fail("write", node, f"it sums {op.args[0].name!r} in place, which others read", "memory of its own")
+        self.facts[node] = Started(node, replace(pack, replicas=self.ctx.replicas))
         self.waits[node] = []
 
     def _read_own_part(self, op: Op) -> None:
@@ -320,6 +348,9 @@ class Reader(Known):
         node, to = op.node, op.cast_to()
         if isinstance(fact, Share):
             self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
+        if op.target in ALL_REDUCES:
+            self._sum_over_replicas(op, fact)
+            return
         if fact.state.startswith(("parts", "own", "others")):
             if self.read_exchange(op, fact):
                 return

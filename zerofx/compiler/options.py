@@ -42,7 +42,8 @@ class Options:
             `zerofx.passes.lookup`.
         one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
             gather nothing; see `zerofx.runtime.state.one_copy`.
-        mesh: a 1-D device mesh; None: all ranks of the default process group.
+        mesh: a device mesh of one dimension; or of two: replicas of the module on the first, each divided over the
+            ranks of the second, see docs/meshes.md. None: all ranks of the default process group.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
             reductions of compiled graphs run: no gather queues behind one. None: all in one.
         init_sync: take rank 0's weights and buffers everywhere.
@@ -104,9 +105,12 @@ class Options:
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
-            raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
-        if self.mesh is not None and self.mesh.ndim != 1:
-            raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
+            raise ValueError(f"mesh={self.mesh!r}: expected a DeviceMesh of one or two dimensions, or None.")
+        if self.mesh is not None and self.mesh.ndim > 2:
+            raise ValueError(
+                f"mesh has {self.mesh.ndim} dimensions: expected one, or two (replicas, shards). Give those two of it: "
+                'mesh["replicate", "shard"].'
+            )
         if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as `zerofx.runtime.ranks.sharing` keeps it
             object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
         elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]

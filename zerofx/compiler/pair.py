@@ -191,8 +191,10 @@ class CompiledGraph:
             trace.run(gm)
         brought = ctx.parameters if ctx.stage else {}
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
-        schedule = Schedule.of(gm, ctx)
-        self._publish(schedule, trace)
+        schedule, between = Schedule.of(gm, ctx), Schedule.of(gm, ctx, of_replicas=True)
+        self._publish(schedule, trace, ctx.process_group)
+        if ctx.replica_group:
+            self._publish(between, trace, ctx.replica_group)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
@@ -206,13 +208,14 @@ class CompiledGraph:
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
+            if ctx.replica_group:
+                compiled = watched(compiled, between, ctx.replica_group, self.options.timeout)
         return compiled, kept, trace
 
-    def _publish(self, schedule: Schedule, trace: Trace) -> None:
-        """Compare with the other ranks what was compiled."""
-        ctx = trace.context
-        if self.pretend is None and schedule.collectives and (watch := watch_of(ctx.process_group)) is not None:
-            watch.publish(schedule, identity(trace.before, ctx, self.family.number))
+    def _publish(self, schedule: Schedule, trace: Trace, process_group: str) -> None:
+        """Compare with the other ranks of a process group what was compiled."""
+        if self.pretend is None and schedule.collectives and (watch := watch_of(process_group)) is not None:
+            watch.publish(schedule, identity(trace.before, trace.context, self.family.number))
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         output = gm.graph.output_node()
@@ -240,6 +243,8 @@ class CompiledGraph:
         return {
             "process_group": group.sharing.weights.name,
             "reduce_group": group.sharing.gradients.name,
+            "replica_group": "" if group.sharing.replicas is None else group.sharing.replicas.name,
+            "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
             "backend": group.backend,
             "stage": family.stage,
             "one_copy": group.weights.in_common,

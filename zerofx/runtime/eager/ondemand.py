@@ -117,7 +117,7 @@ def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-    ranks = group.layout.world_size
+    ranks, sharing = group.layout.world_size, group.sharing
     if group.family.stage == 0:
         if ranks > 1:
             dist.all_reduce(flat, group=group.process_group)
@@ -130,7 +130,9 @@ def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     piece = group.layout.piece(slot, group.rank)
     shard = torch.zeros_like(group.shard)
     mine = flat.narrow(0, piece.in_parameter, piece.length)
-    group.local(slot, shard).copy_(averaged(mine, shard.dtype, ranks))
+    if piece.length:
+        sharing.sum_over_replicas_(mine, ON_DEMAND, slot.name)
+    group.local(slot, shard).copy_(averaged(mine, shard.dtype, sharing.averaged_over))
     return shard
 
 

@@ -76,13 +76,18 @@ class Schedule:
         return Schedule(phase, tuple(Collective(*c) for c in collectives))
 
     @staticmethod
-    def of(gm: GraphModule, ctx: Context) -> Schedule:
-        """The schedule of a graph that all passes have been through."""
+    def of(gm: GraphModule, ctx: Context, *, of_replicas: bool = False) -> Schedule:
+        """The schedule of a graph that all passes have been through.
+
+        ``of_replicas``: of what runs in the process group of the replicas; else of all the rest.
+        """
         found = []
         for node in gm.graph.nodes:
             op = Op.of(node) if node.op == "call_function" else None
             kind = next((kind for kind, targets in _KINDS if op and op.target in targets), None)
-            if op is not None and op.target is REFRESH:
+            if kind is not None and op is not None and of_replicas != ctx.is_of_replicas(op.args):
+                continue
+            if op is not None and op.target is REFRESH and not of_replicas:
                 layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
                 dtype = ctx.param_dtype or layout.dtype
                 found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))

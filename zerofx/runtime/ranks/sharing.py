@@ -6,10 +6,13 @@
     sharing.gradients    the ranks that gradients are reduced over, and divided over
     sharing.optimizer    the ranks that the optimizer's state is divided over; norms are summed there
     sharing.everyone     the ranks that train one model; they start from rank 0's weights
+    sharing.replicas     the ranks that hold the same shard as this one, each another replica's; gradients that were
+                         reduced are summed over them too. None where there is one replica
 
 Layouts, the passes' context, the watchdog, checkpoints and the optimizer ask here, and nowhere else, which ranks they
-deal with. Today all four are the ranks of one process group (`OneGroup`). Reductions may run in a second process group
-of the same ranks. Another case is a class in a file of its own, and a line in `SHARINGS`.
+deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a second process group
+of the same ranks. `zerofx.runtime.ranks.two_levels`: a mesh of two dimensions. Another case is a class in a file of its
+own, which puts itself into `SHARINGS`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx._torch import PretendedGroup, backend_name, resolve_process_group
 from zerofx.passes.travel import travel_of
-from zerofx.runtime.ranks.watch import Watch, watch_of, watch_too
+from zerofx.runtime.ranks.watch import Watch, alone, watch_of, watch_too
 
 
 class RankGroup:
@@ -75,12 +78,32 @@ class PretendedRanks(RankGroup):
 
 
 class Sharing:
-    """See the file's first lines. A case sets all four attributes."""
+    """See the file's first lines. A case sets the first four attributes, and ``replicas`` where there are some."""
 
     weights: RankGroup
     gradients: RankGroup
     optimizer: RankGroup
     everyone: RankGroup
+    replicas: RankGroup | None = None
+
+    @property
+    def averaged_over(self) -> int:
+        """How many ranks a gradient is averaged over."""
+        return self.gradients.size * (1 if self.replicas is None else self.replicas.size)
+
+    def undivided(self) -> Sharing:
+        """Who shares a module of which nothing is divided (stage 0)."""
+        return self
+
+    def sum_over_replicas_(self, value: torch.Tensor, where: str, group: str) -> torch.Tensor:
+        """Sum what ``value`` is over the replicas, in place; returns it. A collective, where there are several.
+
+        ``where``, ``group``: in whose name the watchdog is told, and whose gradient it is.
+        """
+        if self.replicas is None:
+            return value
+        with alone(self.replicas.name, where, "all-reduce", group, value.nbytes, value.dtype):
+            return self.replicas.sum_(value)
 
     def check(self) -> None:
         """Refuse ranks that do not fit together (ValueError)."""
@@ -146,7 +169,10 @@ SETTLED: list[Callable[[], None]] = []
 """Called whenever a module was sharded (`zerofx.runtime.ranks.gloo_threads`)."""
 
 SHARINGS: list[Callable[[DeviceMesh | None, str | None], Sharing | None]] = [OneGroup.of]
-"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken."""
+"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken.
+
+`zerofx.runtime.ranks.two_levels` puts itself in front.
+"""
 
 
 def sharing_of(mesh: DeviceMesh | None, reductions: str | None) -> Sharing:

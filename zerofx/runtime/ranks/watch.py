@@ -67,6 +67,7 @@ class Watch:
         group = _torch.resolve_process_group(name)
         self.name, self.rank, self.world_size = name, group.rank(), group.size()
         self.names = {name}  # and those of process groups that share the watch
+        self.others: list[Watch] = []  # of process groups that fail with this one
         self.default_store = _torch.default_store()
         self.store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
@@ -247,6 +248,9 @@ class Watch:
         for name in self.names:
             pairwise.give_up(name)
             _torch.abort_collectives(name)
+        for other in self.others:
+            if not other.failure:
+                other._fail(why)
 
 
 class _Watched(_torch.PythonWork):
@@ -287,6 +291,13 @@ def watch_too(watch: Watch, name: str) -> None:
     """Collectives in the process group ``name``, of the same ranks, are under ``watch`` as well."""
     watch.names.add(name)
     _watches[name] = watch
+
+
+def watch_together(first: Watch, second: Watch) -> None:
+    """This rank is in both process groups: where one fails, nobody is to wait for it in the other."""
+    for one, other in ((first, second), (second, first)):
+        if other not in one.others:
+            one.others.append(other)
 
 
 def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:

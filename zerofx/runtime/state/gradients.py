@@ -132,7 +132,8 @@ class Gradients:
             gradients[slot] = gradients[slot] + kept if slot in gradients else kept
         with record_function(f"zerofx: reduce {self.layout.name}"):
             sums = self._sum_over_ranks(self._pack(gradients))
-        average = averaged(sums[: -len(slots)], self.layout.dtype, self.layout.world_size)
+            self.sharing.sum_over_replicas_(sums, "leaf module", self.layout.name)
+        average = averaged(sums[: -len(slots)], self.layout.dtype, self.sharing.averaged_over)
         found = [slot for slot, has in zip(slots, (sums[-len(slots) :] > 0).tolist(), strict=True) if has]
         if self.stage:
             add(tuple(found), average, checked=checked)

@@ -1,0 +1,90 @@
+"""Two levels: a mesh of replicas, each divided over ranks of its own ("hybrid sharding", FSDP2's HSDP).
+
+::
+
+    mesh             shard 0   shard 1          weights     rank 2 gathers from 2, 3
+    replica 0           0         1             gradients   rank 2 reduces over 2, 3, then sums its shard over 0, 2
+    replica 1           2         3             everyone    0, 1, 2, 3
+
+The ranks of a row are near each other, on one host say: all that stage 3 gathers, or stage 2 reduces, stays there. Of
+a gradient, one shard for each rank goes between the rows. All rows hold the same weights and optimizer state; nothing
+else travels between them.
+
+A dimension of one rank is none: 1 x S is the one-dimensional mesh of S ranks (`OneGroup`). R x 1 divides nothing, and
+sums gradients over the rows. In stage 0 there is nothing to divide, and all ranks are one group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.passes.travel import travel_of
+from zerofx.runtime.ranks.sharing import SHARINGS, OneGroup, RankGroup, Sharing
+from zerofx.runtime.ranks.watch import Watch, watch_of, watch_together
+
+
+class TwoLevels(OneGroup):
+    """Weights, gradients and optimizer state are divided over a row of a mesh; gradients are summed over its columns."""
+
+    def __init__(self, row: RankGroup, column: RankGroup, everyone: RankGroup, reductions: str | None) -> None:
+        super().__init__(row, reductions)
+        self.everyone, self.replicas = everyone, column
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, reductions: str | None) -> Sharing | None:
+        """The rows and columns of a 2-D mesh.
+
+        Raises:
+            ValueError: this rank is not in the mesh, or its ranks are not in order.
+        """
+        if mesh is None or mesh.ndim != 2:
+            return None
+        _check(mesh)
+        row = RankGroup(mesh.get_group(1))
+        if mesh.size(0) == 1:
+            return OneGroup(row, reductions)
+        return TwoLevels(row, RankGroup(mesh.get_group(0)), _everyone(mesh), reductions)
+
+    def undivided(self) -> Sharing:
+        return OneGroup(self.everyone, self._reductions)
+
+    def meet(self, device: torch.device) -> None:
+        super().meet(device)
+        assert self.replicas is not None
+        travel_of(self.replicas.backend(device)).meet(self.replicas.name)
+
+    def watch(self) -> Watch | None:
+        """The watchdog of the row. A failure there is one of the column, and so of all ranks."""
+        assert self.replicas is not None
+        row, column = super().watch(), watch_of(self.replicas.name)
+        if row is not None and column is not None:
+            watch_together(row, column)
+        return row or column
+
+
+def _check(mesh: DeviceMesh) -> None:
+    """Refuse a mesh in which places by rank are not places in the mesh."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not in it: expected every rank that shards a module.")
+    ranks = mesh.mesh
+    if not (bool((ranks.diff(dim=0) > 0).all()) and bool((ranks.diff(dim=1) > 0).all())):
+        raise ValueError(
+            f"mesh has the ranks {ranks.tolist()}: expected them in ascending order in each row and each column, as "
+            "torch.distributed.init_device_mesh puts them."
+        )
+
+
+def _everyone(mesh: DeviceMesh) -> RankGroup:
+    """All ranks of the mesh. A collective among them where they are not all there are."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return RankGroup(dist.group.WORLD)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return RankGroup(group)
+
+
+SHARINGS.insert(0, TwoLevels.of)
