@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
-from tests.counting import count_collectives
 from tests.models import GPT
-from tests.workers import Workers
+from zerofx.runtime.ranks import watch
+from zerofx.runtime.ranks.agree import OutOfStepError
 
 STEPS, VOCAB, LENGTH = 3, 50, 8
 GROUPS = zerofx.Grouping(min_bytes=0)
@@ -87,3 +86,190 @@ def compare(shape: tuple[int, int], cases: list[Any], optimizer: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 def test_training_is_as_on_one_dimension(make_workers: Any, shape: tuple[int, int]) -> None:
     make_workers(4).run(compare, shape, CASES if shape == (2, 2) else CASES[:4:3], "zerofx", timeout=300)
+
+
+# ---- what travels ---------------------------------------------------------------------------------------------------
+
+
+def bytes_by_dimension(stage: int) -> None:
+    """A step's collectives by process group are the formulas, and what is predicted."""
+    mesh, row = mesh_of(2, 2), 2
+    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager", stage=stage, memory_budget=10**6)
+    names = mesh.get_group(1).group_name, mesh.get_group(0).group_name
+    layouts = [group.layout for group in zerofx.runtime.state.group.groups_of(model)]
+    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    model(x, x).backward()
+    for p in model.parameters():  # stages 1 and 2 refresh what was written
+        with torch.no_grad():
+            p.mul_(1.0)
+        p.grad = None
+    with count_collectives() as log:
+        model(x, x).backward()
+    wire = {name: sum(e.bytes for e in log.events if e.group == name and "send" not in e.name) for name in names}
+    whole = sum(layout.nbytes for layout in layouts)
+    kept = sum(g.nbytes for r in zerofx.graphs(model) for g in r.forward.context.kept_gathered.values())
+    gathered = 2 * whole - kept if stage == 3 else whole
+    assert wire[names[0]] == (gathered + whole) * (row - 1) // row
+    assert wire[names[1]] == 2 * (whole // row) // 2
+    assert {e.group for e in log.events} == set(names)
+    predicted = zerofx.predict(model)
+    assert predicted.wire_bytes == sum(wire.values())
+    assert predicted.replica_bytes == wire[names[1]]
+    text = str(zerofx.graphs(model)[0])
+    assert f"{len(layouts)} sums over replicas take" in text
+    assert "goes to the 2 replicas' ranks" in zerofx.graphs(model)[0].explain("sum_replicas")
+    assert "of replica" in str(zerofx.memory_summary(model))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_of_each_dimension_are_the_formulas_and_the_prediction(make_workers: Any, stage: int) -> None:
+    make_workers(4).run(bytes_by_dimension, stage)
+
+
+def test_a_dry_run_of_a_mesh_has_its_replicas() -> None:
+    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    torch.manual_seed(0)
+    model = GPT(2, 32, 2, VOCAB, LENGTH)
+    one = zerofx.predict(zerofx.dry_run(model, x, x, world_size=4, executor="eager", groups=GROUPS))
+    record = zerofx.dry_run(model, x, x, world_size=(3, 4), executor="eager", groups=GROUPS)
+    two = zerofx.predict(record)
+    shards = sum(reduction.layout.nbytes // 4 for reduction in record.backward.context.reductions)
+    assert two.replica_bytes == sum(
+        2 * (reduction.layout.nbytes // 4) * 2 // 3 for reduction in record.backward.context.reductions
+    )
+    assert two.wire_bytes - two.replica_bytes == one.wire_bytes and shards
+    rates = zerofx.Rates(1e9, 1e9, 1e9, replica_bytes_per_s=1e6)
+    slow, same = zerofx.predict(record, rates), zerofx.predict(record, zerofx.Rates(1e9, 1e9, 1e9))
+    assert slow.time_s > same.time_s
+    nothing = zerofx.dry_run(model, x, x, world_size=(3, 4), stage=0, executor="eager")
+    assert nothing.backward.context.reductions[0].layout.world_size == 12
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def prepared(shape: tuple[int, int] | None) -> tuple[Any, Any]:
+    mesh = None if shape is None else mesh_of(*shape)
+    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model: Any, optimizer: Any, seed: int) -> None:
+    x = torch.randint(VOCAB, (12, LENGTH), generator=torch.Generator().manual_seed(seed))
+    x = x.chunk(dist.get_world_size())[dist.get_rank()]
+    model(x, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_on(shape: tuple[int, int] | None, path: str) -> list[torch.Tensor]:
+    """Saved after two steps; the weights after a third."""
+    model, optimizer = prepared(shape)
+    for seed in (0, 1):
+        step(model, optimizer, seed)
+    zerofx.save(path, model, optimizer)
+    step(model, optimizer, 2)
+    return list(zerofx.full_state_dict(model, rank0_only=False).values())
+
+
+def load_on(shape: tuple[int, int] | None, path: str) -> list[torch.Tensor]:
+    model, optimizer = prepared(shape)
+    zerofx.load(path, model, optimizer)
+    step(model, optimizer, 2)
+    return list(zerofx.full_state_dict(model, rank0_only=False).values())
+
+
+def test_a_checkpoint_goes_on_on_any_mesh_and_replicas_write_once_in_shares(make_workers: Any, tmp_path: Path) -> None:
+    four, two = make_workers(4), make_workers(2)
+    [wanted, *others] = four.run(save_on, (2, 2), str(tmp_path / "mesh"))
+    four.run(save_on, None, str(tmp_path / "line"))
+    sizes = {name: [p.stat().st_size for p in (tmp_path / name).glob("*.distcp")] for name in ("mesh", "line")}
+    assert sum(sizes["mesh"]) == pytest.approx(sum(sizes["line"]), rel=0.1)
+    assert len(sizes["mesh"]) == 4 and min(sizes["mesh"]) > max(sizes["mesh"]) / 4
+    found = [
+        *others,
+        *four.run(load_on, None, str(tmp_path / "mesh")),
+        *four.run(load_on, (4, 1), str(tmp_path / "mesh")),
+    ]
+    found += [*four.run(load_on, (2, 2), str(tmp_path / "line")), *two.run(load_on, (2, 1), str(tmp_path / "mesh"))]
+    for weights in found:
+        for got, expected in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+# ---- ranks in step --------------------------------------------------------------------------------------------------
+
+
+def one_stays_away() -> str:
+    watch.TICK, watch.SILENT = 0.25, 2.0
+    mesh = mesh_of(2, 2)
+    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager", timeout=4)
+    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    model(x, x).backward()
+    if dist.get_rank() == 3:
+        time.sleep(15)
+    try:
+        model(x, x).backward()
+        model(x, x).backward()
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_stays_away_is_an_error_in_every_replica(make_workers: Any) -> None:
+    messages = make_workers(4).run(one_stays_away, timeout=100)
+    assert all("waited" in message for message in messages[:3]), messages
+
+
+def one_replica_does_not_step() -> str:
+    watch.TICK, watch.SILENT = 0.25, 2.0
+    model, optimizer = prepared((2, 2))
+    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    try:
+        for i in range(8):
+            model(x, x).backward()
+            if i or dist.get_rank() < 2:
+                optimizer.step()
+            time.sleep(0.6)
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_replica_that_does_not_step_is_an_error(make_workers: Any) -> None:
+    messages = make_workers(4).run(one_replica_does_not_step, timeout=100)
+    assert all("stepped its optimizer" in message for message in messages), messages
+
+
+# ---- writes, and what is refused ------------------------------------------------------------------------------------
+
+
+def write_and_refuse() -> None:
+    model, _ = prepared((2, 2))
+    with zerofx.unsharded(model):
+        for p in model.parameters():
+            p.data.fill_(float(dist.get_rank()) + 1)
+            p.mul_(1.0)
+    values = [value.unique().tolist() for value in zerofx.full_state_dict(model, rank0_only=False).values()]
+    assert values == [[1.0]] * len(values)
+    scrambled = DeviceMesh("cpu", [[1, 0], [3, 2]])
+    with pytest.raises(ValueError, match="ascending order in each row and each column"):
+        zerofx.compile(build(), mesh=scrambled)
+    deep = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "replicate", "shard"))
+    with pytest.raises(ValueError, match="mesh has 3 dimensions: expected one, or two"):
+        zerofx.compile(build(), mesh=deep)
+    inner = deep["replicate", "shard"]
+    assert train_once(inner) == pytest.approx(train_once(mesh_of(2, 2)), rel=1e-6)
+    others = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    second = others[dist.get_rank() // 2]
+    assert train_once(mesh_of(2, 2), reduce_group=second) == pytest.approx(train_once(None), rel=1e-5)
+
+
+def train_once(mesh: Any, **options: Any) -> float:
+    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager", **options)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    return float(sum(value.double().abs().sum() for value in zerofx.full_state_dict(model, rank0_only=False).values()))
+
+
+def test_rank_0_writes_for_all_replicas_and_odd_meshes_are_refused(make_workers: Any) -> None:
+    make_workers(4).run(write_and_refuse)

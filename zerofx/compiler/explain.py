@@ -152,7 +152,7 @@ class Reasons:
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
         size = format_bytes(whole_bytes(node.args[0] if tag.kind == "discard" else node))  # type: ignore[arg-type]
-        if tag.kind in ("reduce_scatter", "all_reduce", "give"):
+        if tag.kind in ("reduce_scatter", "all_reduce", "sum_replicas", "give"):
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:
@@ -233,7 +233,19 @@ class Reasons:
     def _reduction(self, node: Node, group: str) -> Why:
         return [("stands", "right behind the last of these gradients to be there")]
 
+    def _sum_replicas(self, node: Node, group: str) -> Why:
+        replicas = self.context.replicas
+        return [("stands", f"right behind the sum over a row: its shard goes to the {replicas} replicas' ranks")]
+
+    def _wait_replicas(self, node: Node, group: str) -> Why:
+        later = [n for n in edit.tagged(self.graph, "sum_replicas") if self.order[n] > self.order[node]]
+        if later:
+            return [("stands", "behind the start of the next sum: both are under way by then")]
+        return [("stands", "at the end: until then both links and the processor are at work")]
+
     def _wait_grad(self, node: Node, group: str) -> Why:
+        if self.context.replicas > 1 and any(n.meta["zerofx"].kind == "sum_replicas" for n in node.users):
+            return [("stands", "behind the start of the next reduction: what goes to the replicas is to start early")]
         later = (n for n in edit.tagged(self.graph, "pack") if self.order[n] > self.order[node])
         following = next((n.meta["zerofx"].group for n in later), None)
         if following is None:
@@ -283,6 +295,8 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "reduce_scatter": Reasons._reduction,
     "all_reduce": Reasons._reduction,
     "wait_grad": Reasons._wait_grad,
+    "sum_replicas": Reasons._sum_replicas,
+    "wait_replicas": Reasons._wait_replicas,
     "gathered": Reasons._gathered,
     "ask": Reasons._ask,
     "answer": Reasons._answer,
@@ -300,6 +314,7 @@ _ABOUT = {
     "discard": "frees",
     "reduce_scatter": "takes",
     "all_reduce": "takes",
+    "sum_replicas": "takes",
     "ask": "brings",
     "answer": "takes",
     "give": "brings",

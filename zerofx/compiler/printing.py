@@ -36,6 +36,8 @@ _VERBS = {
     "reduce_scatter": "reduce",
     "all_reduce": "reduce",
     "wait_grad": "reduced",
+    "sum_replicas": "sum",
+    "wait_replicas": "summed",
     "ask": "ask",
     "asked": "asked",
     "answer": "answer",
@@ -54,6 +56,7 @@ _SILENT = frozenset(
 _SIZED = {
     "reduce_scatter": "reduce-scatters take",
     "all_reduce": "all-reduces take",
+    "sum_replicas": "sums over replicas take",
     "answer": "exchanges of rows take",
     "give": "gathers of their gradients bring",
 }

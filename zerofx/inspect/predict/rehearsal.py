@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
-from zerofx.inspect.predict.recorder import Kind, Phase, Recorder, family_of, nbytes_of, whole_of
+from zerofx.inspect.predict.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.passes import edit, pipeline
 from zerofx.passes.ops import discard
@@ -79,6 +79,7 @@ _BRINGS: dict[str, Kind] = {
     "all_gather": "weights",
     "reduce_scatter": "gradients",
     "all_reduce": "gradients",
+    "sum_replicas": "gradients",
     "ask": "temporary",
     "answer": "weights",
     "give": "gradients",
@@ -100,11 +101,13 @@ class _Code:
         layouts = [*self.context.shards, *(reduction.layout for reduction in self.context.reductions)]
         self.world_size = layouts[0].world_size if layouts else 1
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
-        self.groups: dict[tuple[str, int], deque[tuple[str, Kind]]] = defaultdict(deque)
+        self.groups: dict[tuple[str, int], deque[About]] = defaultdict(deque)
         tagged = trace.before_lower().graph
         for node in edit.tagged(tagged, *_BRINGS):
             whole, tag = whole_of(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
-            self.groups[family_of(node.target), nbytes_of(whole)].append((tag.group, _BRINGS[tag.kind]))
+            outer = self.context.is_of_replicas(node.args)
+            about = About(tag.group, _BRINGS[tag.kind], self.context.replicas if outer else self.world_size, outer)
+            self.groups[family_of(node.target), nbytes_of(whole)].append(about)
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""

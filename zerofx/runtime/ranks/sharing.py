@@ -69,8 +69,8 @@ class RankGroup:
 class PretendedRanks(RankGroup):
     """Rank 0 of ranks that are not there, for a dry run."""
 
-    def __init__(self, size: int, backend: str) -> None:
-        self._pretended = PretendedGroup("dry run", size, backend)
+    def __init__(self, size: int, backend: str, name: str = "dry run") -> None:
+        self._pretended = PretendedGroup(name, size, backend)
         super().__init__(self._pretended)
 
     def backend(self, device: torch.device) -> str:
@@ -163,6 +163,16 @@ class OneGroup(Sharing):
                 f"reduce_group has the ranks {ranks}: expected {expected}, those that the module is sharded over. Make "
                 "one with torch.distributed.new_group(ranks)."
             )
+
+
+def pretended(replicas: int, ranks: int, backend: str, stage: int) -> Sharing:
+    """Ranks that are not there: ``replicas``, each divided over ``ranks``; in stage 0 all are one group."""
+    if stage == 0 or replicas == 1:
+        return OneGroup(PretendedRanks(replicas * ranks, backend))
+    sharing = OneGroup(PretendedRanks(ranks, backend))
+    sharing.replicas = PretendedRanks(replicas, backend, "dry run, replicas")
+    sharing.everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
+    return sharing
 
 
 SETTLED: list[Callable[[], None]] = []

@@ -26,26 +26,11 @@ from zerofx.runtime.ranks.watch import Watch, watch_of, watch_together
 
 
 class TwoLevels(OneGroup):
-    """Weights, gradients and optimizer state are divided over a row of a mesh; gradients are summed over its columns."""
+    """All is divided over a row of a mesh; gradients are summed over its columns."""
 
     def __init__(self, row: RankGroup, column: RankGroup, everyone: RankGroup, reductions: str | None) -> None:
         super().__init__(row, reductions)
         self.everyone, self.replicas = everyone, column
-
-    @staticmethod
-    def of(mesh: DeviceMesh | None, reductions: str | None) -> Sharing | None:
-        """The rows and columns of a 2-D mesh.
-
-        Raises:
-            ValueError: this rank is not in the mesh, or its ranks are not in order.
-        """
-        if mesh is None or mesh.ndim != 2:
-            return None
-        _check(mesh)
-        row = RankGroup(mesh.get_group(1))
-        if mesh.size(0) == 1:
-            return OneGroup(row, reductions)
-        return TwoLevels(row, RankGroup(mesh.get_group(0)), _everyone(mesh), reductions)
 
     def undivided(self) -> Sharing:
         return OneGroup(self.everyone, self._reductions)
@@ -62,6 +47,21 @@ class TwoLevels(OneGroup):
         if row is not None and column is not None:
             watch_together(row, column)
         return row or column
+
+
+def rows_and_columns(mesh: DeviceMesh | None, reductions: str | None) -> Sharing | None:
+    """How a module is shared over a 2-D mesh; None for any other.
+
+    Raises:
+        ValueError: this rank is not in the mesh, or its ranks are not in order.
+    """
+    if mesh is None or mesh.ndim != 2:
+        return None
+    _check(mesh)
+    row = RankGroup(mesh.get_group(1))
+    if mesh.size(0) == 1:
+        return OneGroup(row, reductions)
+    return TwoLevels(row, RankGroup(mesh.get_group(0)), _everyone(mesh), reductions)
 
 
 def _check(mesh: DeviceMesh) -> None:
@@ -87,4 +87,4 @@ def _everyone(mesh: DeviceMesh) -> RankGroup:
     return RankGroup(group)
 
 
-SHARINGS.insert(0, TwoLevels.of)
+SHARINGS.insert(0, rows_and_columns)
