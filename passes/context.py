@@ -62,7 +62,8 @@ class Tag:
     pack                    what lays a group's gradients into one flat buffer
     reduce_scatter          its reduction (all_reduce: in stage 0), and
     wait_grad               the wait for it
-    sum_replicas            the sum of its result over the replicas, and
+    sum_replicas            the sum of its result over the replicas, or of this
+                            rank's part of it, and
     wait_replicas           the wait for it (replicate)
     gradient                what makes the averaged gradient of it
     step                    the update of a group in its backward, and
@@ -161,6 +162,8 @@ class Context:
     """Name of the one of the ranks that hold the same shard, each another replica's; "" where there is one replica."""
     replicas: int = 1
     """How many of these there are."""
+    divides_between: bool = False
+    """Stage 3: each of these updates a part of the shard, and shards are refreshed before forward."""
     backend: str = "gloo"
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"

@@ -70,7 +70,9 @@ def lower(gm: GraphModule, ctx: Context) -> int:
     for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
         edits += _spell_reduction(gm, node, ctx.travel)
     for node in edit.tagged(gm.graph, "sum_replicas"):
-        if node.args[0].target is not _aten.reshape.default:  # type: ignore[union-attr]  # memory of its own
+        if ctx.divides_between:
+            edits += _spell_reduction(gm, node, ctx.travel)
+        elif node.args[0].target is not _aten.reshape.default:  # type: ignore[union-attr]  # memory of its own
             node.target = _c10d.all_reduce_.default
             edits += 1
     for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):

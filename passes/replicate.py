@@ -22,6 +22,13 @@ more memory. Where the graph updates weights (`step`), a sum is waited for behin
 With one rank in a row nothing is reduced there, and the packed gradient is what is summed. Gradients that are kept
 (`zerofx.no_sync`) are not summed.
 
+**Where the replicas share the optimizer's work** (``ctx.divides_between``), each rank gets a part of that sum, and
+updates a part of its shard. What all of a column have updated comes back before the next forward, group by group, while
+forward computes; the graph waits for it in front of the shard's first reader::
+
+    start the sum of C over the replicas    ─────▶    start the reduction of C's shard over the replicas
+    start C's gather                        ─────▶    wait for C's shard;  start C's gather
+
 Sound because the sum over all ranks is the sum over columns of the sums over rows, and a scale may come last. All
 replicas get one sum, bit by bit: an all-reduce computes each part of it in one place.
 
@@ -45,10 +52,29 @@ _c10d = torch.ops._c10d_functional
 
 
 def replicate(gm: GraphModule, ctx: Context) -> int:
-    """Sum every reduced gradient over the replicas; returns how many there were."""
-    if ctx.replicas == 1 or ctx.sync == "keep" or not ctx.reductions:
+    """Sum every reduced gradient over the replicas; returns how many sums, and waits for shards, were put in."""
+    if ctx.replicas == 1:
         return 0
-    graph, outputs = gm.graph, edit.output_values(gm.graph)
+    waits = _await_shards(gm.graph) if ctx.divides_between else 0
+    sums = _sum_all(gm.graph, ctx) if ctx.sync != "keep" and ctx.reductions else 0
+    return edit.finish(gm, waits + sums)
+
+
+def _await_shards(graph: Graph) -> int:
+    """What was started before the graph is waited for in front of each shard's first reader."""
+    order, shards = edit.positions(graph), edit.tagged(graph, "shard")
+    for shard in shards:
+        first = min(shard.users, key=order.__getitem__)
+        with graph.inserting_before(first):
+            tag = Tag("refresh", shard.meta["zerofx"].group)
+            wait = edit.insert(graph, _c10d.wait_tensor.default, (shard,), tag=tag, near=first)
+        for reader in [user for user in shard.users if user is not wait]:
+            reader.replace_input_with(shard, wait)
+    return len(shards)
+
+
+def _sum_all(graph: Graph, ctx: Context) -> int:
+    outputs = edit.output_values(graph)
     first = len(outputs) - len(ctx.reductions)
     _raise_waits(graph)
     order = edit.positions(graph)
@@ -62,7 +88,7 @@ def replicate(gm: GraphModule, ctx: Context) -> int:
         outputs[i] = rest[-1]
     edit.set_output_values(graph, outputs)
     _sink_waits(graph, starts, behind, at_end=not ctx.steps)
-    return edit.finish(gm, len(starts))
+    return len(starts)
 
 
 def _sums_of(gradient: Node) -> Node:
@@ -82,7 +108,11 @@ def _sum(graph: Graph, ctx: Context, reduction: Reduction, gradient: Node) -> li
             added.append(edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=sums))
         return added[-1]
 
-    start = add("sum_replicas", _c10d.all_reduce.default, sums, "sum", ctx.replica_group)
+    if ctx.divides_between:
+        scatter = _c10d.reduce_scatter_tensor.default
+        start = add("sum_replicas", scatter, sums, "sum", ctx.replicas, ctx.replica_group)
+    else:
+        start = add("sum_replicas", _c10d.all_reduce.default, sums, "sum", ctx.replica_group)
     whole = add("wait_replicas", _c10d.wait_tensor.default, start)
     average = averaged(add, whole, layout, ctx.averaged_over(layout))
     gradient.replace_all_uses_with(average, delete_user_cb=lambda user: user not in added)

@@ -61,7 +61,7 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_read(buffers)
     check_discards(buffers, reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
-    check_order({s: w for s, w in reader.waits.items() if s not in reader.tables}, reader.ops, reader.order)
+    check_order({s: w for s, w in reader.waits.items() if s not in reader.tables}, reader.ops, reader.order, ctx)
     check_steps(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order, reader.tables)

@@ -25,6 +25,7 @@ from zerofx.inspect.predict.predict import Prediction, Rates, predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.sharding import Sharding
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
 from zerofx.runtime import corners as _corners
@@ -46,6 +47,7 @@ __all__ = [
     "Rates",
     "ShardedParameter",
     "ShardedTensor",
+    "Sharding",
     "VerificationError",
     "calibrate",
     "compile",

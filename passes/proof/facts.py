@@ -76,6 +76,8 @@ class Pack:
     and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
     ``replicas``: over how many replicas it was summed.
+    ``divided``: of that sum, this is this rank's part.
+    ``of``: where it is a sum over a row on its way through a reduction over the replicas: that sum.
     """
 
     parts: tuple[Part, ...]
@@ -85,6 +87,8 @@ class Pack:
     scale: float = 1.0
     narrowed: bool = False
     replicas: int = 1
+    divided: bool = False
+    of: Pack | None = None
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,9 @@ class Known:
                 state = f"shard of {ranks}"
         if not state:
             return False
+        if isinstance(fact, Pack) and fact.of is not None and state.startswith("shard"):
+            self.facts[op.node] = replace(fact.of, replicas=int(ranks), divided=True, dtype=dtype)
+            return True
         if isinstance(fact, Rows) and state.startswith("shard"):
             fact = replace(fact, table=self.numbering.cast(fact.table, fact.dtype, dtype))
         self.facts[op.node] = replace(fact, state=state, dtype=dtype)

@@ -15,7 +15,6 @@ from zerofx.passes.context import Context
 from zerofx.passes.lower import is_kernel
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof.facts import ALL_REDUCES
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.proof.refusal import refuse
 from zerofx.passes.travel import GATHERS
@@ -119,16 +118,17 @@ def _two_ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int]) -
     return max(live)
 
 
-def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int]) -> None:
-    """The rule "order", of the graph as it reads: of each kind, first started is first waited for."""
+def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int], ctx: Context) -> None:
+    """The rule "order", of the graph as it reads: of each kind, and on each link, first started is first waited for."""
 
     def kind(start: Node) -> str:
-        if start not in ops or ops[start].target in GATHERS:  # a replica is gathered by who brings it, as inputs come
-            return "gather"
-        return "all-reduce" if ops[start].target in ALL_REDUCES else "reduction"
+        if start not in ops:  # it is gathered by who brings it, as inputs come
+            return "refresh"
+        kind = "gather" if ops[start].target in GATHERS else "reduction"
+        return kind + " between replicas" * ctx.is_of_replicas(ops[start].args)
 
     kinds = {start: kind(start) for start in waits}
-    for one in ("gather", "reduction", "all-reduce"):
+    for one in sorted(set(kinds.values())):
         same = sorted((start for start in waits if kinds[start] == one), key=order.__getitem__)
         for first, second in pairwise(same):
             if order[waits[second][0]] < order[waits[first][0]]:

@@ -239,6 +239,11 @@ class Outputs:
         if fact.pack.replicas != self.ctx.replicas:
             found = f"it is summed over {fact.pack.replicas} replicas"
             self.reader.fail("reduction", value, found, f"over all {self.ctx.replicas}")
+        if fact.pack.divided != self.ctx.divides_between:
+            expected = (
+                "the part of the shard that this rank updates" if self.ctx.divides_between else "all of its shard"
+            )
+            self.reader.fail("reduction", value, "it is another part of the gradient", expected)
         if fact.pack.dtype != layout.dtype:
             self.reader.fail("reduction", value, f"it is of {fact.pack.dtype}", f"{layout.dtype}")
         return fact

@@ -96,13 +96,12 @@ class Reader(Known):
         self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
         cast = (dtype,) if dtype != layout.dtype else ()
         flat = Flat(layout, (range(layout.shard_numel),), cast)
-        if layout.world_size == 1:
-            self.facts[node] = replace(flat, whole=True)
-        elif sharded:
-            self.facts[node] = flat
-        else:  # the caller started to refresh it
-            self.facts[node] = Started(node, replace(flat, whole=True))
+        flat = replace(flat, whole=layout.world_size == 1 or not sharded)
+        if ctx.divides_between or (layout.world_size > 1 and not sharded):  # the caller started to refresh it
+            self.facts[node] = Started(node, flat)
             self.waits[node] = []
+        else:
+            self.facts[node] = flat
 
     def _sized(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         value = node.meta["val"]
@@ -184,7 +183,7 @@ class Reader(Known):
         if self.waits[fact.start]:
             self.fail("wait", op.node, f"{fact.start.name!r} was waited for before", "exactly one wait")
         self.waits[fact.start].append(op.node)
-        if isinstance(fact.brings, Flat) and self.ctx.gathers:
+        if isinstance(fact.brings, Flat) and self.ctx.gathers and fact.start in self.ops:
             self._new_buffer(op.node, fact.start, fact.brings)
         else:
             self.facts[op.node] = fact.brings
@@ -275,12 +274,15 @@ class Reader(Known):
 
     def _sum_over_replicas(self, op: Op, pack: Pack) -> None:
         """A reduced gradient is summed over the replicas: once, in their process group, as it came."""
-        node, operation = op.node, op.args[1]
-        found, wanted = (operation, op.args[-1]), ("sum", self.ctx.replica_group or "no group of replicas")
-        if found != wanted:
-            self.fail(
-                "group", node, "it is a {} over the ranks of {!r}".format(*found), "a {} over {!r}".format(*wanted)
-            )
+        node, ctx, whole = op.node, self.ctx, op.target in ALL_REDUCES
+        operation = op.args[1] if isinstance(op.args[1], str) else "sum"
+        ranks = ctx.replicas if whole else op.args[-2]
+        found, wanted = (operation, ranks, op.args[-1]), ("sum", ctx.replicas, ctx.replica_group or "(none)")
+        if found != wanted or ctx.replicas == 1:
+            words = "a {} over {} ranks of {!r}"
+            self.fail("group", node, f"it is {words.format(*found)}", words.format(*wanted))
+        if whole == ctx.divides_between:
+            self.fail("reduction", node, "it is not the part of the sum that this rank updates", "that part, or all")
         if pack.replicas != 1 or pack.narrowed or not pack.state.startswith("shard"):
             what = (
                 "was narrowed"
@@ -295,12 +297,22 @@ class Reader(Known):
         in_place = op.target is _c10d.all_reduce_.default
         if in_place and (len(op.args[0].users) > 1 or self._is_reshape(op.args[0])):
             self.fail("write", node, f"it sums {op.args[0].name!r} in place, which others read", "memory of its own")
-        self.facts[node] = Started(node, replace(pack, replicas=self.ctx.replicas))
-        self.waits[node] = []
+        if whole or op.target is _c10d.reduce_scatter_tensor.default:
+            brings = replace(pack, replicas=ctx.replicas, divided=not whole)
+        else:
+            brings = Pack((), op.args[0].meta["val"].numel(), pack.dtype, "parts", of=pack)
+        if op.target is _OWN_PART:
+            self.facts[node] = replace(brings, state=f"own of {ranks}")
+        else:
+            self.facts[node] = Started(node, brings)
+            self.waits[node] = []
 
     def _read_own_part(self, op: Op) -> None:
         pack, world_size, process_group = op.args
         fact = self.pack(pack)
+        if self.ctx.is_of_replicas(op.args) and self._layout_of(fact, op.node).world_size == 1:
+            self._sum_over_replicas(op, replace(fact, state="shard"))
+            return
         self.check_collective(op, self._layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
         self.facts[op.node] = replace(fact, state=f"own of {world_size}")
 
@@ -348,7 +360,8 @@ class Reader(Known):
         node, to = op.node, op.cast_to()
         if isinstance(fact, Share):
             self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
-        if op.target in ALL_REDUCES:
+        again = op.target in SCATTERS or op.target is _OWN_PART
+        if op.target in ALL_REDUCES or (again and fact.state.startswith("shard") and self.ctx.replicas > 1):
             self._sum_over_replicas(op, fact)
             return
         if fact.state.startswith(("parts", "own", "others")):

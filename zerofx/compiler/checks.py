@@ -62,7 +62,7 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
-    leaves, ranks = leaf_names(module, options.leaf_modules), sharing.weights
+    leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     return plan_groups(module, ranks.size, Grouping.of(options.groups), leaves, ranks.backend(device))
 
 
@@ -88,6 +88,7 @@ _ALIKE = (
     "reduce_group",
     "one_copy",
     "lookups",
+    "sharding",
 )
 """The options that all ranks must agree on."""
 

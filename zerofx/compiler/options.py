@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.sharding import Sharding
 from zerofx.passes.context import Buckets, Executor
 from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
@@ -44,6 +45,8 @@ class Options:
             gather nothing; see `zerofx.runtime.state.one_copy`.
         mesh: a device mesh of one dimension; or of two: replicas of the module on the first, each divided over the
             ranks of the second, see docs/meshes.md. None: all ranks of the default process group.
+        sharding: on a mesh of two dimensions, over which of them weights, gradients and optimizer state are divided;
+            None: over the second. See `zerofx.Sharding`.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name, in which the
             reductions of compiled graphs run: no gather queues behind one. None: all in one.
         init_sync: take rank 0's weights and buffers everywhere.
@@ -65,6 +68,7 @@ class Options:
     lookups: bool = False
     one_copy: bool = False
     mesh: DeviceMesh | None = None
+    sharding: Sharding | None = None
     reduce_group: dist.ProcessGroup | str | None = None
     init_sync: bool = True
     init: Callable[[nn.Module], Any] | str | Path | None = None
@@ -111,6 +115,7 @@ class Options:
                 f"mesh has {self.mesh.ndim} dimensions: expected one, or two (replicas, shards). Give those two of it: "
                 'mesh["replicate", "shard"].'
             )
+        _check_sharding(self)
         if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as `zerofx.runtime.ranks.sharing` keeps it
             object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
         elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
@@ -134,3 +139,25 @@ class Options:
         if unknown:
             raise ValueError(f"unknown option {unknown[0]!r}: zerofx knows {', '.join(known)}.")
         return Options(**options)
+
+
+def _check_sharding(options: Options) -> None:
+    """Refuse what does not go with ``sharding``."""
+    chosen = options.sharding
+    if chosen is None:
+        return
+    if not isinstance(chosen, Sharding):
+        raise ValueError(f"sharding={chosen!r}: expected a zerofx.Sharding, or None.")
+    if options.mesh is None:
+        raise ValueError("sharding= without mesh=: give a mesh of two dimensions, whose rows and columns it is about.")
+    if chosen == Sharding():
+        return
+    if options.stage != 3:
+        raise ValueError(
+            f"sharding={chosen!r} with stage={options.stage}: expected stage=3. In stages 1 and 2 a mesh of one "
+            "dimension divides the optimizer's state over all ranks; in stage 0 nothing is divided."
+        )
+    if options.one_copy:
+        raise ValueError(f"sharding={chosen!r} with one_copy=True: a row's ranks hold different copies. Leave one out.")
+    if options.reduce_group is not None:
+        raise ValueError(f"sharding={chosen!r} with reduce_group=: rows and columns have groups of their own already.")

@@ -49,9 +49,9 @@ class CompiledGraph:
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
-        self.sharded = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
+        self.sharded = {i: ParameterRef(x._group.graph_layout, x._slot) for i, x in sharded.items()}
         # Weakly: Dynamo keeps what it compiled for as long as the code lives, which is longer than a model.
-        self.groups = weakref.WeakValueDictionary({x._group.layout: x._group for x in sharded.values()})
+        self.groups = weakref.WeakValueDictionary({x._group.graph_layout: x._group for x in sharded.values()})
         self.record = GraphRecord()
         if self.groups:
             remember(list(self.groups.values()), self.record)
@@ -232,7 +232,7 @@ class CompiledGraph:
             steps=steps,
             held_elsewhere=self.family.held_elsewhere(self.names, phase),
             largest_elsewhere=max(
-                (g.gathered_nbytes for g in self.family.groups() if g.layout not in self.groups), default=0
+                (g.gathered_nbytes for g in self.family.groups() if g.graph_layout not in self.groups), default=0
             ),
             **self._facts(),
         )
@@ -245,6 +245,7 @@ class CompiledGraph:
             "reduce_group": group.sharing.gradients.name,
             "replica_group": "" if group.sharing.replicas is None else group.sharing.replicas.name,
             "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
+            "divides_between": group.sharing.divides_between,
             "backend": group.backend,
             "stage": family.stage,
             "one_copy": group.weights.in_common,

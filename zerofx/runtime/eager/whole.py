@@ -173,7 +173,8 @@ def _take_from_rank_0(parameter: ShardedParameter | ReplicatedParameter, whole: 
     Where there are replicas, rank 0 sends to its own, whose ranks pass their slices on to the others.
     """
     group, slot = parameter._group, parameter._slot
-    layout, process_group, replicas = group.layout, group.process_group, group.sharing.replicas
+    layout, process_group = group.layout, group.process_group
+    replicas = None if group.sharing.divides_between else group.sharing.replicas
     if isinstance(parameter, ReplicatedParameter):
         if layout.world_size > 1:
             dist.broadcast(whole := whole.contiguous(), group=process_group, group_src=0)
@@ -184,7 +185,9 @@ def _take_from_rank_0(parameter: ShardedParameter | ReplicatedParameter, whole: 
         piece = layout.piece(slot, rank)
         part = flat.narrow(0, piece.in_parameter, piece.length)
         if piece.length and group.rank == 0:
-            dist.send(part.view(torch.uint8), group=process_group, group_dst=rank)  # as bytes: gloo lacks dtypes
+            dist.send(
+                part.view(torch.uint8), group=process_group, group_dst=group.rank_at(rank)
+            )  # as bytes: gloo lacks dtypes
         elif piece.length and group.rank == rank:
             dist.recv(part.view(torch.uint8), group=process_group, group_src=0)
     piece = layout.piece(slot, group.rank)

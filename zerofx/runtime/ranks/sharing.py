@@ -4,7 +4,8 @@
 
     sharing.weights      the ranks that a group's weights are divided over; its gathers run there
     sharing.gradients    the ranks that gradients are reduced over, and divided over
-    sharing.optimizer    the ranks that the optimizer's state is divided over; norms are summed there
+    sharing.optimizer    the ranks that the optimizer's state is divided over, and parameters and ``.grad`` as an
+                         optimizer sees them; norms are summed there
     sharing.everyone     the ranks that train one model; they start from rank 0's weights
     sharing.replicas     the ranks that hold the same shard as this one, each another replica's; gradients that were
                          reduced are summed over them too. None where there is one replica
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx._torch import PretendedGroup, backend_name, resolve_process_group
+from zerofx.model.sharding import Sharding
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.watch import Watch, alone, watch_of, watch_too
 
@@ -42,6 +44,10 @@ class RankGroup:
     def __init__(self, process_group: dist.ProcessGroup | PretendedGroup) -> None:
         self.name = process_group.group_name
         self.rank, self.size = process_group.rank(), process_group.size()
+
+    def rank_at(self, place: int) -> int:
+        """The rank in the process group of the one whose ``rank`` here is ``place``."""
+        return place
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -91,6 +97,15 @@ class Sharing:
         """How many ranks a gradient is averaged over."""
         return self.gradients.size * (1 if self.replicas is None else self.replicas.size)
 
+    @property
+    def divides_between(self) -> bool:
+        """Whether replicas share the optimizer's state: each rank updates a part of the shard that it holds."""
+        return self.replicas is not None and self.optimizer.size > self.weights.size
+
+    def by(self, sharding: Sharding | None) -> Sharing:
+        """The same ranks, by the option ``sharding``. On one dimension ``"shard"`` and ``"all"`` are the same."""
+        return self
+
     def undivided(self) -> Sharing:
         """Who shares a module of which nothing is divided (stage 0)."""
         return self
@@ -98,9 +113,11 @@ class Sharing:
     def sum_over_replicas_(self, value: torch.Tensor, where: str, group: str) -> torch.Tensor:
         """Sum what ``value`` is over the replicas, in place; returns it. A collective, where there are several.
 
+        It is the sum over all ranks already where these share the optimizer's state.
+
         ``where``, ``group``: in whose name the watchdog is told, and whose gradient it is.
         """
-        if self.replicas is None:
+        if self.replicas is None or self.divides_between:
             return value
         with alone(self.replicas.name, where, "all-reduce", group, value.nbytes, value.dtype):
             return self.replicas.sum_(value)

@@ -20,17 +20,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.model.sharding import Sharding
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.sharing import SHARINGS, OneGroup, RankGroup, Sharing
 from zerofx.runtime.ranks.watch import Watch, watch_of, watch_together
 
 
+class Placed(RankGroup):
+    """All ranks of a mesh in the order in which they own parts of a buffer: column by column.
+
+    ``rank`` is a place in that order. The rows of a column own parts that lie side by side.
+    """
+
+    def __init__(self, everyone: RankGroup, ranks: list[list[int]]) -> None:
+        super().__init__(everyone.process_group)
+        in_order = sorted(rank for row in ranks for rank in row)
+        self._at = [in_order.index(row[column]) for column in range(len(ranks[0])) for row in ranks]
+        self.rank = self._at.index(everyone.rank)
+
+    def rank_at(self, place: int) -> int:
+        return self._at[place]
+
+
 class TwoLevels(OneGroup):
     """All is divided over a row of a mesh; gradients are summed over its columns."""
 
-    def __init__(self, row: RankGroup, column: RankGroup, everyone: RankGroup, reductions: str | None) -> None:
+    def __init__(
+        self, row: RankGroup, column: RankGroup, everyone: RankGroup, ranks: list[list[int]], reductions: str | None
+    ) -> None:
+        """``ranks``: the mesh, as numbers."""
         super().__init__(row, reductions)
-        self.everyone, self.replicas = everyone, column
+        self.everyone, self.replicas, self._mesh = everyone, column, ranks
+
+    def by(self, sharding: Sharding | None) -> Sharing:
+        if sharding is None:
+            return self
+        if sharding.one_dimension:
+            return OneGroup(self.everyone)
+        if sharding.divides_optimizer:
+            self.optimizer = Placed(self.everyone, self._mesh)
+        return self
 
     def undivided(self) -> Sharing:
         return OneGroup(self.everyone, self._reductions)
@@ -38,14 +67,18 @@ class TwoLevels(OneGroup):
     def meet(self, device: torch.device) -> None:
         super().meet(device)
         assert self.replicas is not None
-        travel_of(self.replicas.backend(device)).meet(self.replicas.name)
+        others = [self.replicas, self.everyone] if self.divides_between else [self.replicas]
+        for ranks in others:
+            travel_of(ranks.backend(device)).meet(ranks.name)
 
     def watch(self) -> Watch | None:
         """The watchdog of the row. A failure there is one of the column, and so of all ranks."""
         assert self.replicas is not None
         row, column = super().watch(), watch_of(self.replicas.name)
-        if row is not None and column is not None:
-            watch_together(row, column)
+        watches = [watch for watch in (row, column) if watch is not None]
+        if self.divides_between and (everyone := watch_of(self.everyone.name)) is not None:
+            watches.append(everyone)
+        watch_together(watches)
         return row or column
 
 
@@ -61,7 +94,7 @@ def rows_and_columns(mesh: DeviceMesh | None, reductions: str | None) -> Sharing
     row = RankGroup(mesh.get_group(1))
     if mesh.size(0) == 1:
         return OneGroup(row, reductions)
-    return TwoLevels(row, RankGroup(mesh.get_group(0)), _everyone(mesh), reductions)
+    return TwoLevels(row, RankGroup(mesh.get_group(0)), _everyone(mesh), mesh.mesh.tolist(), reductions)
 
 
 def _check(mesh: DeviceMesh) -> None:

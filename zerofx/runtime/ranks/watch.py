@@ -34,7 +34,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -293,11 +293,10 @@ def watch_too(watch: Watch, name: str) -> None:
     _watches[name] = watch
 
 
-def watch_together(first: Watch, second: Watch) -> None:
-    """This rank is in both process groups: where one fails, nobody is to wait for it in the other."""
-    for one, other in ((first, second), (second, first)):
-        if other not in one.others:
-            one.others.append(other)
+def watch_together(watches: Sequence[Watch]) -> None:
+    """This rank is in several process groups: where one fails, nobody is to wait for it in another."""
+    for one in watches:
+        one.others += [other for other in watches if other is not one and other not in one.others]
 
 
 def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:

@@ -110,7 +110,7 @@ class Gradients:
         """What this rank holds of the gradient of ``slot``."""
         if self.stage == 0:
             return gradient
-        piece = self.layout.piece(slot, self.sharing.weights.rank)
+        piece = self.layout.piece(slot, self.sharing.optimizer.rank)
         return gradient.narrow(0, piece.in_shard, piece.length)
 
     # ---- outside of graphs ------------------------------------------------------------------------------------------
@@ -155,14 +155,16 @@ class Gradients:
             while at < slot.end:
                 row, start = divmod(at, part)
                 length = min(slot.end - at, part - start)
-                pack[row, start : start + length] = flat.narrow(0, at - slot.offset, length)
+                pack[self.sharing.optimizer.rank_at(row), start : start + length] = flat.narrow(
+                    0, at - slot.offset, length
+                )
                 at += length
             pack[:, part + i] = 1
         return pack
 
     def _sum_over_ranks(self, pack: torch.Tensor) -> torch.Tensor:
         """The sum of this rank's row of every rank's ``pack``."""
-        ranks, flat = self.sharing.weights, pack.view(-1)
+        ranks, flat = self.sharing.optimizer, pack.view(-1)
         if ranks.size == 1:
             return pack[0]
         kind = "reduce-scatter" if self.stage else "all-reduce"

@@ -73,8 +73,8 @@ class Weights:
         """Make the shard and the replica, as far as a case has them."""
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
-        """Whether weights are so in this stage."""
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
+        """Whether weights are so in this stage. ``divides_between``: replicas share the optimizer's state."""
         raise NotImplementedError
 
     @classmethod
@@ -163,7 +163,7 @@ class Whole(Weights):
     steps_inside = False
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage == 0
 
 
@@ -176,7 +176,7 @@ class Sharded(Weights):
         self.shard = self.home.new("weights", self.layout.shard_numel, self.layout.dtype, self.device)
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage == 3 and not one_copy
 
 
@@ -195,7 +195,7 @@ class Replicated(Weights):
             self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage in (1, 2)
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -225,14 +225,14 @@ WEIGHTS: list[type[Weights]] = [Whole, Replicated, Sharded]
 """Every case. The first that takes a stage is taken."""
 
 
-def weights_of(stage: int, one_copy: bool) -> type[Weights]:
-    """How weights are kept in a stage.
+def weights_of(stage: int, one_copy: bool, divides_between: bool = False) -> type[Weights]:
+    """How weights are kept in a stage. ``divides_between``: see `Sharing`.
 
     Raises:
         ValueError: no case takes it.
     """
     for case in WEIGHTS:
-        if case.takes(stage, one_copy):
+        if case.takes(stage, one_copy, divides_between):
             return case
     raise ValueError(f"one_copy={one_copy!r} with stage={stage}: this zerofx has no such weights. Leave it out.")
 
