@@ -32,6 +32,7 @@ from zerofx.passes.keep import keep
 from zerofx.passes.lookup import lookup
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
+from zerofx.passes.near import near
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     lookup,
     group,
     keep,
+    near,
     prefetch,
     replicate,
     discard,
@@ -95,6 +97,7 @@ __all__ = [
     "lookup",
     "lower",
     "narrow",
+    "near",
     "pipeline",
     "prefetch",
     "reduce",

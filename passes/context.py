@@ -48,6 +48,9 @@ class Tag:
     refresh                 the wait for that copy to be up to date
     kept                    the placeholder of a gradient that was kept back
     gathered                the placeholder of a whole group that forward kept
+    near                    this rank's part of a gathered group among near
+                            ranks: what forward takes of it; the placeholder
+                            that brings it to backward
     narrow                  a cast or a part of a shard that is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
@@ -110,7 +113,7 @@ class Size:
 
 
 class Gathered(NamedTuple):
-    """A whole group that forward leaves gathered for backward."""
+    """A whole group that forward leaves gathered for backward, or this rank's part of it among near ranks."""
 
     position: int
     """The output of forward in whose place it travels, and"""
@@ -118,6 +121,8 @@ class Gathered(NamedTuple):
     """the name that backward knows that by."""
     numel: int
     dtype: torch.dtype
+    ranks: int = 1
+    """How many near ranks have a part each, which is what travels; 1: it is whole."""
 
     @property
     def nbytes(self) -> int:
@@ -164,6 +169,10 @@ class Context:
     """How many of these there are."""
     divides_between: bool = False
     """Stage 3: each of these updates a part of the shard, and shards are refreshed before forward."""
+    near_group: str = ""
+    """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left it (`near`)."""
+    near_ranks: int = 1
+    """How many of these there are."""
     backend: str = "gloo"
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
@@ -196,7 +205,7 @@ class Context:
     held_elsewhere: int = 0
     """Gathered bytes that other graphs of the module keep between forward and backward."""
     kept_gathered: dict[str, Gathered] = field(default_factory=dict)
-    """Written by forward's `keep`, read by backward's: group name -> what it left gathered."""
+    """Written by forward's `keep` and `near`, read by backward's: group name -> what was left gathered."""
     before: GraphModule | None = None
     """The graph as AOTAutograd made it, for `verify` to compare with; None: what it computes is not compared."""
     meanings: Meanings | None = None
@@ -211,7 +220,8 @@ class Context:
     kept: list[ParameterRef] = field(default_factory=list)
     """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
     gathered: list[str] = field(default_factory=list)
-    """Set by backward's `keep`: the groups whose gathered buffers are the graph's very last inputs, in that order."""
+    """Set by backward's `keep` and `near`: the groups whose gathered buffers, or parts of these, are the graph's very
+    last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order; where it ``steps``, what
     the outputs of its updates, which are empty, stand for."""
@@ -229,6 +239,11 @@ class Context:
     def averaged_over(self, layout: GroupLayout) -> int:
         """How many ranks a gradient of ``layout`` is averaged over."""
         return layout.world_size * self.replicas
+
+    @property
+    def second_group(self) -> str:
+        """The process group beside the first: of the replicas, or of the near ranks; "" where there is none."""
+        return self.replica_group or self.near_group
 
     def is_of_replicas(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective with these arguments runs between the replicas: its process group stands last."""

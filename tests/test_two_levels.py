@@ -60,6 +60,9 @@ def train(shape: tuple[int, int] | None, how: str = "plain", optimizer: str = "t
             history.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             steps.step()
         steps.zero_grad()
+    if options.get("sharding") == NEAR:
+        left = zerofx.graphs(model)[0].forward.context.kept_gathered.values()
+        assert {kept.ranks for kept in left} == {2}, "backward gathers over a row"
     whole = zerofx.full_state_dict(model, rank0_only=False)
     return [*history, float(sum(value.double().abs().sum() for value in whole.values()))]
 
@@ -99,6 +102,14 @@ def test_training_is_as_on_one_dimension(make_workers: Any, shape: tuple[int, in
 DIVIDED = [case for case in CASES if case[1].get("stage", 3) == 3 and "one_copy" not in case[1]]
 
 
+SMALL = {"memory_budget": 60_000}  # nothing stays gathered
+NEARBY = [("plain", SMALL), ("no_sync", SMALL), ("step_in_backward", SMALL), ("plain", {**SMALL, "lookups": True})]
+
+
+def test_backward_that_gathers_from_near_ranks_trains_as_one_dimension(make_workers: Any) -> None:
+    make_workers(4).run(compare, (2, 2), NEARBY, "zerofx", NEAR, timeout=300)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_workers: Any, shape: Any) -> None:
     make_workers(4).run(compare, shape, DIVIDED if shape == (2, 2) else DIVIDED[:2], "zerofx", BETWEEN, timeout=300)
@@ -107,10 +118,10 @@ def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_wor
 # ---- what travels ---------------------------------------------------------------------------------------------------
 
 
-def bytes_by_dimension(stage: int) -> None:
+def bytes_by_dimension(stage: int, sharding: Any) -> None:
     """A step's collectives by process group are the formulas, and what is predicted."""
     mesh, row = mesh_of(2, 2), 2
-    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager", stage=stage, memory_budget=10**6)
+    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager", stage=stage, sharding=sharding)
     names = mesh.get_group(1).group_name, mesh.get_group(0).group_name
     layouts = [group.layout for group in groups_of(model)]
     x = torch.zeros(2, LENGTH, dtype=torch.long)
@@ -137,9 +148,11 @@ def bytes_by_dimension(stage: int) -> None:
     assert "of replica" in str(zerofx.memory_summary(model))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bytes_of_each_dimension_are_the_formulas_and_the_prediction(make_workers: Any, stage: int) -> None:
-    make_workers(4).run(bytes_by_dimension, stage)
+@pytest.mark.parametrize(("stage", "sharding"), [(2, None), (3, None), (3, BETWEEN)])
+def test_bytes_of_each_dimension_are_the_formulas_and_the_prediction(
+    make_workers: Any, stage: int, sharding: Any
+) -> None:
+    make_workers(4).run(bytes_by_dimension, stage, sharding)
 
 
 def test_a_dry_run_of_a_mesh_has_its_replicas() -> None:
@@ -164,9 +177,9 @@ def test_a_dry_run_of_a_mesh_has_its_replicas() -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def prepared(shape: tuple[int, int] | None) -> tuple[Any, Any]:
+def prepared(shape: tuple[int, int] | None, sharding: Any = None) -> tuple[Any, Any]:
     mesh = None if shape is None else mesh_of(*shape)
-    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager")
+    model = zerofx.compile(build(), mesh=mesh, sharding=sharding, groups=GROUPS, executor="eager")
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -178,9 +191,9 @@ def step(model: Any, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def save_on(shape: tuple[int, int] | None, path: str) -> list[torch.Tensor]:
+def save_on(shape: tuple[int, int] | None, path: str, sharding: Any = None) -> list[torch.Tensor]:
     """Saved after two steps; the weights after a third."""
-    model, optimizer = prepared(shape)
+    model, optimizer = prepared(shape, sharding)
     for seed in (0, 1):
         step(model, optimizer, seed)
     zerofx.save(path, model, optimizer)
@@ -188,8 +201,8 @@ def save_on(shape: tuple[int, int] | None, path: str) -> list[torch.Tensor]:
     return list(zerofx.full_state_dict(model, rank0_only=False).values())
 
 
-def load_on(shape: tuple[int, int] | None, path: str) -> list[torch.Tensor]:
-    model, optimizer = prepared(shape)
+def load_on(shape: tuple[int, int] | None, path: str, sharding: Any = None) -> list[torch.Tensor]:
+    model, optimizer = prepared(shape, sharding)
     zerofx.load(path, model, optimizer)
     step(model, optimizer, 2)
     return list(zerofx.full_state_dict(model, rank0_only=False).values())
@@ -202,12 +215,10 @@ def test_a_checkpoint_goes_on_on_any_mesh_and_replicas_write_once_in_shares(make
     sizes = {name: [p.stat().st_size for p in (tmp_path / name).glob("*.distcp")] for name in ("mesh", "line")}
     assert sum(sizes["mesh"]) == pytest.approx(sum(sizes["line"]), rel=0.1)
     assert len(sizes["mesh"]) == 4 and min(sizes["mesh"]) > max(sizes["mesh"]) / 4
-    found = [
-        *others,
-        *four.run(load_on, None, str(tmp_path / "mesh")),
-        *four.run(load_on, (4, 1), str(tmp_path / "mesh")),
-    ]
-    found += [*four.run(load_on, (2, 2), str(tmp_path / "line")), *two.run(load_on, (2, 1), str(tmp_path / "mesh"))]
+    found, mesh, line, between = others, *(str(tmp_path / name) for name in ("mesh", "line", "between"))
+    found += four.run(load_on, None, mesh) + four.run(load_on, (2, 2), line) + four.run(load_on, (2, 2), mesh, BETWEEN)
+    found += four.run(save_on, (2, 2), between, BETWEEN) + two.run(load_on, None, between)
+    found += two.run(load_on, (2, 1), mesh)
     for weights in found:
         for got, expected in zip(weights, wanted, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
@@ -261,13 +272,15 @@ def test_a_replica_that_does_not_step_is_an_error(make_workers: Any) -> None:
 
 
 def write_and_refuse() -> None:
-    model, _ = prepared((2, 2))
-    with zerofx.unsharded(model):
-        for p in model.parameters():
-            with torch.no_grad():
-                p.fill_(float(dist.get_rank()) + 1)
-    values = [value.unique().tolist() for value in zerofx.full_state_dict(model, rank0_only=False).values()]
-    assert values == [[1.0]] * len(values)
+    for sharding in (None, BETWEEN):
+        model, _ = prepared((2, 2), sharding)
+        with zerofx.unsharded(model):
+            for p in model.parameters():
+                with torch.no_grad():
+                    p.fill_(float(dist.get_rank()) + 1)
+        for whole in (zerofx.full_state_dict(model, rank0_only=False), zerofx.full_state_dict(model)):
+            assert {tuple(value.unique().tolist()) for value in whole.values()} <= {(1.0,)}
+        assert bool(whole) == (dist.get_rank() == 0)
     scrambled = DeviceMesh("cpu", [[1, 0], [3, 2]])
     with pytest.raises(ValueError, match="ascending order in each row and each column"):
         zerofx.compile(build(), mesh=scrambled)

@@ -122,11 +122,12 @@ class Outputs:
         flat = self.facts.get(value)
         if isinstance(flat, Flat):
             kept = self.ctx.kept_gathered.get(flat.layout.name)
-            found = flat.numel, value.meta["val"].dtype
-            if kept is None or kept.position != i or (kept.numel, kept.dtype) != found:
+            found = flat.numel, value.meta["val"].dtype, 1 if flat.whole else flat.layout.world_size
+            if kept is None or kept.position != i or (kept.numel, kept.dtype, kept.ranks) != found:
                 self.reader.fail("saved", value, "a whole group leaves with what backward needs", "only what is kept")
             root = self.before.roots[i] if self.before is not None else None
-            if self.before is not None and (root is None or root.layout != flat.layout or kept.saved != name):
+            same = root is not None and replace(flat.layout, world_size=root.layout.world_size) == root.layout
+            if self.before is not None and (not same or kept.saved != name):
                 where = f"it leaves at output {i}, and backward looks for it under {kept.saved!r}"
                 self.reader.fail("saved", value, where, "a place where a parameter of its group was saved")
             self.left.add(flat.layout.name)

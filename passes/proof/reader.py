@@ -86,8 +86,13 @@ class Reader(Known):
                 layout = next(ref.layout for ref in ctx.parameters.values() if ref.layout.name == name)
                 cast = () if node.meta["val"].dtype == layout.dtype else (node.meta["val"].dtype,)
                 kept = Flat(layout, (range(layout.shard_numel),), cast, whole=True)
+                if (ranks := ctx.kept_gathered[name].ranks) > 1:
+                    kept = _divided(kept, ranks)
             self._sized(node, (kept.numel,), kept.dtypes[-1] if kept.dtypes else kept.layout.dtype)
-            self._new_buffer(node, node, kept)
+            if kept.whole:
+                self._new_buffer(node, node, kept)
+            else:
+                self.facts[node] = kept
 
     def _read_shard(self, layout: GroupLayout, node: Node) -> None:
         ctx, sharded = self.ctx, self.ctx.gathers
@@ -197,7 +202,9 @@ class Reader(Known):
 
     def _read_flat(self, op: Op, flat: Flat, inputs: list[Node]) -> None:
         node, to = op.node, op.cast_to()
-        if flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
+        if flat.whole and op.target is _OWN_PART and self.ctx.near_group:
+            self._read_near(op, flat)
+        elif flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
             if op.target is not _aten.as_strided.default:
                 self.fail("slice", node, "it reads a whole group", "weights as views of it")
             self._read_weight(op, flat)
@@ -214,6 +221,8 @@ class Reader(Known):
             self.facts[node] = replace(flat, ranges=ranges)
         elif op.target in GATHERS:
             self._start_gather(op, flat)
+        elif op.target is _aten.clone.default and len(op.args) == 1 and self._is_near(flat):
+            self.facts[node] = flat
         elif op.target is OWN_ROWS:
             rows.read_own_rows(self, op, flat)
         else:
@@ -240,11 +249,29 @@ class Reader(Known):
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
 
+    def _is_near(self, flat: Flat) -> bool:
+        """Whether it is a part of a group among near ranks."""
+        return bool(self.ctx.near_group) and not flat.whole and flat.layout.world_size == self.ctx.near_ranks
+
+    def _read_near(self, op: Op, flat: Flat) -> None:
+        """This rank's part of a gathered group, among near ranks."""
+        full, ranks, process_group = op.args
+        found, wanted = (ranks, process_group), (self.ctx.near_ranks, self.ctx.near_group)
+        if found != wanted:
+            self.fail(
+                "group", op.node, "it is a part among {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted)
+            )
+        if flat.part != flat.layout.shard_numel:
+            self.fail("slice", op.node, "it is a part of what is not all of a group", "of a whole group")
+        self.facts[op.node] = _divided(flat, ranks)
+        self.memory[op.node] = self.memory[full]
+
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _start_gather(self, op: Op, flat: Flat) -> None:
         _, world_size, process_group = op.args
-        self.check_collective(op, flat.layout, world_size, process_group, self.ctx.process_group)
+        right = self.ctx.near_group if self._is_near(flat) else self.ctx.process_group
+        self.check_collective(op, flat.layout, world_size, process_group, right)
         if flat in self.started:
             self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
         self.started[flat] = op.node
@@ -382,3 +409,9 @@ class Reader(Known):
                 self.facts[node] = Share(fact, rest[0] if rest else 0, tuple(shape))
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
+
+
+def _divided(flat: Flat, ranks: int) -> Flat:
+    """A part of a whole group that is divided over ``ranks``."""
+    layout = replace(flat.layout, world_size=ranks)
+    return Flat(layout, (range(layout.shard_numel),), flat.dtypes)

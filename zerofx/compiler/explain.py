@@ -283,6 +283,14 @@ class Reasons:
         share = "of the bytes that forward gathers, backward's reductions leave room for these (`step`)"
         return [("stands", f"right behind the group's update, which forward needs last: {share}")]
 
+    def _near(self, node: Node, group: str) -> Why:
+        ranks = self.context.near_ranks
+        if node.op == "placeholder":
+            return [
+                ("stands", f"among the inputs: forward left a part of the group, and {ranks} near ranks have it all")
+            ]
+        return [("stands", f"right behind the wait: of what {ranks} near ranks have together, backward gathers again")]
+
     def _gathered(self, node: Node, group: str) -> Why:
         return [("stands", "among the inputs: forward left the group gathered, so that it is not gathered again")]
 
@@ -298,6 +306,7 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "sum_replicas": Reasons._sum_replicas,
     "wait_replicas": Reasons._wait_replicas,
     "gathered": Reasons._gathered,
+    "near": Reasons._near,
     "ask": Reasons._ask,
     "answer": Reasons._answer,
     "answered": Reasons._answered,

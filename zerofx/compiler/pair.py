@@ -114,7 +114,7 @@ class CompiledGraph:
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)
         if phase == "forward":
-            self.family.keeps(self.names, sum(left.nbytes for left in self.kept_gathered.values()))
+            self.family.keeps(self.names, sum(x.nbytes for x in self.kept_gathered.values() if x.ranks == 1))
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
@@ -191,10 +191,10 @@ class CompiledGraph:
             trace.run(gm)
         brought = ctx.parameters if ctx.stage else {}
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
-        schedule, between = Schedule.of(gm, ctx), Schedule.of(gm, ctx, of_replicas=True)
+        schedule, between = Schedule.of(gm, ctx), Schedule.of(gm, ctx, second=True)
         self._publish(schedule, trace, ctx.process_group)
-        if ctx.replica_group:
-            self._publish(between, trace, ctx.replica_group)
+        if ctx.second_group:
+            self._publish(between, trace, ctx.second_group)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
@@ -208,8 +208,8 @@ class CompiledGraph:
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
-            if ctx.replica_group:
-                compiled = watched(compiled, between, ctx.replica_group, self.options.timeout)
+            if ctx.second_group:
+                compiled = watched(compiled, between, ctx.second_group, self.options.timeout)
         return compiled, kept, trace
 
     def _publish(self, schedule: Schedule, trace: Trace, process_group: str) -> None:
@@ -246,6 +246,8 @@ class CompiledGraph:
             "replica_group": "" if group.sharing.replicas is None else group.sharing.replicas.name,
             "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
             "divides_between": group.sharing.divides_between,
+            "near_group": "" if group.sharing.near is None else group.sharing.near.name,
+            "near_ranks": 1 if group.sharing.near is None else group.sharing.near.size,
             "backend": group.backend,
             "stage": family.stage,
             "one_copy": group.weights.in_common,

@@ -41,7 +41,7 @@ class Operation:
         flops: of a kernel, by PyTorch's own formulas; 0 for what has none.
         nbytes: a kernel's: read and written. A start's: received, and as many sent, by this rank.
         collective: the same number for a start and its wait; -1 for a kernel.
-        between_replicas: whether it travels from replica to replica of the module, and not inside of one.
+        between_replicas: whether it travels between the rows of a mesh of two dimensions, and not inside of one.
     """
 
     name: str
@@ -175,11 +175,9 @@ class Recorder(_torch.TorchDispatchMode):
             Operation(self.name or name, "kernel", self.group, self.source, flops=flops, nbytes=nbytes)
         )
 
-    def refresh(self, replica: torch.Tensor, group: str) -> None:
-        """The gather that brings a replica up to date, started by the caller of the graph."""
-        assert self._code is not None
-        about = About(group, "weights", self._code.world_size)
-        self._note_start(f"refresh_{group}", about, nbytes_of(replica), replica, None)
+    def refresh(self, replica: torch.Tensor, about: About) -> None:
+        """The gather that brings a replica, or a shard, up to date, started by the caller of the graph."""
+        self._note_start(f"refresh_{about.group}", about, nbytes_of(replica), replica, None)
 
     def _start(self, func: Any, source: torch.Tensor, out: torch.Tensor) -> None:
         assert self._code is not None

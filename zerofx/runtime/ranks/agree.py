@@ -76,18 +76,18 @@ class Schedule:
         return Schedule(phase, tuple(Collective(*c) for c in collectives))
 
     @staticmethod
-    def of(gm: GraphModule, ctx: Context, *, of_replicas: bool = False) -> Schedule:
+    def of(gm: GraphModule, ctx: Context, *, second: bool = False) -> Schedule:
         """The schedule of a graph that all passes have been through.
 
-        ``of_replicas``: of what runs in the process group of the replicas; else of all the rest.
+        ``second``: of what runs in ``ctx.second_group``; else of all the rest.
         """
         found = []
         for node in gm.graph.nodes:
             op = Op.of(node) if node.op == "call_function" else None
             kind = next((kind for kind, targets in _KINDS if op and op.target in targets), None)
-            if kind is not None and op is not None and of_replicas != ctx.is_of_replicas(op.args):
+            if kind is not None and op is not None and second != (op.args[-1:] == (ctx.second_group,)):
                 continue
-            if op is not None and op.target is REFRESH and not of_replicas:
+            if op is not None and op.target is REFRESH and not second:
                 layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
                 dtype = ctx.param_dtype or layout.dtype
                 found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))

@@ -9,6 +9,7 @@
     sharing.everyone     the ranks that train one model; they start from rank 0's weights
     sharing.replicas     the ranks that hold the same shard as this one, each another replica's; gradients that were
                          reduced are summed over them too. None where there is one replica
+    sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
 
 Layouts, the passes' context, the watchdog, checkpoints and the optimizer ask here, and nowhere else, which ranks they
 deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a second process group
@@ -91,6 +92,7 @@ class Sharing:
     optimizer: RankGroup
     everyone: RankGroup
     replicas: RankGroup | None = None
+    near: RankGroup | None = None
 
     @property
     def averaged_over(self) -> int:

@@ -55,8 +55,10 @@ class TwoLevels(OneGroup):
     def by(self, sharding: Sharding | None) -> Sharing:
         if sharding is None:
             return self
-        if sharding.one_dimension:
+        if sharding.one_dimension or (sharding.gathers_near and self.weights.size == 1):
             return OneGroup(self.everyone)
+        if sharding.gathers_near:
+            return Near(self.everyone, self.weights)
         if sharding.divides_optimizer:
             self.optimizer = Placed(self.everyone, self._mesh)
         return self
@@ -80,6 +82,23 @@ class TwoLevels(OneGroup):
             watches.append(everyone)
         watch_together(watches)
         return row or column
+
+
+class Near(OneGroup):
+    """All is divided over all ranks; backward gathers in a row what forward left there."""
+
+    def __init__(self, everyone: RankGroup, row: RankGroup) -> None:
+        super().__init__(everyone)
+        self.near: RankGroup = row
+
+    def meet(self, device: torch.device) -> None:
+        super().meet(device)
+        travel_of(self.near.backend(device)).meet(self.near.name)
+
+    def watch(self) -> Watch | None:
+        everyone, row = super().watch(), watch_of(self.near.name)
+        watch_together([watch for watch in (everyone, row) if watch is not None])
+        return everyone
 
 
 def rows_and_columns(mesh: DeviceMesh | None, reductions: str | None) -> Sharing | None:
