@@ -20,7 +20,8 @@ budget       gathered bytes never exceed the memory budget
 saved        nothing full-size goes from forward to backward, but what is kept; where a parameter, or a view of one, was
              saved, the caller puts that parameter
 reduction    each gradient is reduced once: where its layout has it, all of it and nothing else, times one over the
-             number of ranks; the sum is not narrowed before it is scaled
+             number of ranks; where there are replicas it is summed over these once, after that; the sum is not narrowed
+             before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
