@@ -11,15 +11,20 @@ schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
 travel        how a buffer travels between ranks: a seam
+kinds         nodes that corners insert
+own           a user's pass, and its place in the pipeline
+adopt         what a user's pass inserted gets tags and values
 proof/        what `verify` is made of
+lookups/      a corner: rows of tables that are only looked up
 ============  ==================================================================
 
 Imports `zerofx.model.layout` and `zerofx._torch`::
 
-    _torch, layout ◀── pairwise ◀── ops ◀── travel ◀── context ◀── edit ◀── every pass
+    _torch, layout ◀── pairwise ◀── ops ◀── travel ◀── context ◀── edit ◀── every pass, adopt
+                                                own ◀────┘
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.fx import GraphModule
 
@@ -29,10 +34,11 @@ from zerofx.passes.discard import discard
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
 from zerofx.passes.keep import keep
-from zerofx.passes.lookup import lookup
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
 from zerofx.passes.near import near
+from zerofx.passes.own import Pass as OwnPass
+from zerofx.passes.own import join
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
@@ -46,12 +52,11 @@ from zerofx.passes.verify import verify
 
 Pass = Callable[[GraphModule, Context], int]
 
-PIPELINE: tuple[Pass, ...] = (
+PIPELINE: list[Pass] = [
     rematerialize,
     gather,
     narrow,
     reduce,
-    lookup,
     group,
     keep,
     near,
@@ -61,28 +66,37 @@ PIPELINE: tuple[Pass, ...] = (
     step,
     lower,
     verify,
-)
-"""The passes of stages 1, 2 and 3, in order."""
+]
+"""The passes of stages 1, 2 and 3, in order. Corners insert theirs (`zerofx.passes.lookups`)."""
 
 REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, prefetch, lower, verify)
 """The passes of stage 0."""
 
 
-def pipeline(stage: int) -> tuple[Pass, ...]:
-    """The passes of ``stage``, in order."""
-    return PIPELINE if stage else REPLICATED
+def pipeline(stage: int, own: Sequence[OwnPass] = ()) -> tuple[Pass, ...]:
+    """The passes of ``stage``, in order, and a user's ``own`` among them."""
+    return join(PIPELINE if stage else REPLICATED, own, stage)
 
 
-def before_lower(stage: int) -> str:
+def before_lower(stage: int, own: Sequence[OwnPass] = ()) -> str:
     """The pass after which zerofx's nodes are all there and the user's are still the user's: the one before `lower`."""
-    names = [pass_.__name__ for pass_ in pipeline(stage)]
+    names = [pass_.__name__ for pass_ in pipeline(stage, own)]
     return names[names.index("lower") - 1]
+
+
+def __getattr__(name: str) -> Pass:
+    """A pass that a corner has put into `PIPELINE`, under its own name."""
+    found = next((pass_ for pass_ in PIPELINE if pass_.__name__ == name), None)
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found
 
 
 __all__ = [
     "PIPELINE",
     "REPLICATED",
     "Context",
+    "OwnPass",
     "ParameterRef",
     "Recipe",
     "Reduction",
@@ -94,7 +108,6 @@ __all__ = [
     "gather",
     "group",
     "keep",
-    "lookup",
     "lower",
     "narrow",
     "near",

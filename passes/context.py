@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx.model.layout import GroupLayout, Slot
+from zerofx.passes.own import Pass
 from zerofx.passes.travel import Travel, travel_of
 
 Phase = Literal["forward", "backward", "inference"]
@@ -54,11 +55,6 @@ class Tag:
     narrow                  a cast or a part of a shard that is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
-    ask, asked              the gather of all ranks' indices into a table, and
-                            the wait for it,
-    answer, answered        the exchange of rows, and the wait for it,
-    give, given             the gather of the rows' gradients, and the wait,
-    rows                    and what picks, adds and reshapes rows (lookup)
     all_gather, wait        the group's gather, and the wait for it
     weight                  a parameter as a view of the gathered buffer
     prepare                 what adds a kept gradient, or casts, before packing
@@ -72,7 +68,10 @@ class Tag:
     step                    the update of a group in its backward, and
     ahead                   the start of its replicas' refresh after that
     discard                 the end of a gathered buffer
+    (a pass's name)         what a user's pass inserted
     ======================  =================================================
+
+    Corners insert nodes of further kinds (`zerofx.passes.kinds`).
     """
 
     kind: str
@@ -188,7 +187,8 @@ class Context:
     one_copy: bool = False
     """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.state.one_copy`)."""
     lookups: bool = False
-    """Stage 3: of tables that are only looked up, rows travel (`lookup`); indices have one shape on all ranks."""
+    """Stage 3: of tables that are only looked up, rows travel (`zerofx.passes.lookups`). Indices have one shape on all
+    ranks."""
     buckets: Buckets = "group"
     sync: Sync = "reduce"
     steps: bool = False
@@ -206,8 +206,11 @@ class Context:
     """Gathered bytes that other graphs of the module keep between forward and backward."""
     kept_gathered: dict[str, Gathered] = field(default_factory=dict)
     """Written by forward's `keep` and `near`, read by backward's: group name -> what was left gathered."""
+    own: tuple[Pass, ...] = ()
+    """The user's passes (`zerofx.passes.own`)."""
     before: GraphModule | None = None
-    """The graph as AOTAutograd made it, for `verify` to compare with; None: what it computes is not compared."""
+    """The graph as AOTAutograd made it, and as a user's passes in front of all of ours left it, for `verify` to compare
+    with; None: what it computes is not compared."""
     meanings: Meanings | None = None
     """Written by forward's `verify`, read by backward's: what each value is that goes from one to the other."""
 
@@ -225,6 +228,9 @@ class Context:
     reductions: list[Reduction] = field(default_factory=list)
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order; where it ``steps``, what
     the outputs of its updates, which are empty, stand for."""
+    published: list[str] = field(default_factory=list)
+    """Set by a user's passes: under what names a graph's outputs go to `zerofx.published`. These outputs stand behind
+    the model's own, and in front of ``reductions``."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
 
@@ -248,6 +254,18 @@ class Context:
     def is_of_replicas(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective with these arguments runs between the replicas: its process group stands last."""
         return bool(self.replica_group) and args[-1:] == (self.replica_group,)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the parameters."""
+        refs = [*self.parameters.values(), *self.gradients.values()]
+        layouts = [*(ref.layout for ref in refs), *self.shards, *(r.layout for r in self.reductions)]
+        return layouts[0].world_size if layouts else 1
+
+    @property
+    def own_kinds(self) -> frozenset[str]:
+        """The kinds of nodes that a user's passes inserted: their names."""
+        return frozenset(pass_.name for pass_ in self.own)
 
     @property
     def travel(self) -> Travel:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch import OpOverload, is_tangent, pytree
-from zerofx.passes.context import Tag
+from zerofx.passes.context import Context, Tag
 
 
 def insert(
@@ -58,6 +58,30 @@ def output_values(graph: Graph) -> list[Any]:
 def set_output_values(graph: Graph, values: Iterable[Any]) -> None:
     """Replace what the graph returns."""
     graph.output_node().args = (tuple(values),)
+
+
+def publish(gm: GraphModule, ctx: Context, name: str, node: Node) -> None:
+    """Hand ``node`` to the user at every run, as ``zerofx.published(model)[name]``; for a user's pass.
+
+    It becomes one more output of the graph. Nobody waits for it: on a GPU it is there when the stream has come to it.
+    """
+    if name in ctx.published:
+        raise ValueError(f"{name!r} is published twice in one graph ({ctx.name}): give one of them another name.")
+    values = output_values(gm.graph)
+    place = len(values) - len(ctx.reductions)
+    set_output_values(gm.graph, [*values[:place], node, *values[place:]])
+    ctx.published.append(name)
+
+
+def module_of(node: Node) -> str:
+    """The name of the module whose code made ``node``, as in ``named_modules``; empty where it is not known.
+
+    A node of a backward graph has that of the node of forward that it belongs to.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(next(reversed(list(stack.values())), ("", None))[0])  # "L['self'].blocks.0", as Dynamo calls it
+    parts = re.findall(r"\w+", re.sub(r"^[LG]\['\w+'\]|\b(__self__|_modules|_orig_mod)\b", "", path))
+    return ".".join(parts)
 
 
 def last_placeholder(graph: Graph) -> Node | None:

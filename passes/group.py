@@ -133,7 +133,7 @@ def _fuse_reductions(
         with graph.inserting_before(last):
             outputs.append(_fuse_reduction(graph, ctx, layout, grads, near=last))
         ctx.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))
-    edit.set_output_values(graph, [*outputs, *found])  # the rest was added up in another way (`lookup`)
+    edit.set_output_values(graph, [*outputs, *found])  # a pass before this one has added up the rest
     ctx.reductions += found.values()
     for nodes in nodes_of.values():
         for node in nodes:

@@ -29,6 +29,8 @@ must not move against each other is therefore made a dependence::
     start B             ─────▶   reduce C, after start B; start D, after reduce C: one order of collectives, the graph's
     reduce C;  start D
 
+    start own           ─────▶   start own, after the start before it; the next start after start own (a user's pass)
+
     step A              ─────▶   step A, after every use of A, and after the start of the reduction before it; the next
     reduce C                     reduction after step A: the same order of collectives on every rank
 
@@ -54,7 +56,8 @@ from torch.fx import GraphModule, Node
 from zerofx._torch import OpOverload, pin_order
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
-from zerofx.passes.travel import Call, Travel
+from zerofx.passes.kinds import travelling
+from zerofx.passes.travel import Call, Travel, communicates
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -67,7 +70,7 @@ def lower(gm: GraphModule, ctx: Context) -> int:
         if node.args[0].target is _aten.cat.default:  # type: ignore[union-attr]
             node.target = _c10d.all_reduce_.default
             edits += 1
-    for node in edit.tagged(gm.graph, "reduce_scatter", "answer"):
+    for node in edit.tagged(gm.graph, "reduce_scatter", *travelling("scatter")):
         edits += _spell_reduction(gm, node, ctx.travel)
     for node in edit.tagged(gm.graph, "sum_replicas"):
         if ctx.divides_between:
@@ -75,10 +78,10 @@ def lower(gm: GraphModule, ctx: Context) -> int:
         elif node.args[0].target is not _aten.reshape.default:  # type: ignore[union-attr]  # memory of its own
             node.target = _c10d.all_reduce_.default
             edits += 1
-    for node in edit.tagged(gm.graph, "all_gather", "ask", "give"):
+    for node in edit.tagged(gm.graph, "all_gather", *travelling("gather")):
         edits += _spell_gather(gm, node, ctx.travel)
     if ctx.executor == "inductor":
-        after = _order(gm)
+        after = _order(gm, ctx)
         for node in edit.tagged(gm.graph, "discard"):
             gm.graph.erase_node(node)
         pin_order(gm, after)
@@ -86,7 +89,7 @@ def lower(gm: GraphModule, ctx: Context) -> int:
     return edit.finish(gm, edits)
 
 
-def _order(gm: GraphModule) -> dict[Node, list[Node]]:
+def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     """Node -> nodes that must come before it, besides those it reads (and, if it reads them, be stored first)."""
     after: dict[Node, list[Node]] = defaultdict(list)
     order, nodes = edit.positions(gm.graph), list(gm.graph.nodes)
@@ -96,14 +99,15 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
     reduced: list[Node] = []  # the reduction that started last, if that was behind the last gather
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
     reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", "ask", "answer", "give", *reductions):
+    apart = travelling()
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", *apart, *reductions):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "reduce_scatter":
             after[node] += previous
             reduced = [node]
-        elif kind in ("ask", "answer", "give"):
+        elif kind in apart:
             after[node] += previous
             previous = [*previous, node]
         elif kind == "all_gather":
@@ -118,6 +122,8 @@ def _order(gm: GraphModule) -> dict[Node, list[Node]]:
             after[node] += [start for start in ahead if start is not node.args[0]]
     _order_sums(gm, after)
     _order_steps(gm, after, order, nodes)
+    if ctx.own_kinds:
+        _order_own(gm, ctx, after)
     return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
 
 
@@ -144,6 +150,19 @@ def _order_steps(gm: GraphModule, after: dict[Node, list[Node]], order: dict[Nod
         previous = [node]
         for buffer in memory[tag.group] if tag.kind == "step" else ():
             _follow(after, node, buffer, order, nodes)
+
+
+def _order_own(gm: GraphModule, ctx: Context, after: dict[Node, list[Node]]) -> None:
+    """Collectives of a user's passes take turns with all others; who reads a gradient comes before its update."""
+    own, previous = set(edit.tagged(gm.graph, *ctx.own_kinds)), None
+    for node in gm.graph.nodes:
+        if not communicates(node.target) and node.target is not torch.ops.zerofx.refresh.default:
+            continue
+        if previous is not None and (node in own or previous in own):
+            after[node].append(previous)
+        previous = node
+    for node in edit.tagged(gm.graph, "step"):
+        after[node] += [user for user in node.args[0].users if user in own]  # type: ignore[union-attr]
 
 
 def _follow(after: dict[Node, list[Node]], node: Node, buffer: Node, order: dict[Node, int], nodes: list[Node]) -> None:
@@ -185,7 +204,11 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[N
 def is_kernel(node: Node) -> bool:
     """Whether Inductor runs the node as a kernel of its own, rather than inside of those that read it."""
     name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
-    return name.startswith(("_c10d_functional", "zerofx")) or any(part in name for part in _KERNELS)
+    return (
+        communicates(node.target)
+        or name.startswith(("_c10d_functional", "zerofx"))
+        or any(part in name for part in _KERNELS)
+    )
 
 
 _KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")
@@ -208,7 +231,7 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     """Start the reduction ``node`` as buffers travel, and sum what arrives; returns whether anything changed."""
     pack, (wait,) = node.args[0], node.users
     world_size, process_group = cast(int, node.args[2]), cast(str, node.args[3])
-    (gradient,) = wait.users  # or the rows of a table
+    (gradient,) = wait.users  # or what a corner has summed
     numel = wait.meta["val"].numel()
     started = travel.scatter(_inserting(gm, node), pack, world_size, process_group)
     wait.meta["val"] = started.meta["val"]

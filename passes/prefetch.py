@@ -47,7 +47,8 @@ more than that start behind its last reader, ahead of the reduction of its gradi
     use B                                   use B
     wait A            idle                  wait A
 
-**Rows of tables** (`lookup`) that are asked for before the first wait are few, and needed first: gathers start behind.
+**What a corner sends** before the first wait may be little, and needed first: gathers start behind it then
+(`zerofx.passes.kinds`).
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
 `narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
@@ -62,6 +63,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context
+from zerofx.passes.kinds import ahead_of_gathers
 from zerofx.passes.schedule import (
     Gather,
     budget_of,
@@ -133,7 +135,7 @@ def _early(
 
 def _hoist(graph: Graph, gathers: list[Gather], starts: list[int], early: dict[int, Node]) -> None:
     top = edit.last_placeholder(graph)
-    for node in edit.tagged(graph, "answer", "wait"):
+    for node in edit.tagged(graph, *ahead_of_gathers(), "wait"):
         if node.meta["zerofx"].kind == "wait":
             break
         top = node

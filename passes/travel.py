@@ -28,6 +28,7 @@ import torch.distributed as dist
 import zerofx.passes.ops  # noqa: F401  # it registers the operators
 from zerofx._torch import OpOverload, resolve_process_group
 from zerofx.passes import pairwise
+from zerofx.passes.own import COLLECTIVES
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 _c10d = torch.ops._c10d_functional
@@ -150,3 +151,10 @@ class _Targets:
 
 GATHERS = _Targets(lambda travel: travel.gather_target)
 SCATTERS = _Targets(lambda travel: travel.scatter_target)
+
+
+def communicates(target: Any) -> bool:
+    """Whether an operator starts a collective: PyTorch's, one of ours, or one that a user's pass declared."""
+    if not isinstance(target, OpOverload) or target is _c10d.wait_tensor.default:
+        return False
+    return target.namespace == "_c10d_functional" or target in COLLECTIVES or target in GATHERS or target in SCATTERS

@@ -28,10 +28,14 @@ step         where groups are updated in backward: each once, by its averaged gr
              that this changes; its replicas at most once, after that; the order is pinned
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
+own          what a user's pass inserted behind ours is read by such passes alone, and writes to nothing else; its
+             collectives are waited for once, take turns with all others as the graph reads, and serve what is
+             published; its last readers of a gradient come before the update
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
 ===========  ============================================================================================
 
-``value`` needs that graph (``ctx.before``); it is told by numbers, see `zerofx.passes.proof.meaning`. It is what finds
+``value`` needs that graph (``ctx.before``: behind a user's passes that stand in front of all of ours); it is told by
+numbers, see `zerofx.passes.proof.meaning`. It is what finds
 two weights of one shape that were swapped.
 
 Sound passes are not enough: this one would have to be wrong in the same way. Time is linear in the size of the graph.
@@ -62,8 +66,9 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_read(buffers)
     check_discards(buffers, reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
-    check_order({s: w for s, w in reader.waits.items() if s not in reader.tables}, reader.ops, reader.order, ctx)
+    waits = {s: w for s, w in reader.waits.items() if s not in reader.apart | reader.own}
+    check_order(waits, reader.ops, reader.order, ctx)
     check_steps(reader)
     if ctx.executor == "inductor":
-        check_pinned(buffers, reader.ops, reader.order, reader.tables)
+        check_pinned(buffers, reader.ops, reader.order, reader.apart)
     return 0

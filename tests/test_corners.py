@@ -65,6 +65,14 @@ if corner.endswith("one_copy"):
         assert "one_copy" in str(error)
     else:
         raise AssertionError("one_copy=True was taken")
+if corner.endswith("lookups"):
+    try:
+        zerofx.compile(net, stage=3, lookups=True)
+    except ValueError as error:
+        assert "lookups" in str(error)
+    else:
+        raise AssertionError("lookups=True was taken")
+    assert not any(name.startswith(corner) for name in sys.modules)
 print("trained")
 sys.stdout.flush()
 os._exit(0)
@@ -89,6 +97,12 @@ def test_without_a_corner_a_model_trains_as_before(tmp_path: Path, corner: str) 
 
 
 def test_no_file_imports_a_corner() -> None:
-    from tests.test_packaging import arrows
+    from tests.test_packaging import arrows, within
 
-    assert not [(module, other) for module, others in arrows().items() for other in others if other in CORNERS]
+    assert not [
+        (module, other)
+        for module, others in arrows().items()
+        for other in others
+        for corner in CORNERS
+        if within(other, corner) and not within(module, corner)
+    ]

@@ -220,6 +220,7 @@ ROOMS = (
     "zerofx.model",
     "zerofx.kernels",
     "zerofx.passes",
+    "zerofx.passes.lookups",
     "zerofx.runtime.corners",
     "zerofx.runtime.ranks",
     "zerofx.runtime.state",

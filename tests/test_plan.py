@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import zerofx
 from tests.models import GPT
+from zerofx.runtime.ranks.sharing import PretendedRanks, Sharing
 
 GB = 1e9
 
@@ -158,3 +160,36 @@ def test_what_stage_3_gathers_at_once_is_what_the_compiled_graph_does(world_size
 def test_a_module_without_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         zerofx.plan(nn.ReLU(), world_size=2)
+
+
+class Nodes(Sharing):
+    """Weights are divided over a node of four ranks; gradients and the optimizer's state over all."""
+
+    def __init__(self, world_size: int) -> None:
+        self.gradients = self.optimizer = self.everyone = PretendedRanks(world_size, "")
+        self.weights = PretendedRanks(min(world_size, 4), "")
+
+
+def test_each_purpose_has_the_ranks_that_its_sharing_says() -> None:
+    model = nn.Linear(64, 64, bias=False, device="meta")
+    n, plan = 64 * 64, zerofx.plan(model, world_size=16, sharing=Nodes)
+    two, three = plan.stages[2:]
+    assert [float(x) for x in astuple(two.memory)] == [4 * n, 4 * n / 16, 0, 8 * n / 16]
+    assert [float(x) for x in astuple(three.memory)] == [4 * n / 4, 4 * n / 16, 0, 8 * n / 16]
+    assert float(three.traffic.gathered) == 2 * 4 * n * 3 / 4
+    assert float(three.traffic.reduced) == 4 * n * 15 / 16
+    links: Any = {"bandwidth": 1e9, "node_bandwidth": 1e10, "ranks_per_node": 4}
+    timed = zerofx.plan(model, world_size=16, sharing=Nodes, **links)
+    assert timed.speed is not None and timed.speed.bandwidth == 1e9  # gradients leave the node
+    assert timed.stages[3].time is not None
+    assert float(timed.stages[3].time.wire) == pytest.approx(float(three.traffic.total) / 1e9)
+
+
+def test_the_ranks_from_which_stage_3_fits_are_searched_with_the_sharing() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(16)))
+    groups = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
+    n, buffers = 16 * 64 * 64, 2 * 3 * 4 * 64 * 64
+    memory = n + 12 * n / 16 + buffers + 1  # weights take 4 n / 4 in a node of four, whatever else there is
+    assert zerofx.plan(model, world_size=4, memory=memory, groups=groups, sharing=Nodes).least_ranks == 16
+    least = zerofx.plan(model, world_size=4, memory=memory, groups=groups).least_ranks
+    assert least is not None and least < 16

@@ -15,7 +15,7 @@ The way of a weight, from ``zerofx.compile(model, stage=3)`` through one trainin
 """
 
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
-from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, verify
+from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
 from zerofx.inspect.memory import MemorySummary, memory_summary
 from zerofx.inspect.predict.calibrate import calibrate
@@ -28,6 +28,7 @@ from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
+from zerofx.passes.own import Pass
 from zerofx.runtime import corners as _corners
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.optim.adamw import AdamW
@@ -43,6 +44,7 @@ __all__ = [
     "MemorySummary",
     "MixedPrecision",
     "OutOfStepError",
+    "Pass",
     "Prediction",
     "Rates",
     "ShardedParameter",
@@ -62,6 +64,7 @@ __all__ = [
     "no_sync",
     "plan",
     "predict",
+    "published",
     "report",
     "save",
     "shard",

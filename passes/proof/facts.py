@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,7 +13,6 @@ from zerofx.model.layout import GroupLayout
 
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
-OWN_ROWS, SUM_ROWS = _zerofx.own_rows.default, _zerofx.sum_rows.default
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 
@@ -92,30 +92,6 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Everyones:
-    """What all ranks have for ``node``, flat and end to end, cast to ``dtypes`` one after the other."""
-
-    node: Node
-    dtypes: tuple[torch.dtype, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What all ranks look up by ``indices`` in a table with the number ``table``, of ``dtype``, and ``width``.
-
-    ``state``: "own" (what a rank has of it), and then as of a `Pack`.
-    """
-
-    layout: GroupLayout
-    table: int
-    dtype: torch.dtype
-    width: int
-    indices: Node
-    numel: int
-    state: str = "own"
-
-
-@dataclass(frozen=True)
 class Share:
     """A view of a reduced `Pack`: a tensor of ``shape`` from ``offset`` on, row-major."""
 
@@ -130,7 +106,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way: ``brings`` is what waiting for it yields."""
+    """A collective under way: ``brings`` is what waiting for it yields: a `Flat`, a `Pack`, or a fact of a corner's."""
 
     start: Node
-    brings: Flat | Pack | Everyones | Rows
+    brings: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.passes.context import Context, Meanings
-from zerofx.passes.proof.facts import Flat, Pack, Rows
+from zerofx.passes.proof.facts import Flat, Pack
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Number, Numbering, Op, Original
 from zerofx.passes.proof.refusal import refuse
@@ -37,7 +38,9 @@ class Known:
         ops: of all calls.
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
-        tables: the starts of collectives that are about rows of tables.
+        apart: the starts of a corner's collectives, which neither gather a shard nor reduce a pack.
+        own: what a user's passes inserted; and
+        fresh: of these, what has memory of its own.
     """
 
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
@@ -59,7 +62,9 @@ class Known:
         self.writes: list[Number] = []
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
-        self.tables: set[Node] = set()
+        self.apart: set[Node] = set()
+        self.own: set[Node] = set()
+        self.fresh: set[Node] = set()
         self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
@@ -82,8 +87,11 @@ class Known:
         if type(op.value.numel()) is not int:
             self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
 
-    def read_exchange(self, op: Op, fact: Pack | Rows) -> bool:
-        """Whether it is one of the steps from the others' parts to the sum of all."""
+    def read_exchange(self, op: Op, fact: Any) -> bool:
+        """Whether it is one of the steps from the others' parts to the sum of all.
+
+        ``fact``: a `Pack`, or what a corner sends as one: it has a state, a dtype and a number of elements.
+        """
         ranks, state, dtype = fact.state.split()[-1], "", fact.dtype
         if fact.state == "parts":
             others, part = op.args[1] if op.target is _aten.view.default and len(op.args[1]) == 2 else (0, 0)
@@ -94,7 +102,8 @@ class Known:
             if dtype.itemsize >= fact.dtype.itemsize:  # a sum over ranks, in a narrower one, may overflow
                 state = f"others of {ranks}"
         elif fact.state.startswith(("own of", "others of")) and op.target is _aten.add.Tensor and not op.kwargs:
-            own, others = (self.facts.get(x) for x in op.args)
+            terms: list[Any] = [self.facts.get(x) for x in op.args]
+            own, others = terms
             if (
                 type(own) is type(others) is type(fact)
                 and own.state == f"own of {ranks}"
@@ -107,11 +116,19 @@ class Known:
         if isinstance(fact, Pack) and fact.of is not None and state.startswith("shard"):
             self.facts[op.node] = replace(fact.of, replicas=int(ranks), divided=True, dtype=dtype)
             return True
-        if isinstance(fact, Rows) and state.startswith("shard"):
-            fact = replace(fact, table=self.numbering.cast(fact.table, fact.dtype, dtype))
         self.facts[op.node] = replace(fact, state=state, dtype=dtype)
         return True
 
     def fail(self, rule: str, node: Node, found: str, expected: str) -> NoReturn:
         tag = node.meta.get("zerofx")
         refuse(rule, node, found, expected, tag.group if tag else None)
+
+
+READERS: dict[type, Callable[[Known, Op, Any], None]] = {}
+"""What reads a node with a corner's fact, by the type of the fact."""
+
+SHARD_READERS: dict[Any, Callable[[Known, Op, Flat], None]] = {}
+"""What else may read a shard than its gather, by operator."""
+
+OTHER_GATHERS: list[Callable[[Known, Op], bool]] = []
+"""Gathers of what is no shard: each is asked whether it knows this one."""

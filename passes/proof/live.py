@@ -137,25 +137,25 @@ def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[
                 refuse("order", second, found, "first started, first waited for", tag.group if tag else None)
 
 
-def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int], tables: set[Node]) -> None:
+def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int], apart: set[Node]) -> None:
     """The rule "order", where the executor schedules by dependence alone.
 
     Each gather follows the one before it, and whatever reads a buffer that is to be gone by then: such a reader is a
-    kernel that the gather follows, or computed inside of such kernels only, or stored before it is first read. Rows of
-    ``tables`` are asked for, and told, between the same gathers as the graph reads. A wait follows the gathers that
-    start before it.
+    kernel that the gather follows, or computed inside of such kernels only, or stored before it is first read. What
+    stands ``apart`` starts between the same gathers as the graph reads. A wait follows the gathers that start before
+    it.
     """
     _check_waits(buffers, ops)
     gathers, followed = {b.start for b in buffers}, set[Node]()
-    previous: list[Node] = []  # the gather that started last, and what was said of tables since
+    previous: list[Node] = []  # the gather that started last, and what stands apart since
     pending = sorted((b for b in buffers if not b.escapes), key=lambda b: -b.last)
     for node, start in ops.items():
-        if node not in tables and (node not in gathers or start.target not in GATHERS):
+        if node not in apart and (node not in gathers or start.target not in GATHERS):
             continue
         loose = next((before for before in previous if before not in start.after), None)
         if loose is not None:
             refuse("order", node, f"nothing keeps it behind {loose.name!r}", "a dependence on it")
-        if node in tables:
+        if node in apart:
             previous.append(node)
             continue
         previous = [node]

@@ -132,10 +132,6 @@ class Numbering:
             number, source = self.cast(number, source, to), to
         return number
 
-    def looked_up(self, table: Number, indices: Number) -> Number:
-        """Of rows of a table. What else `embedding` is told is for its gradient."""
-        return hash(("rows", table, indices))
-
     def call(self, target: Callable, *args: Any, **kwargs: Any) -> Number:
         """Of an operator on numbers (as `Numbered`) and constants."""
         return hash((target, _key(args, {}), _key(kwargs, {})))
@@ -149,8 +145,8 @@ class Numbering:
         if to is not None:
             (source,) = op.inputs
             return self.cast(numbers[source], source.meta["val"].dtype, to)
-        if op.target is torch.ops.aten.embedding.default:
-            return self.looked_up(*(numbers[x] for x in op.args[:2]))
+        if op.target in LAWS:
+            return LAWS[op.target](self, op, numbers)
         if op.target is edit.AS_STRIDED:
             source, size, stride = op.args[:3]
             begins = edit.strided_from(op)
@@ -168,6 +164,10 @@ class Numbered:
     """A number in the place of a node, for `Numbering.call`."""
 
     number: Number
+
+
+LAWS: dict[Any, Callable[[Numbering, Op, dict[Node, Number]], Number]] = {}
+"""What corners know of an operator's value, by operator."""
 
 
 def _key(value: Any, numbers: dict[Node, Number]) -> Any:

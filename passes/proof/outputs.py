@@ -16,6 +16,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef, Reduction
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered
+from zerofx.passes.proof.own import check_own
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
 from zerofx.passes.proof.steps import gradient_of
@@ -58,7 +59,8 @@ class Outputs:
 
     def _check_outputs(self) -> None:
         ctx, values = self.ctx, edit.output_values(self.gm.graph)
-        first = len(values) - len(ctx.reductions)
+        behind = len(values) - len(ctx.reductions)
+        first = behind - len(ctx.published)
         if self.before is not None and first != len(self.before.outputs):
             self.reader.fail("reduction", self.gm.graph.output_node(), f"{len(values)} outputs", "those promised")
         odd = next((i for i in ctx.saved_parameters if i not in ctx.saved), None)
@@ -71,7 +73,8 @@ class Outputs:
             found = f"{sorted(lost)[0]!r} does not leave the graph gathered"
             self.reader.fail("saved", self.gm.graph.output_node(), found, "all that is promised to backward")
         if ctx.phase == "backward":
-            self._check_reductions(values[first:])
+            self._check_reductions(values[behind:])
+        check_own(self.reader, values[first:behind])
         if self.before is not None and self.reader.writes != self.before.writes:
             self.reader.fail(
                 "write", self.gm.graph.output_node(), "other writes to memory, or in another order", "as before"
@@ -80,6 +83,8 @@ class Outputs:
     def _check_output(self, i: int, value: Any) -> None:
         ctx, output = self.ctx, self.gm.graph.output_node()
         was = self.before.outputs[i] if self.before is not None else None
+        if value in self.reader.own:
+            self.reader.fail("own", value, f"it is output {i}, which is the model's", "edit.publish, for what is not")
         name = self._saved_name(i)
         if i in ctx.gradients:
             if value is not None:

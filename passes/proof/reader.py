@@ -18,21 +18,9 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import rows
-from zerofx.passes.proof.facts import (
-    ALL_REDUCES,
-    OWN_ROWS,
-    REFRESH,
-    STEP,
-    Everyones,
-    Flat,
-    Pack,
-    Part,
-    Rows,
-    Share,
-    Started,
-)
-from zerofx.passes.proof.known import Known
+from zerofx.passes.proof import own
+from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH, STEP, Flat, Pack, Part, Share, Started
+from zerofx.passes.proof.known import OTHER_GATHERS, READERS, SHARD_READERS, Known
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Number, Op, input_number, write
 from zerofx.passes.travel import GATHERS, SCATTERS
@@ -49,7 +37,11 @@ class Reader(Known):
         """Read inputs and operations, and check the rules that they alone can break."""
         self._read_inputs()
         for node in self.nodes:
-            if node.op == "get_attr":
+            if own.is_own(self, node):
+                self.own.add(node)
+                if node.op == "call_function":
+                    own.read_own(self, Op.of(node))
+            elif node.op == "get_attr":
                 self.numbers[node] = hash(("attribute", node.target))
             elif node.op == "call_function":
                 self._read(Op.of(node))
@@ -126,6 +118,7 @@ class Reader(Known):
             self._give_back(op)
             return
         inputs = op.inputs
+        own.refuse_reading_own(self, op)
         for x in inputs:
             # A second reduction breaks a rule of its own.
             if x in self.travelling and op.target not in (*SCATTERS, _OWN_PART):
@@ -146,10 +139,8 @@ class Reader(Known):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
         elif isinstance(fact, Flat):
             self._read_flat(op, fact, inputs)
-        elif isinstance(fact, Everyones):
-            rows.read_everyones(self, op, fact)
-        elif isinstance(fact, Rows):
-            rows.read_rows(self, op, fact)
+        elif type(fact) in READERS:
+            READERS[type(fact)](self, op, fact)
         elif isinstance(fact, (Pack, Share)):
             self._read_pack(op, fact)
         elif (op.target in SCATTERS or op.target in GATHERS or op.target in ALL_REDUCES) and not self._theirs(node):
@@ -223,8 +214,8 @@ class Reader(Known):
             self._start_gather(op, flat)
         elif op.target is _aten.clone.default and len(op.args) == 1 and self._is_near(flat):
             self.facts[node] = flat
-        elif op.target is OWN_ROWS:
-            rows.read_own_rows(self, op, flat)
+        elif op.target in SHARD_READERS:
+            SHARD_READERS[op.target](self, op, flat)
         else:
             self.fail("gather", node, f"it reads the shard of {flat.layout.name!r}", "the gathered weight")
 
@@ -281,7 +272,8 @@ class Reader(Known):
     def _start_reduction(self, op: Op) -> None:
         node, name = op.node, op.target
         if name in GATHERS:
-            rows.start_telling(self, op)
+            if not any(knows(self, op) for knows in OTHER_GATHERS):
+                self.fail("gather", node, "it gathers what is no shard", "a shard")
             return
         pack = self.pack(op.args[0])
         layout = self._layout_of(pack, node)

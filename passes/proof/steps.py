@@ -94,4 +94,4 @@ def _check_turns(reader: Reader) -> None:
 
 
 def _is_reduction(reader: Reader, op: Op) -> bool:
-    return op.target in SCATTERS and op.node in reader.waits and op.node not in reader.tables
+    return op.target in SCATTERS and op.node in reader.waits and op.node not in reader.apart

@@ -145,7 +145,7 @@ def apply(gm: GraphModule, ctx: Context, *passes: Pass) -> Applied:
 
 def up_to(pass_: Pass) -> tuple[Pass, ...]:
     """The pipeline up to and with ``pass_``."""
-    return PIPELINE[: PIPELINE.index(pass_) + 1]
+    return tuple(PIPELINE[: PIPELINE.index(pass_) + 1])
 
 
 def assert_left_alone(gm: GraphModule, ctx: Context, pass_: Pass) -> None:

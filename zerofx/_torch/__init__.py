@@ -80,6 +80,7 @@ from zerofx._torch.inductor import (
     pin_order,
     pinned,
     source_code,
+    taken_apart,
 )
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (

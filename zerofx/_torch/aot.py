@@ -104,7 +104,7 @@ def gradient_outputs(output: Node) -> dict[int, int]:
 
 
 def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
-    """What forward returns at ``positions`` is no longer what AOTAutograd saw there (2.11, 2.13, 2.15).
+    """What forward returns at ``positions`` is no longer what AOTAutograd saw there, or more (2.11, 2.13, 2.15).
 
     To be called before the code is generated and after: Inductor lays outputs out as they were, and AOTAutograd's
     backward inputs as Inductor's outputs are.
@@ -116,7 +116,8 @@ def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
     recorded += [context.output_strides] if context is not None else []
     for strides in recorded:
         for position in positions if strides else ():
-            strides[position] = None
+            if position < len(strides):
+                strides[position] = None
 
 
 @contextlib.contextmanager

@@ -186,6 +186,31 @@ _ALIGNED = 16
 """Bytes that every product's address is a multiple of: kernels may count on it."""
 
 
+def taken_apart(node: Node) -> GraphModule | None:
+    """What Inductor takes the operator of ``node`` apart into; None where it takes it whole (2.11, 2.13, 2.15).
+
+    AOTAutograd has done so with the model's operators. What a pass inserts comes later. The graph's inputs are the
+    nodes among the arguments.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    target, table = node.target, select_decomp_table()
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    if target not in table and not composite:
+        return None
+    inputs = node.all_input_nodes
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(inputs, values))
+        args, kwargs = pytree.tree_map_only(Node, given.__getitem__, (node.args, node.kwargs))
+        return target(*args, **kwargs)
+
+    return make_fx(call, decomposition_table=table)(*(x.meta["val"] for x in inputs))
+
+
 def source_code(compiled: Any) -> str | None:
     """The Python code that Inductor wrote for what `generate_code` returned, from its cache too (2.11, 2.13, 2.15)."""
     return getattr(compiled, "source_code", None)

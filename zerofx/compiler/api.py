@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerofx._torch import compile_module
@@ -72,6 +73,14 @@ def drop_kept(module: nn.Module) -> None:
 def graphs(module: nn.Module) -> list[GraphRecord]:
     """What was compiled for ``module`` so far: one record per graph that Dynamo captured. ``print`` one to read it."""
     return records_of(_groups(module))
+
+
+def published(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What passes of your own published when their graphs ran last, by name (`zerofx.passes.edit.publish`).
+
+    The tensors are the graphs' outputs: reading a number of one on a GPU waits until the stream has come to it.
+    """
+    return {name: x for family in {g.family for g in _groups(module)} for name, x in family.published.items()}
 
 
 def verify(record: GraphRecord | Trace) -> None:

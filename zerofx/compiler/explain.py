@@ -28,8 +28,10 @@ from zerofx.compiler.listing import difference, node_line
 from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
-from zerofx.passes import before_lower, edit, pipeline
+from zerofx.passes import before_lower, edit
 from zerofx.passes.context import Tag
+from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.own import Pass
 from zerofx.passes.schedule import budget_of, find_gathers, groups_ahead, live_bytes, room_in_flight, soonest
 
 MOST_NAMES = 4
@@ -69,7 +71,9 @@ def has_words(line: str, words: str) -> bool:
 
 
 def purpose(pass_: Callable) -> str:
-    """The first line of the file of a pass: what it is for."""
+    """The first line of the file of a pass: what it is for. Of a user's: of its function's docstring."""
+    if isinstance(pass_, Pass):
+        return pass_.purpose or f"a pass of the user's, in {pass_.function.__module__}"
     return (sys.modules[pass_.__module__].__doc__ or "").partition("\n")[0]
 
 
@@ -128,31 +132,37 @@ class Reasons:
     def __init__(self, trace: Rewriting, history: History | None = None) -> None:
         self.context = trace.context
         self.history = history or History(trace)
-        self.graph = self.history.graphs[before_lower(trace.context.stage)]
+        self.graph = self.history.graphs[before_lower(trace.context.stage, trace.context.own)]
         self.order = edit.positions(self.graph)
         self.gathers, self.held = find_gathers(self.graph)
         self.ahead = groups_ahead(self.graph)
-        self.purposes = {pass_.__name__: purpose(pass_) for pass_ in pipeline(trace.context.stage)}
+        self.purposes = {pass_.__name__: purpose(pass_) for pass_ in trace.passes}
 
     def why(self, node: Node) -> Why:
         """What there is to say of ``node``, in the order to read it."""
         tag = node.meta.get("zerofx")
-        if tag is None:
+        if tag is None and node.name not in self.history.made:
             return [("is", "the model's own, or AOTAutograd's"), *self._line(node)]
         said: Why = []
-        if tag.kind in _ABOUT:
-            said.append((_ABOUT[tag.kind], self._what(node, tag)))
+        tag = tag or Tag("", "")
+        kind = KINDS.get(tag.kind, Kind())
+        about = _ABOUT.get(tag.kind) or {"gather": "brings", "scatter": "takes"}.get(kind.travels)
+        if about:
+            said.append((about, self._what(node, tag)))
         for question, passes in (("made by", self.history.made), ("moved by", self.history.moved)):
             if node.name in passes:
                 name = passes[node.name]
                 said.append((question, f"{name}: {self.purposes[name]}"))
         said += _PLACES[tag.kind](self, node, tag.group) if tag.kind in _PLACES else []
+        if kind.stands:
+            said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(self.graph, tag.group)))
         return [*said, *self._line(node)]
 
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
         size = format_bytes(whole_bytes(node.args[0] if tag.kind == "discard" else node))  # type: ignore[arg-type]
-        if tag.kind in ("reduce_scatter", "all_reduce", "sum_replicas", "give"):
+        taken = ("reduce_scatter", "all_reduce", "sum_replicas")
+        if tag.kind in taken or KINDS.get(tag.kind, Kind()).brings == "gradients":
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:
@@ -256,25 +266,6 @@ class Reasons:
         much = f"with it, more than {format_bytes(room)} would be in flight"
         return [("stands", f"in front of the packing of {following}: {much}")]
 
-    def _ask(self, node: Node, group: str) -> Why:
-        about = "which rows this rank looks up" if self._asks(group) else "whose gradients it gives"
-        return [("stands", f"as soon as the indices are there: all ranks are told {about}")]
-
-    def _asks(self, group: str) -> bool:
-        return any(n.meta["zerofx"].group == group for n in edit.tagged(self.graph, "answer"))
-
-    def _answer(self, node: Node, group: str) -> Why:
-        return [("stands", "behind what picks the rows, and ahead of other gathers: it is little, and needed first")]
-
-    def _answered(self, node: Node, group: str) -> Why:
-        return [("stands", "in front of the rows' first use")]
-
-    def _give(self, node: Node, group: str) -> Why:
-        return [("stands", "right behind the rows' gradients")]
-
-    def _given(self, node: Node, group: str) -> Why:
-        return [("stands", "at the end: the table's gradient is in nobody's way until then")]
-
     def _step(self, node: Node, group: str) -> Why:
         behind = "the start of the next reduction, and behind the last reader of the weights that it changes"
         return [("stands", f"behind {behind}")]
@@ -307,11 +298,6 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "wait_replicas": Reasons._wait_replicas,
     "gathered": Reasons._gathered,
     "near": Reasons._near,
-    "ask": Reasons._ask,
-    "answer": Reasons._answer,
-    "answered": Reasons._answered,
-    "give": Reasons._give,
-    "given": Reasons._given,
     "step": Reasons._step,
     "ahead": Reasons._ahead,
 }
@@ -324,7 +310,4 @@ _ABOUT = {
     "reduce_scatter": "takes",
     "all_reduce": "takes",
     "sum_replicas": "takes",
-    "ask": "brings",
-    "answer": "takes",
-    "give": "brings",
 }

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
 
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
+from zerofx.passes import pipeline
 from zerofx.passes.context import Buckets, Executor
+from zerofx.passes.own import Pass, nearest
 from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
 EXECUTORS = ("inductor", "eager")
@@ -40,7 +43,7 @@ class Options:
             `zerofx.runtime.eager.leaf`.
         lookups: stage 3: of embeddings that are only looked up, rows travel instead of the table, and their gradients,
             where that is fewer bytes. Every rank's batches must have one shape then. See
-            `zerofx.passes.lookup`.
+            `zerofx.passes.lookups`.
         one_copy: stage 3 where all ranks are on one host: they have the weights in memory that they share, once, and
             gather nothing; see `zerofx.runtime.state.one_copy`.
         mesh: a device mesh of one dimension; or of two: replicas of the module on the first, each divided over the
@@ -58,6 +61,7 @@ class Options:
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective before it is an error which says who is missing; None: as
             long as the process group would. Stage 0's collectives, and NCCL's, always wait as long as that.
+        passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 
     stage: int = 3
@@ -76,6 +80,7 @@ class Options:
     mixed_precision: MixedPrecision | None = None
     buckets: Buckets = "group"
     timeout: float | None = None
+    passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -95,6 +100,8 @@ class Options:
         if self.lookups and (self.stage != 3 or self.one_copy):
             other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
             raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
+        if self.lookups and "lookup" not in [pass_.__name__ for pass_ in pipeline(self.stage)]:
+            raise ValueError("lookups=True: this zerofx has no such pass (zerofx.passes.lookups). Leave it out.")
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
@@ -106,6 +113,8 @@ class Options:
                 torch.device(self.device)
             except (RuntimeError, TypeError) as e:
                 raise ValueError(f"device={self.device!r}: expected a torch.device or its name, or None.") from e
+        object.__setattr__(self, "passes", Pass.all_of(self.passes))
+        pipeline(self.stage, self.passes)  # type: ignore[arg-type]  # it refuses a place that is not there
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
@@ -137,7 +146,8 @@ class Options:
         known = Options.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}: zerofx knows {', '.join(known)}.")
+            found = nearest(unknown[0], known)
+            raise ValueError(f"unknown option {unknown[0]!r}{found} zerofx knows {', '.join(known)}.")
         return Options(**options)
 
 

@@ -126,6 +126,8 @@ class CompiledGraph:
             gathered,
             uses=list(self.groups.values()),
             trained=phase == "forward",
+            published=ctx.published,
+            publish=self.family.published.update,
         )
 
     def _compile_backward(
@@ -179,6 +181,8 @@ class CompiledGraph:
             reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
             keeps=sync == "keep",
             steps=steps,
+            published=ctx.published,
+            publish=self.family.published.update,
         )
 
     def _rewrite(
@@ -198,6 +202,8 @@ class CompiledGraph:
         # Backward may write over an input of the model's, by its place among the inputs that are left.
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
+        returned = len(edit.output_values(gm.graph))
+        moved += range(returned - len(ctx.published), returned) if ctx.phase == "forward" else ()
         _torch.forget_output_strides(gm, moved)
         promise = Promise.of(gm, ctx) if self.options.executor == "inductor" and self.pretend is None else None
         with _torch.donated_inputs(theirs):
@@ -257,6 +263,7 @@ class CompiledGraph:
             "executor": self.options.executor,
             "lookups": self.options.lookups,
             "memory_budget": self.options.memory_budget,
+            "own": self.options.passes,
         }
 
     def _any_group(self) -> ShardGroup:

@@ -27,6 +27,8 @@ from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
+from zerofx.passes.kinds import KINDS, travelling
+from zerofx.passes.own import KINDS as OURS
 
 _VERBS = {
     "all_gather": "start",
@@ -38,12 +40,6 @@ _VERBS = {
     "wait_grad": "reduced",
     "sum_replicas": "sum",
     "wait_replicas": "summed",
-    "ask": "ask",
-    "asked": "asked",
-    "answer": "answer",
-    "answered": "answered",
-    "give": "give",
-    "given": "given",
     "step": "update",
     "ahead": "renew",
 }
@@ -57,8 +53,6 @@ _SIZED = {
     "reduce_scatter": "reduce-scatters take",
     "all_reduce": "all-reduces take",
     "sum_replicas": "sums over replicas take",
-    "answer": "exchanges of rows take",
-    "give": "gathers of their gradients bring",
 }
 WIDTH = 120
 _PLACE, _OPS = 24, 44
@@ -74,7 +68,7 @@ def format_trace(trace: Rewriting, fold: bool = True) -> str:
     ``fold``: show layers that look alike once.
     """
     graph = trace.before_lower().graph
-    collectives = edit.tagged(graph, *_VERBS)
+    collectives = edit.tagged(graph, *_verbs())
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
     body = _body(graph, width)
     return "\n".join([_header(trace, collectives), *(_folded(body) if fold else (line for _, line in body))])
@@ -100,7 +94,7 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
     elif "refresh" in sizes:
         how = "in common" if trace.context.one_copy else "waited for"
         parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
-    for kind, words in _SIZED.items():
+    for kind, words in (_SIZED | {name: kind.total for name, kind in KINDS.items() if kind.total}).items():
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
     if "step" in sizes:
@@ -108,9 +102,13 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
     return f"{trace.name}: {'; '.join(parts) or 'no collectives'}"
 
 
+def _verbs() -> dict[str, str]:
+    return _VERBS | {name: kind.verb for name, kind in KINDS.items() if kind.verb}
+
+
 def whole_bytes(node: Node) -> int:
     """Bytes of the flat buffer that a collective is about, whole."""
-    source = node.args[0] if node.meta["zerofx"].kind in ("reduce_scatter", "answer") else node
+    source = node.args[0] if node.meta["zerofx"].kind in ("reduce_scatter", *travelling("scatter")) else node
     value = source.meta["val"]  # type: ignore[union-attr]
     return 0 if value is None else value.numel() * value.dtype.itemsize
 
@@ -128,25 +126,26 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
             lines.append((None, _cut(line, WIDTH)))
             ops.clear()
 
+    verbs, sized = _verbs(), {"all_gather", "refresh", *_SIZED, *travelling()}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         tag = node.meta.get("zerofx")
-        if tag is None:
+        if tag is None or not (tag.kind in OURS or tag.kind in KINDS):
             name = operator_name(node)
             if name in _SILENT:
                 continue
-            here = place_of(node)
+            here = place_of(node) if tag is None else f"(the pass {tag.kind})\0"
             if here != place:
                 flush()
                 place = here
             ops.append(name)
-        elif tag.kind in _VERBS:
+        elif tag.kind in verbs:
             flush()
             size = ""
-            if tag.kind in ("all_gather", "refresh", "ask", *_SIZED):
+            if tag.kind in sized:
                 size = f"{format_bytes(whole_bytes(node)):>10}"
-            lines.append((tag, f"  {_VERBS[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
+            lines.append((tag, f"  {verbs[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
     flush()
     return lines
 

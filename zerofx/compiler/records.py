@@ -10,7 +10,6 @@ from zerofx.compiler.explain import explain, has_words, purpose
 from zerofx.compiler.listing import difference, python_of
 from zerofx.compiler.printing import format_trace
 from zerofx.compiler.rewriting import Rewriting
-from zerofx.passes import pipeline
 from zerofx.runtime.state.group import ShardGroup
 
 
@@ -19,7 +18,7 @@ class Trace(Rewriting):
 
     def diff(self, name: str) -> str:
         """What the pass ``name`` changed, node by node; `zerofx.compiler.listing` says how to read it."""
-        names = [pass_.__name__ for pass_ in pipeline(self.context.stage)]
+        names = [pass_.__name__ for pass_ in self.passes]
         after = self.after(name)
         i = names.index(name)
         before = self.after(names[i - 1]) if i else self.before
@@ -113,7 +112,7 @@ class GraphRecord:
         for field in fields(self):
             trace = getattr(self, field.name)
             if trace is not None:
-                gm = trace.after(pipeline(trace.context.stage)[-1].__name__, executor="eager")
+                gm = trace.after(trace.passes[-1].__name__, executor="eager")
                 needed, source = python_of(gm, field.name)
                 imports |= needed
                 functions.append(source)

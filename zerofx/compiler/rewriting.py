@@ -17,8 +17,11 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
-from zerofx.passes import VerificationError, before_lower, pipeline
+from zerofx.passes import Pass, VerificationError, before_lower, pipeline
+from zerofx.passes.adopt import adopt
 from zerofx.passes.context import Context, Executor
+from zerofx.passes.own import Pass as OwnPass
+from zerofx.passes.own import in_front
 from zerofx.passes.proof.code import Promise, check_code
 
 
@@ -51,15 +54,48 @@ class Rewriting:
         """The phase, and in brackets what it does with gradients if that is not just to reduce them."""
         return self.context.name
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes of this graph, in order, the user's among them."""
+        return pipeline(self.context.stage, self.context.own)
+
     def run(self, gm: GraphModule) -> None:
         """Run all passes on ``gm`` with ``self.context``."""
-        for pass_ in pipeline(self.context.stage):
+        for pass_ in self.passes:
             start = time.perf_counter()
             try:
-                self.edits[pass_.__name__] = pass_(gm, self.context)
+                self.edits[pass_.__name__] = self._apply(pass_, gm, self.context)
             except VerificationError as e:
-                raise e.saved_in(self._save(gm)) from None
+                raise (self._blamed(e) or e).saved_in(self._save(gm)) from None
+            except Exception as e:
+                blamed = None if isinstance(pass_, OwnPass) else self._blamed(e)
+                if blamed is None:
+                    raise
+                raise blamed from e
             self.seconds[pass_.__name__] = time.perf_counter() - start
+
+    def _apply(self, pass_: Pass, gm: GraphModule, ctx: Context) -> int:
+        if not isinstance(pass_, OwnPass):
+            return pass_(gm, ctx)
+        front = pass_ in in_front(self.passes)
+        edits = adopt(pass_, gm, ctx, front=front)
+        if front:
+            ctx.before = copy_graph(gm)
+        return edits
+
+    def _blamed(self, error: Exception) -> VerificationError | None:
+        """``error`` as one of the user's pass that brought it about; None where it comes without any of them, too."""
+        own = [pass_ for pass_ in self.passes if isinstance(pass_, OwnPass)]
+        for k in range(len(own) + 1) if own else ():
+            gm, ctx = copy_graph(self.before), copy_context(self._initial)
+            ctx.meanings = copy.deepcopy(ctx.meanings)
+            try:
+                for pass_ in self.passes:
+                    if pass_ not in own[k:]:
+                        self._apply(pass_, gm, ctx)
+            except Exception:
+                return VerificationError.by_pass(own[k - 1].name, self.name, error) if k else None
+        return None
 
     def check_code(self, promise: Promise, written: dict[str, str]) -> dict[str, str]:
         """Check ``self.code``: see `zerofx.passes.proof.code.check_code`, which says what is given and returned."""
@@ -87,7 +123,7 @@ class Rewriting:
 
     def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
         """The graph after the pass ``name``; ``executor``: as that one would have got it."""
-        passes = pipeline(self.context.stage)
+        passes = self.passes
         names = [pass_.__name__ for pass_ in passes]
         if name not in names:
             raise KeyError(f"no pass {name!r}: the passes are {', '.join(names)}.")
@@ -96,26 +132,26 @@ class Rewriting:
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
             for pass_ in passes[: names.index(name) + 1]:
-                pass_(gm, ctx)
+                self._apply(pass_, gm, ctx)
         return gm
 
     def steps(self) -> Iterator[tuple[Callable, GraphModule]]:
         """Every pass and the graph after it, in order; cheaper than asking `after` for each."""
         gm, ctx = copy_graph(self.before), copy_context(self._initial)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-        for pass_ in pipeline(self.context.stage):
+        for pass_ in self.passes:
             with _torch.fake_mode_of(values):
-                pass_(gm, ctx)
+                self._apply(pass_, gm, ctx)
             yield pass_, copy_graph(gm)
 
     @property
     def final(self) -> GraphModule:
         """The graph that the executor got."""
-        return self.after(pipeline(self.context.stage)[-1].__name__)
+        return self.after(self.passes[-1].__name__)
 
     def before_lower(self) -> GraphModule:
         """The graph to read: in front of `lower`."""
-        return self.after(before_lower(self.context.stage))
+        return self.after(before_lower(self.context.stage, self.context.own))
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
@@ -135,4 +171,5 @@ def copy_context(ctx: Context) -> Context:
         saved_parameters=dict(ctx.saved_parameters),
         kept=list(ctx.kept),
         reductions=list(ctx.reductions),
+        published=list(ctx.published),
     )

@@ -28,6 +28,9 @@ from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
+Publish = Callable[[dict[str, torch.Tensor]], None]
+"""Takes what a user's passes publish, by name."""
+
 
 def forward_runner(
     compiled: Callable,
@@ -37,11 +40,14 @@ def forward_runner(
     gathered: dict[int, ShardGroup],
     uses: Sequence[ShardGroup],
     trained: bool,
+    published: Sequence[str],
+    publish: Publish,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
     ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
-    its backward, needs. ``trained``: a backward is to come.
+    its backward, needs. ``trained``: a backward is to come. ``published``: under what names its last outputs go to
+    ``publish``.
     """
     live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
     left = {i: weakref.ref(group) for i, group in gathered.items()}
@@ -54,6 +60,9 @@ def forward_runner(
             group().weights.refresh()  # type: ignore[union-attr]
         with _reading(live, "forward", written=True):
             outputs = list(compiled(_inputs(args, kept, live)))
+        if published:
+            publish(dict(zip(published, outputs[-len(published) :])))
+            del outputs[-len(published) :]
         for i, ref in saved_refs.items():
             outputs[i] = ref()
         for i, group in left.items():
@@ -96,6 +105,8 @@ class BackwardCode:
         reductions: what its extra outputs are.
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
         steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
+        published: under what names the outputs in front of these go to
+        publish.
     """
 
     compiled: Callable
@@ -107,6 +118,8 @@ class BackwardCode:
     reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
     keeps: bool
     steps: bool
+    published: Sequence[str]
+    publish: Publish
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
         gathered = self._take_gathered(args)
@@ -120,7 +133,10 @@ class BackwardCode:
             ref().pending -= 1  # type: ignore[union-attr]
         with stepping(self if self.steps else None), _reading(self.groups, "backward", written=False):
             outputs = list(self.compiled(inputs))
-        for (ref, slots), gradient in zip(self.reductions, outputs[n_outputs:], strict=True):
+        behind = n_outputs + len(self.published)
+        if self.published:
+            self.publish(dict(zip(self.published, outputs[n_outputs:behind])))
+        for (ref, slots), gradient in zip(self.reductions, outputs[behind:], strict=True):
             live = ref()
             assert live is not None
             if self.steps:

@@ -35,7 +35,6 @@ from zerofx.inspect.predict.recorder import KINDS
 from zerofx.inspect.report_timeline import chart
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes, format_seconds
-from zerofx.passes import pipeline
 from zerofx.passes.context import Context
 
 MOST_LINES = 500
@@ -171,7 +170,7 @@ def _graph(i: int, trace: Trace, graphs: int) -> str:
     phase = trace.name
     history, passes = History(trace), []
     changes = history.changes()
-    for pass_ in pipeline(trace.context.stage):
+    for pass_ in trace.passes:
         name = pass_.__name__
         edits = f"{trace.edits[name]} edit{'' if trace.edits[name] == 1 else 's'}"
         passes.append(

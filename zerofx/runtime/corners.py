@@ -1,7 +1,7 @@
-"""Corners: what serves one case, in a file that nothing else imports.
+"""Corners: what serves one case, in a file or a folder that nothing else imports.
 
 Each puts itself into the table of a seam as it is imported: a shortcut between ranks, a case of weights, a pass. Take
-a line out here and delete the file, and everything else works as before.
+a line out here, delete the file or the folder, and everything else works as before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ CORNERS = (
     "zerofx.runtime.ranks.two_levels",  # meshes of two dimensions                      ranks/sharing.py SHARINGS
     "zerofx.runtime.state.row_copy",  # optimizer state divided between replicas        state/weights.py WEIGHTS
     "zerofx.runtime.state.one_copy",  # weights once for all ranks of a host            state/weights.py WEIGHTS
+    "zerofx.passes.lookups",  # rows of tables that are only looked up                  passes PIPELINE
 )
 
 

@@ -19,7 +19,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import Context
 from zerofx.passes.proof.facts import REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
-from zerofx.passes.travel import GATHERS, SCATTERS
+from zerofx.passes.travel import GATHERS, communicates
 
 Place = tuple[str, int] | None
 """("start", i): what the collective i brings; ("input", i): what input i holds."""
@@ -197,7 +197,7 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
 
 
 def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int]) -> set[int]:
-    """The collectives that zerofx's own nodes lead to, from ``values`` up, but for tables and updates."""
+    """The collectives that zerofx's own nodes lead to, from ``values`` up, but for updates."""
     found, todo, seen = set(), list(values), set()
     while todo:
         node = todo.pop()
@@ -218,10 +218,7 @@ def plain_name(target: Any) -> str:
 
 
 def _starts(op: Op) -> bool:
-    if not isinstance(op.target, OpOverload) or op.target is _WAIT:
-        return False
-    ours = op.target in GATHERS or op.target in SCATTERS or op.target is REFRESH
-    return ours or op.target.namespace == "_c10d_functional"
+    return communicates(op.target) or op.target is REFRESH
 
 
 def _is_product(op: Op) -> bool:

@@ -34,6 +34,7 @@ import torch
 
 from zerofx._torch import OpOverload
 from zerofx.passes import edit
+from zerofx.passes.own import COLLECTIVES
 from zerofx.passes.proof.code.kernel import Argument, Kernel, read_kernel
 from zerofx.passes.proof.code.line import NOTHING, Kind, Line, Memory, Passed, Value, flat
 from zerofx.passes.travel import GATHERS, SCATTERS
@@ -452,7 +453,7 @@ def _kind(name: str) -> Kind:
         return "wait"
     if name.startswith("zerofx.step."):
         return "step"
-    starts = {str(target).rpartition(".")[0] for target in (*GATHERS, *SCATTERS)} | {"zerofx.refresh"}
+    starts = {str(target).rpartition(".")[0] for target in (*GATHERS, *SCATTERS, *COLLECTIVES)} | {"zerofx.refresh"}
     return "start" if namespace == "_c10d_functional" or f"{namespace}.{operator}" in starts else "call"
 
 

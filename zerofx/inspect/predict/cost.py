@@ -1,6 +1,7 @@
 """What a stage costs a rank, as formulas: bytes it holds, bytes it sends, collectives it starts, seconds it takes.
 
-Letters: ``N`` parameters in ``n`` groups, ``M`` ranks, ``k`` micro-batches per optimizer step. Bytes of one element:
+Letters: ``N`` parameters in ``n`` groups, ``M`` ranks, ``k`` micro-batches per optimizer step. Where not all ranks
+share everything, `Ranks` has a number for each purpose, and the formulas take the one that fits. Bytes of one element:
 ``m`` of a master weight, ``w`` of a weight as the model computes with it, ``g`` of a gradient as it is reduced. For
 seconds: ``F`` and ``B`` floating-point operations of a micro-batch's forward and backward, ``c`` of them in a second; a
 collective takes ``a`` seconds, and one more for each ``b`` bytes that a rank receives while it sends as many.
@@ -80,6 +81,7 @@ import torch
 from sympy import Expr, Integer, Max, Symbol, sympify
 
 from zerofx.model.precision import MixedPrecision
+from zerofx.runtime.ranks.sharing import Sharing
 
 LETTERS = "N M n k m w g F B c a b"
 N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS = [Symbol(name, positive=True) for name in LETTERS.split()]
@@ -121,6 +123,21 @@ class Sizes(Formulas):
         return Sizes(Integer(dtype.itemsize), Integer(weight.itemsize), Integer(gradient.itemsize))
 
 
+@dataclass(frozen=True)
+class Ranks(Formulas):
+    """How many ranks share what, by purpose (`zerofx.runtime.ranks.sharing`)."""
+
+    weights: Expr = M
+    gradients: Expr = M
+    optimizer: Expr = M
+
+    @staticmethod
+    def of(sharing: Sharing) -> Ranks:
+        """The numbers of ranks of ``sharing``."""
+        return Ranks(*(Integer(x.size) for x in (sharing.weights, sharing.gradients, sharing.optimizer)))
+
+
+ALL = Ranks()
 FULL = Sizes()
 MIXED = Sizes(m, w, g)
 
@@ -189,30 +206,38 @@ class Time(Formulas):
         return self.compute + self.wire
 
 
-def memory(stage: int, sizes: Sizes = FULL, *, accumulating: bool = False, moments: int = 2) -> Memory:
+def memory(
+    stage: int, sizes: Sizes = FULL, *, ranks: Ranks = ALL, accumulating: bool = False, moments: int = 2
+) -> Memory:
     """What a rank holds; ``accumulating``: between two backwards under `zerofx.no_sync`."""
-    owned = N if _checked(stage) == 0 else N / M  # what this rank's optimizer updates
+    weight, gradient, owned = _shares(stage, ranks)
     if sizes.mixed:
         weights = sizes.weight * N if stage in (1, 2) else Integer(0)
         master = sizes.master * owned
     else:
-        weights = sizes.master * (N / M if stage == 3 else N)
+        weights = sizes.master * weight
         master = Integer(0)
-    gradients = sizes.gradient * N if accumulating else sizes.master * owned
+    gradients = sizes.gradient * N if accumulating else sizes.master * gradient
     return Memory(weights, gradients, master, moments * sizes.master * owned)
 
 
-def memory_16_bit(stage: int, *, accumulating: bool = False) -> Memory:
+def memory_16_bit(stage: int, *, ranks: Ranks = ALL, accumulating: bool = False) -> Memory:
     """What a rank holds of a model that is 16-bit itself, where `zerofx.AdamW` holds float32 masters and moments."""
-    owned = N if _checked(stage) == 0 else N / M
-    weights = 2 * (N / M if stage == 3 else N)
-    return Memory(weights, 2 * (N if accumulating else owned), 4 * owned, 8 * owned)
+    weight, gradient, owned = _shares(stage, ranks)
+    return Memory(2 * weight, 2 * (N if accumulating else gradient), 4 * owned, 8 * owned)
+
+
+def _shares(stage: int, ranks: Ranks) -> tuple[Expr, Expr, Expr]:
+    """Of ``N``, what a rank has at rest: of the weights, of their gradients, and of what its optimizer updates."""
+    weights = N / ranks.weights if _checked(stage) == 3 else N
+    return weights, N / ranks.gradients if stage else N, N / ranks.optimizer if stage else N
 
 
 def traffic(
     stage: int,
     sizes: Sizes = FULL,
     *,
+    ranks: Ranks = ALL,
     no_sync: bool = False,
     kept: tuple[int | Expr, int | Expr] = (0, 0),
     frozen: tuple[int | Expr, int | Expr] = (0, 0),
@@ -228,10 +253,9 @@ def traffic(
     others, other_groups = frozen if stage == 3 else (Integer(0), Integer(0))
     reductions = Integer(1) if no_sync else k
     there_and_back = 2 if stage == 0 else 1
-    share = (M - 1) / M
     return Traffic(
-        gathered=share * ((N + others) * gathers - spared) * sizes.weight,
-        reduced=share * N * reductions * sizes.gradient * there_and_back,
+        gathered=_sent(ranks.weights) * ((N + others) * gathers - spared) * sizes.weight,
+        reduced=_sent(ranks.gradients) * N * reductions * sizes.gradient * there_and_back,
         collectives=(n + other_groups) * gathers + n * reductions - spared_groups,
     )
 
@@ -240,16 +264,18 @@ def time(
     stage: int,
     sizes: Sizes = FULL,
     *,
+    ranks: Ranks = ALL,
     no_sync: bool = False,
     kept: tuple[int | Expr, int | Expr] = (0, 0),
     frozen: tuple[int | Expr, int | Expr] = (0, 0),
 ) -> Time:
     """What an optimizer step takes; arguments as in `traffic`. Stage 3 is exact for no or one group ``kept``."""
-    forward, backward, share = F / c, B / c, (M - 1) / M
+    forward, backward = F / c, B / c
+    gathered, shared = _sent(ranks.weights), _sent(ranks.gradients)
     groups = n + frozen[1] if _checked(stage) == 3 else n
-    reduce = share * N * sizes.gradient * (2 if stage == 0 else 1) / b + n * a
-    gather = share * (N + (frozen[0] if stage == 3 else 0)) * sizes.weight / b + groups * a
-    again = gather - share * kept[0] * sizes.weight / b - kept[1] * a
+    reduce = shared * N * sizes.gradient * (2 if stage == 0 else 1) / b + n * a
+    gather = gathered * (N + (frozen[0] if stage == 3 else 0)) * sizes.weight / b + groups * a
+    again = gather - gathered * kept[0] * sizes.weight / b - kept[1] * a
     reductions = Integer(1) if no_sync else k
 
     computed, reduced = backward, _pipeline(backward, reduce, n)
@@ -264,12 +290,17 @@ def time(
         # Each reduction comes between two gathers; the wire rests until the first is there, and before the last.
         rests = Max(0, layer - first) + Max(0, layer - last)
         reduced = Max(backward + ahead + last, again + reduce + rests)
-    sent = traffic(stage, sizes, no_sync=no_sync, kept=kept, frozen=frozen)
+    sent = traffic(stage, sizes, ranks=ranks, no_sync=no_sync, kept=kept, frozen=frozen)
     return Time(
         compute=k * (forward + backward),
         wire=sent.total / b + sent.collectives * a,
         step=forwards + reductions * reduced + (k - reductions) * computed,
     )
+
+
+def _sent(ranks: Expr) -> Expr:
+    """Of a collective's bytes, what a rank receives while it sends as many."""
+    return (ranks - 1) / ranks
 
 
 def _pipeline(compute: Expr, wire: Expr, groups: Expr) -> Expr:

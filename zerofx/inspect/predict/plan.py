@@ -36,6 +36,7 @@ from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.units import format_bytes, format_seconds
+from zerofx.runtime.ranks.sharing import OneGroup, Sharing
 
 MOST_RANKS = 2**20
 """Where the search for a number of ranks that fits ends."""
@@ -157,6 +158,7 @@ def plan(
     module: nn.Module,
     *,
     world_size: int,
+    sharing: Callable[[int], Sharing] = OneGroup.pretended,
     stages: Iterable[int] = (0, 1, 2, 3),
     memory: float | None = None,
     mixed_precision: MixedPrecision | None = None,
@@ -178,6 +180,7 @@ def plan(
         module: on any device, the meta device included (`zerofx.inspect.predict.shapes.build` makes well-known
             ones). With 16-bit parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32
             masters and moments; with others, any Adam.
+        sharing: who shares what, of a number of ranks (`zerofx.runtime.ranks.sharing`): by default all share all.
         memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
             (`zerofx.Grouping`); on gloo there are more, which are smaller.
@@ -197,12 +200,13 @@ def plan(
             raise ValueError(f"{name}={number}: expected 1 or more.")
     if memory is not None and not memory > 0:
         raise ValueError(f"memory={memory}: expected bytes, more than 0.")
-    layouts = [layout for layout, _ in plan_groups(module, world_size, Grouping.of(groups))]
+    ranks = sharing(world_size)
+    layouts = [layout for layout, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups))]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     speed = Speed.of(
         module,
-        world_size,
+        ranks,
         bandwidth=bandwidth,
         node_bandwidth=node_bandwidth,
         ranks_per_node=ranks_per_node,
@@ -215,28 +219,29 @@ def plan(
     costs = _costs(layouts, mixed_precision, micro_batches, no_sync)
     least = None
     if memory is not None:
-        least = _least(lambda ranks: costs(3, ranks).needed < memory)
-    made = tuple(costs(stage, world_size, speed) for stage in stages)
+        least = _least(lambda number: costs(3, sharing(number)).needed < memory)
+    made = tuple(costs(stage, ranks, speed) for stage in stages)
     return Plan(_numel(layouts), len(layouts), world_size, made, memory, least, speed)
 
 
 def _costs(
     layouts: list[GroupLayout], precision: MixedPrecision | None, micro_batches: int, no_sync: bool
 ) -> Callable[..., StageCost]:
-    """A function of stage and number of ranks; and, for one with times, of speed."""
+    """A function of stage and sharing; and, for one with times, of speed."""
     dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
     sizes, accumulating = cost.Sizes.of(precision, dtype), no_sync and micro_batches > 1
     trained, frozen = ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
-    options: Any = dict(no_sync=no_sync, frozen=(_numel(frozen), len(frozen)))
 
-    def of(stage: int, ranks: int, speed: Speed | None = None) -> StageCost:
+    def of(stage: int, sharing: Sharing, speed: Speed | None = None) -> StageCost:
+        ranks = cost.Ranks.of(sharing)
+        options: Any = dict(ranks=ranks, no_sync=no_sync, frozen=(_numel(frozen), len(frozen)))
         if dtype.itemsize == 2:
-            memory = cost.memory_16_bit(stage, accumulating=accumulating)
+            memory = cost.memory_16_bit(stage, ranks=ranks, accumulating=accumulating)
         else:
-            memory = cost.memory(stage, sizes, accumulating=accumulating)
-        numbers: dict[str, float] = {"N": _numel(trained), "M": ranks, "n": len(trained), "k": micro_batches}
+            memory = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
+        numbers: dict[str, float] = {"N": _numel(trained), "n": len(trained), "k": micro_batches}
         memory, traffic = memory.at(**numbers), cost.traffic(stage, sizes, **options).at(**numbers)
-        parts = ranks if stage == 3 else 1
+        parts = sharing.weights.size if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
         gathered = _three(layouts, int(sizes.weight)) if stage == 3 else 0
         packed = _three(trained, int(sizes.gradient)) if stage else 0

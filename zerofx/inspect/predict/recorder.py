@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
 from zerofx.inspect.predict.workspace import Workspaces
+from zerofx.passes.kinds import PICKING
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "temporary")
@@ -166,7 +167,7 @@ class Recorder(_torch.TorchDispatchMode):
         nbytes = sum(map(nbytes_of, written))
         for x in {id(x): x for x in read if id(x) not in writes}.values():
             # A kernel that picks from a table, or takes a bias out of a gathered buffer, does not read all of it.
-            picks = name in _PICKS or (func is None and self._kind(x) == "weights")
+            picks = name in _PICKS or name in PICKING or (func is None and self._kind(x) == "weights")
             nbytes += min(nbytes_of(x), bound) if picks else nbytes_of(x)
         flops = 0 if func is None else flops_of(func, args, kwargs, out)
         if flops and self.workspaces is not None:
@@ -269,7 +270,7 @@ _WIRE = {
     "all_reduce_": 2,
 }
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
-_PICKS = frozenset("embedding index index_select gather own_rows".split())
+_PICKS = frozenset("embedding index index_select gather".split())
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -32,7 +32,8 @@ from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
 from zerofx.inspect.predict.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
-from zerofx.passes import edit, pipeline
+from zerofx.passes import edit
+from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 
 
@@ -81,9 +82,6 @@ _BRINGS: dict[str, Kind] = {
     "reduce_scatter": "gradients",
     "all_reduce": "gradients",
     "sum_replicas": "gradients",
-    "ask": "temporary",
-    "answer": "weights",
-    "give": "gradients",
 }
 """What the collectives with these tags are about."""
 
@@ -95,7 +93,7 @@ class _Code:
         self.text, self.context = trace.code, trace.context
         # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.
         self.eager = trace.pretended or trace.context.executor == "eager"
-        self.gm = trace.after(pipeline(trace.context.stage)[-1].__name__, executor="eager" if self.eager else None)
+        self.gm = trace.after(trace.passes[-1].__name__, executor="eager" if self.eager else None)
         self.inputs: list[Node] = self.gm.graph.find_nodes(op="placeholder")
         outputs = edit.output_values(trace.before.graph)
         self.saved = {i: outputs[i].name for i in self.context.saved if isinstance(outputs[i], Node)}
@@ -104,9 +102,10 @@ class _Code:
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
         self.groups: dict[tuple[str, int], deque[About]] = defaultdict(deque)
         tagged = trace.before_lower().graph
-        for node in edit.tagged(tagged, *_BRINGS):
+        brings = _BRINGS | {kind: KINDS[kind].brings for kind in travelling()}
+        for node in edit.tagged(tagged, *brings):
             whole, tag = whole_of(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
-            about = About(tag.group, _BRINGS[tag.kind], *self._over(node))
+            about = About(tag.group, brings[tag.kind], *self._over(node))
             self.groups[family_of(node.target), nbytes_of(whole)].append(about)
 
     def _over(self, node: Node) -> tuple[int, bool]:

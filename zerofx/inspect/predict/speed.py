@@ -21,6 +21,7 @@ from torch import nn
 
 from zerofx.inspect.predict.flops import flops_per_token
 from zerofx.model.units import format_bytes, format_seconds
+from zerofx.runtime.ranks.sharing import Sharing
 
 _NEEDS = {
     "node_bandwidth": ("bandwidth", "ranks_per_node"),
@@ -54,7 +55,7 @@ class Speed:
     @staticmethod
     def of(
         module: nn.Module,
-        world_size: int,
+        sharing: Sharing,
         *,
         bandwidth: float | None = None,
         node_bandwidth: float | None = None,
@@ -68,6 +69,7 @@ class Speed:
         """What the options of `zerofx.plan` say; None without any.
 
         Args:
+            sharing: the larger of the rings that its weights and its gradients travel in is the slower one.
             bandwidth: bytes per second that a node receives from the others while it sends as many; where each rank
                 has a node of its own, that a rank does (``zerofx.Rates.link_bytes_per_s``).
             node_bandwidth: bytes per second that a rank receives inside of its node.
@@ -95,9 +97,10 @@ class Speed:
         _check({name: value for name, value in options.items() if value is not None})
         if bandwidth is None:
             return None
+        ranks = max(sharing.weights.size, sharing.gradients.size)
         if node_bandwidth is not None and ranks_per_node is not None:
-            bandwidth = node_bandwidth if world_size <= ranks_per_node else min(bandwidth, node_bandwidth)
-        latency = latency if latency and world_size > 1 else 0.0
+            bandwidth = node_bandwidth if ranks <= ranks_per_node else min(bandwidth, node_bandwidth)
+        latency = latency if latency and ranks > 1 else 0.0
         if flops is None or tokens is None:
             return Speed(bandwidth, latency)
         forward, backward = _work(module, sequence_length, flops_per_token)

@@ -30,9 +30,11 @@ from torch.fx import GraphModule
 from zerofx.passes.context import Context
 from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH
 from zerofx.passes.proof.meaning import Op
-from zerofx.passes.travel import GATHERS, SCATTERS
+from zerofx.passes.travel import GATHERS, SCATTERS, communicates
 
 _KINDS = (("all-gather", GATHERS), ("reduce-scatter", SCATTERS), ("all-reduce", ALL_REDUCES))
+OWN = "own"
+"""A collective of a user's pass is of the kind ``own send``: told by what is sent, for what arrives may differ."""
 ON_DEMAND = "on demand"
 """The phase of what eager code gathers."""
 
@@ -85,21 +87,29 @@ class Schedule:
         for node in gm.graph.nodes:
             op = Op.of(node) if node.op == "call_function" else None
             kind = next((kind for kind, targets in _KINDS if op and op.target in targets), None)
-            if kind is not None and op is not None and second != (op.args[-1:] == (ctx.second_group,)):
+            if op is None or second != (kind is not None and op.args[-1:] == (ctx.second_group,)):
                 continue
-            if op is not None and op.target is REFRESH and not second:
+            tag = node.meta.get("zerofx")
+            if tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
+                kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"
+            if op.target is REFRESH:
                 layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
                 dtype = ctx.param_dtype or layout.dtype
                 found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))
-            if op is None or kind is None:
+            if kind is None:
                 continue
             source = op.inputs[0].meta["val"]
-            value = max(op.value, source, key=lambda x: x.numel())
-            tag = node.meta.get("zerofx")
+            value = source if kind.startswith(OWN) else max(op.value, source, key=lambda x: x.numel())
             nbytes = int(value.numel()) * value.dtype.itemsize
-            group = tag.group if tag else "the model's own"
+            group = tag.group or tag.kind if tag else "the model's own"
             found.append(Collective(kind, group, nbytes, _name(value.dtype)))
         return Schedule(ctx.name, tuple(found))
+
+    def heard(self, i: int) -> int:
+        """The first collective from ``i`` on of which a watch hears: not one of a user's pass."""
+        while i < len(self.collectives) and self.collectives[i].kind.startswith(OWN):
+            i += 1
+        return i
 
     def where(self, i: int) -> str:
         """The collective ``i``, in words."""

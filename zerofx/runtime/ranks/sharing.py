@@ -11,10 +11,10 @@
                          reduced are summed over them too. None where there is one replica
     sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
 
-Layouts, the passes' context, the watchdog, checkpoints and the optimizer ask here, and nowhere else, which ranks they
-deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a second process group
-of the same ranks. `zerofx.runtime.ranks.two_levels`: a mesh of two dimensions. Another case is a class in a file of its
-own, which puts itself into `SHARINGS`.
+Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
+which ranks they deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a
+second process group of the same ranks. `zerofx.runtime.ranks.two_levels`: a mesh of two dimensions. Another case is a
+class in a file of its own, which puts itself into `SHARINGS`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RankGroup:
 
 
 class PretendedRanks(RankGroup):
-    """Rank 0 of ranks that are not there, for a dry run."""
+    """Rank 0 of ranks that are not there, for a dry run or a plan."""
 
     def __init__(self, size: int, backend: str, name: str = "dry run") -> None:
         self._pretended = PretendedGroup(name, size, backend)
@@ -167,6 +167,11 @@ class OneGroup(Sharing):
         group = dist.group.WORLD if mesh is None else mesh.get_group()
         assert group is not None
         return OneGroup(RankGroup(group), reductions)
+
+    @staticmethod
+    def pretended(world_size: int, backend: str = "") -> OneGroup:
+        """The same of ranks that are not there, for what is told of a run before it is one."""
+        return OneGroup(PretendedRanks(world_size, backend))
 
     def check(self) -> None:
         if self._reductions is None:

@@ -92,7 +92,7 @@ class Watch:
         self._count += 1
         self._runs.append((self._count, digest + _AFTER_STEP * self.stepped))
         self.stepped = False
-        self._schedule, self._started, self.timeout = schedule, 0, timeout
+        self._schedule, self._started, self.timeout = schedule, schedule.heard(0), timeout
 
     def starting(self) -> contextlib.AbstractContextManager[Any]:
         """The next collective of the schedule is started inside."""
@@ -101,12 +101,13 @@ class Watch:
 
     def started(self, works: list[dist.Work]) -> list[dist.Work]:
         """The next collective of the schedule is under way: ``works``, as one that explains itself when it fails."""
-        self._started += 1
-        return [_Watched(self, self._schedule, self._started - 1, works)]
+        i = self._started
+        self.skip()
+        return [_Watched(self, self._schedule, i, works)]
 
     def skip(self) -> None:
         """The next collective of the schedule is left out."""
-        self._started += 1
+        self._started = self._schedule.heard(self._started + 1)
 
     def check(self) -> None:
         """Raise what the watchdog found, if anything."""

@@ -49,6 +49,7 @@ class Family:
         casts: the module's hooks under mixed precision.
         rewritable: whether an operation that needs the whole of a parameter may write it
             (`zerofx.compiler.initialize`).
+        published: what a user's passes published when their graphs ran last, by name.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Family:
         self.norms: dict[Any, Any] = {}
         self.casts: Casts | None = None
         self.rewritable = False
+        self.published: dict[str, torch.Tensor] = {}
         self._gathered: dict[frozenset[str], int] = {}
         self._elsewhere: dict[tuple[frozenset[str], str], int] = {}
         self._groups: list[weakref.ref[ShardGroup]] = []

@@ -42,8 +42,9 @@ from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 from zerofx.passes.group import averaged
+from zerofx.passes.lookups.ops import OWN_ROWS, SUM_ROWS
 
-_aten, _zerofx = torch.ops.aten, torch.ops.zerofx
+_aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 
@@ -107,7 +108,7 @@ def _exchange(graph: Graph, process_group: str, use: Node, weight: Node) -> None
     with graph.inserting_before(edit.after_inputs(indices).next):
         everyones = _tell(add, "ask", indices, ranks, process_group)
         everyones = add("asked", _c10d.wait_tensor.default, everyones)
-        rows = add("rows", _zerofx.own_rows.default, shard, everyones, offset, length, width, process_group)
+        rows = add("rows", OWN_ROWS, shard, everyones, offset, length, width, process_group)
         if dtype != shard.meta["val"].dtype:
             rows = add("rows", edit.CAST, rows, dtype)
         start = add("answer", _c10d.reduce_scatter_tensor.default, rows, "sum", ranks, process_group)
@@ -161,7 +162,7 @@ def _add_up(graph: Graph, layout: GroupLayout, reductions: list[Node]) -> int:
         if given.meta["val"].dtype != dense.meta["val"].dtype:
             given = add("rows", edit.CAST, given, dense.meta["val"].dtype)
         table = (everyones, offset, length, slot.shape[1], padding_idx, shard_numel, process_group)
-        sums = add("rows", _zerofx.sum_rows.default, given, *table)
+        sums = add("rows", SUM_ROWS, given, *table)
         reduction.replace_all_uses_with(averaged(add, sums, layout))
     graph.erase_node(reduction)
     while dense is not grads and not dense.users:

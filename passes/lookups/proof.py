@@ -12,34 +12,76 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
+from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import ParameterRef
-from zerofx.passes.proof.facts import OWN_ROWS, SUM_ROWS, Everyones, Flat, Pack, Part, Rows, Started
+from zerofx.passes.lookups.ops import OWN_ROWS, SUM_ROWS
+from zerofx.passes.proof.facts import Flat, Pack, Part, Started
 from zerofx.passes.proof.known import Known
-from zerofx.passes.proof.meaning import Numbered, Op
+from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Op
 from zerofx.passes.travel import SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 
 
-def start_telling(known: Known, op: Op) -> None:
-    """A gather of what is no shard: of values, flat, which only what picks or adds rows may read."""
+@dataclass(frozen=True)
+class Everyones:
+    """What all ranks have for ``node``, flat and end to end, cast to ``dtypes`` one after the other."""
+
+    node: Node
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What all ranks look up by ``indices`` in a table with the number ``table``, of ``dtype``, and ``width``.
+
+    ``state``: "own" (what a rank has of it), and then as of a `Pack`.
+    """
+
+    layout: GroupLayout
+    table: int
+    dtype: torch.dtype
+    width: int
+    indices: Node
+    numel: int
+    state: str = "own"
+
+
+def embedding(numbering: Numbering, op: Op, numbers: dict[Node, Number]) -> Number:
+    """The number of an `embedding`: what else it is told besides table and indices is for its gradient."""
+    table, indices = (numbers[x] for x in op.args[:2])
+    return looked_up(table, indices)
+
+
+def looked_up(table: Number, indices: Number) -> Number:
+    """The number of a table's rows."""
+    return hash(("rows", table, indices))
+
+
+def start_telling(known: Known, op: Op) -> bool:
+    """A gather of what is no shard: of values, flat, which only what picks or adds rows may read.
+
+    Returns whether it is one.
+    """
     ctx, (source, world_size, process_group) = known.ctx, op.args
     if not ctx.lookups or source.target is not _aten.reshape.default or source.args[1] != [-1]:
-        known.fail("gather", op.node, "it gathers what is no shard", "a shard")
+        return False
     layouts = [*ctx.shards, *(ref.layout for ref in ctx.gradients.values())]
     right = process_group if process_group == ctx.reduce_group else ctx.process_group
     known.check_collective(op, layouts[0], world_size, process_group, right)
     _start(known, op, Everyones(source.args[0]))
+    return True
 
 
 def _start(known: Known, op: Op, brings: Everyones | Rows) -> None:
     known.facts[op.node] = Started(op.node, brings)
     known.waits[op.node] = []
-    known.tables.add(op.node)
+    known.apart.add(op.node)
 
 
 def read_own_rows(known: Known, op: Op, flat: Flat) -> None:
@@ -75,12 +117,15 @@ def read_rows(known: Known, op: Op, rows: Rows) -> None:
         known.check_collective(op, rows.layout, world_size, process_group, ctx.process_group)
         known.facts[op.node] = replace(rows, state=f"own of {world_size}")
     elif known.read_exchange(op, rows):
-        pass
+        summed = known.facts[op.node]
+        if summed.state.startswith("shard"):
+            table = known.numbering.cast(rows.table, rows.dtype, summed.dtype)
+            known.facts[op.node] = replace(summed, table=table)
     elif rows.state == f"shard of {rows.layout.world_size}" and op.target is _aten.view.default:
         shape = (*rows.indices.meta["val"].shape, rows.width)
         if tuple(op.args[1]) != shape:
             known.fail("value", op.node, f"rows have the shape {tuple(op.args[1])}", f"{shape}")
-        known.numbers[op.node] = known.numbering.looked_up(rows.table, known.numbers[rows.indices])
+        known.numbers[op.node] = looked_up(rows.table, known.numbers[rows.indices])
     else:
         known.fail("value", op.node, "it does something else with rows of a table", "their sum over ranks")
 
