@@ -82,7 +82,8 @@ def dry_run(
     weights_of(checked.stage, checked.one_copy).check(device)
     check_module(module)
     module = _without_memory(module, device)
-    groups = _shard(module, pretended(replicas, ranks, backend, checked.stage), checked)
+    sharing = pretended(replicas, ranks, backend)
+    groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked)
     compile_module(module, backend=Backend(checked, _pretend), dynamic=False, fullgraph=True)
     given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
     stand_ins = {id(x): _stand_in(x, device) for x in given}  # who is given twice is one input

@@ -109,8 +109,8 @@ class Sharing:
         return self
 
     def undivided(self) -> Sharing:
-        """Who shares a module of which nothing is divided (stage 0)."""
-        return self
+        """Who shares a module of which nothing is divided (stage 0): all ranks alike."""
+        return self if self.replicas is None else OneGroup(self.everyone)
 
     def sum_over_replicas_(self, value: torch.Tensor, where: str, group: str) -> torch.Tensor:
         """Sum what ``value`` is over the replicas, in place; returns it. A collective, where there are several.
@@ -189,13 +189,12 @@ class OneGroup(Sharing):
             )
 
 
-def pretended(replicas: int, ranks: int, backend: str, stage: int) -> Sharing:
-    """Ranks that are not there: ``replicas``, each divided over ``ranks``; in stage 0 all are one group."""
-    if stage == 0 or replicas == 1:
-        return OneGroup(PretendedRanks(replicas * ranks, backend))
-    sharing = OneGroup(PretendedRanks(ranks, backend))
-    sharing.replicas = PretendedRanks(replicas, backend, "dry run, replicas")
-    sharing.everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
+def pretended(replicas: int, ranks: int, backend: str = "") -> Sharing:
+    """Ranks that are not there: ``replicas`` of a module, each divided over ``ranks``."""
+    sharing = OneGroup.pretended(ranks, backend)
+    if replicas > 1:
+        sharing.replicas = PretendedRanks(replicas, backend, "dry run, replicas")
+        sharing.everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
     return sharing
 
 

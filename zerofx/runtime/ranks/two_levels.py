@@ -63,9 +63,6 @@ class TwoLevels(OneGroup):
             self.optimizer = Placed(self.everyone, self._mesh)
         return self
 
-    def undivided(self) -> Sharing:
-        return OneGroup(self.everyone, self._reductions)
-
     def meet(self, device: torch.device) -> None:
         super().meet(device)
         assert self.replicas is not None
