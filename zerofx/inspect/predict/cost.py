@@ -42,8 +42,8 @@ stage  bytes                  bytes, no_sync          collectives      collectiv
 =====  =====================  ======================  ===============  ===================
 
 On a mesh of two dimensions, ``R`` replicas of ``M`` ranks each, a gradient that was reduced is summed over replicas:
-``2 (R - 1)/R N/M g`` bytes and ``n`` collectives more for each reduction (`Traffic.between`). The seconds below take both
-links for one.
+``2 (R - 1)/R N/M g`` bytes and ``n`` collectives more for each reduction (`Traffic.between`). The seconds below take
+both links for one.
 
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
 backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
@@ -90,6 +90,8 @@ from zerofx.runtime.ranks.sharing import Sharing
 LETTERS = "N M n k m w g F B c a b"
 N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS = [Symbol(name, positive=True) for name in LETTERS.split()]
 
+_ONE, _NOTHING = Integer(1), Integer(0)
+
 _Formulas = TypeVar("_Formulas", bound="Formulas")
 
 
@@ -134,7 +136,7 @@ class Ranks(Formulas):
     weights: Expr = M
     gradients: Expr = M
     optimizer: Expr = M
-    replicas: Expr = Integer(1)
+    replicas: Expr = _ONE
 
     @staticmethod
     def of(sharing: Sharing) -> Ranks:
@@ -180,7 +182,7 @@ class Traffic(Formulas):
     gathered: Expr
     reduced: Expr
     collectives: Expr
-    between: Expr = Integer(0)
+    between: Expr = _NOTHING
 
     @property
     def total(self) -> Expr:
@@ -267,11 +269,8 @@ def traffic(
     return Traffic(
         gathered=_sent(ranks.weights) * ((N + others) * gathers - spared) * sizes.weight,
         reduced=_sent(ranks.gradients) * N * reductions * sizes.gradient * there_and_back,
-        collectives=(n + other_groups) * gathers
-        + n * reductions
-        - spared_groups
-        + _sums(stage, ranks) * n * reductions,
-        between=_sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * reductions * sizes.gradient,
+        collectives=(n + other_groups) * gathers + (1 + _sums(stage, ranks)) * n * reductions - spared_groups,
+        between=_between(stage, sizes, ranks) * reductions,
     )
 
 
@@ -289,6 +288,7 @@ def time(
     gathered, shared = _sent(ranks.weights), _sent(ranks.gradients)
     groups = n + frozen[1] if _checked(stage) == 3 else n
     reduce = shared * N * sizes.gradient * (2 if stage == 0 else 1) / b + n * a
+    reduce += _between(stage, sizes, ranks) / b + _sums(stage, ranks) * n * a
     gather = gathered * (N + (frozen[0] if stage == 3 else 0)) * sizes.weight / b + groups * a
     again = gather - gathered * kept[0] * sizes.weight / b - kept[1] * a
     reductions = Integer(1) if no_sync else k
@@ -315,7 +315,12 @@ def time(
 
 def _sums(stage: int, ranks: Ranks) -> Expr:
     """How often a reduced gradient is summed over replicas: once where there are some. In stage 0 all are one group."""
-    return Integer(1) if stage and ranks.replicas != 1 else Integer(0)
+    return _ONE if stage and ranks.replicas != 1 else _NOTHING
+
+
+def _between(stage: int, sizes: Sizes, ranks: Ranks) -> Expr:
+    """Bytes that a rank receives of other replicas for each reduction: an all-reduce of its shard."""
+    return _sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * sizes.gradient
 
 
 def _sent(ranks: Expr) -> Expr:

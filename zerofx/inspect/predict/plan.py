@@ -190,8 +190,8 @@ def plan(
         module: on any device, the meta device included (`zerofx.inspect.predict.shapes.build` makes well-known
             ones). With 16-bit parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32
             masters and moments; with others, any Adam.
-        world_size: a number of ranks; or, as of a mesh of two dimensions, how many replicas there are, and over how many
-            ranks each is sharded.
+        world_size: a number of ranks; or, as of a mesh of two dimensions, how many replicas there are, and over how
+            many ranks each is sharded.
         sharing: who shares what, of a number of ranks (`zerofx.runtime.ranks.sharing`): by default all share all.
         memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
