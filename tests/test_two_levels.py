@@ -115,6 +115,37 @@ def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_wor
     make_workers(4).run(compare, shape, DIVIDED if shape == (2, 2) else DIVIDED[:2], "zerofx", BETWEEN, timeout=300)
 
 
+def compare_inductor(sharding: Any, mixed: bool) -> None:
+    options: dict[str, Any] = {"executor": "inductor", **SMALL}
+    if mixed:
+        options["mixed_precision"] = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
+    wanted = train(None, "no_sync", "torch", **options)
+    found = train((2, 2), "no_sync", "torch", sharding=sharding, **options)
+    assert found == pytest.approx(wanted, rel=1e-5 if not mixed else 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "mixed"), [(None, False), (BETWEEN, True), (NEAR, False)])
+def test_generated_code_trains_as_on_one_dimension(make_workers: Any, sharding: Any, mixed: bool) -> None:
+    make_workers(4).run(compare_inductor, sharding, mixed, timeout=900)
+
+
+MIXED = {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32)}
+
+
+def mixed_precision(shape: tuple[int, int]) -> None:
+    for sharding, options in ((None, {"stage": 2}), (None, {}), (BETWEEN, {}), (NEAR, SMALL)):
+        wanted = train(None, "no_sync", "zerofx", **MIXED, **options)
+        found = train(shape, "no_sync", "zerofx", sharding=sharding, **MIXED, **options)
+        assert found == pytest.approx(wanted, rel=2e-3), (sharding, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
+def test_mixed_precision_on_six_ranks_is_as_on_one_dimension(make_workers: Any, shape: tuple[int, int]) -> None:
+    make_workers(6).run(mixed_precision, shape, timeout=900)
+
+
 # ---- what travels ---------------------------------------------------------------------------------------------------
 
 

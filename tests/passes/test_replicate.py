@@ -89,8 +89,24 @@ GRAPHS = {
 }
 
 
+BETWEEN = {"replica_group": "columns", "replicas": 2, "divides_between": True}
+
+
+def test_where_replicas_share_the_optimizers_work_shards_are_awaited_and_sums_divided() -> None:
+    gm, ctx = mlp_backward(**BETWEEN)
+    assert apply(gm, ctx, *up_to(replicate)).edits == 3 + 3
+    for wait in tagged(gm, "refresh"):
+        assert wait.args[0].meta["zerofx"].kind == "shard"
+        assert {user.meta["zerofx"].kind for user in wait.users} == {"all_gather"}
+    for start in tagged(gm, "sum_replicas"):
+        assert start.args[1:] == ("sum", 2, "columns")
+        assert start.meta["val"].numel() * 2 == start.args[0].meta["val"].numel()
+    gm, ctx = mlp_forward(**BETWEEN)
+    assert apply(gm, ctx, *up_to(replicate)).edits == 3
+
+
 def finished(**options: Any) -> tuple[GraphModule, Context]:
-    gm, ctx = mlp_backward(**REPLICAS, **options)
+    gm, ctx = mlp_backward(**(REPLICAS | options))
     ctx.before, ctx.meanings = copy_graph(gm), Meanings()
     apply(gm, ctx, *PIPELINE)
     return gm, ctx
@@ -198,6 +214,49 @@ def test_what_breaks_a_rule_of_replicas_is_found(name: str) -> None:
         gm, ctx = another(graph)
         if mutant in AS_IT_READS and ctx.executor == "inductor":
             continue
+        mutant(gm, ctx)
+        try:
+            verify(gm, ctx)
+            wrong.append(f"{mutant.__name__} is not found")
+        except VerificationError as error:
+            if error.rule not in rules:
+                wrong.append(f"{mutant.__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def a_part_of_a_sum_over_replicas_that_is_taken_for_all(gm: GraphModule, ctx: Context) -> None:
+    ctx.divides_between = False
+
+
+def a_part_among_one_replica_more(gm: GraphModule, ctx: Context) -> None:
+    ctx.replicas += 1
+
+
+def a_shard_that_is_read_before_it_came(gm: GraphModule, ctx: Context) -> None:
+    bypass(tagged(gm, "refresh")[0])
+
+
+def a_part_that_goes_around_in_the_row(gm: GraphModule, ctx: Context) -> None:
+    _set(gm, tagged(gm, "sum_replicas")[0], -1, ctx.reduce_group)
+
+
+DIVIDED: dict[Callable[[GraphModule, Context], None], set[str]] = {
+    a_part_of_a_sum_over_replicas_that_is_taken_for_all: {"reduction", "wait"},
+    a_part_among_one_replica_more: {"group"},
+    a_shard_that_is_read_before_it_came: {"wait"},
+    a_part_that_goes_around_in_the_row: {"group", "reduction"},
+    an_average_over_the_row_alone: {"reduction"},
+    a_sum_that_is_waited_for_twice: {"wait"},
+    sums_that_are_waited_for_in_another_order: {"order", "wait"},
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_breaks_a_rule_where_replicas_share_the_work_is_found(backend: str) -> None:
+    layout = {"world_size": 2, "backend": backend, "executor": "eager"}
+    graph, wrong = finished(**BETWEEN, **layout), []
+    for mutant, rules in DIVIDED.items():
+        gm, ctx = another(graph)
         mutant(gm, ctx)
         try:
             verify(gm, ctx)
