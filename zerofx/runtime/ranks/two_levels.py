@@ -16,6 +16,8 @@ sums gradients over the rows. In stage 0 there is nothing to divide, and all ran
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,9 +61,11 @@ class TwoLevels(OneGroup):
             return OneGroup(self.everyone)
         if sharding.gathers_near:
             return Near(self.everyone, self.weights)
-        if sharding.divides_optimizer:
-            self.optimizer = Placed(self.everyone, self._mesh)
-        return self
+        if not sharding.divides_optimizer:
+            return self
+        between = copy.copy(self)
+        between.optimizer = Placed(self.everyone, self._mesh)
+        return between
 
     def meet(self, device: torch.device) -> None:
         super().meet(device)

@@ -177,7 +177,7 @@ class Sharded(Weights):
 
     @classmethod
     def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
-        return stage == 3 and not one_copy
+        return stage == 3 and not one_copy and not divides_between
 
 
 class Replicated(Weights):
@@ -234,7 +234,8 @@ def weights_of(stage: int, one_copy: bool, divides_between: bool = False) -> typ
     for case in WEIGHTS:
         if case.takes(stage, one_copy, divides_between):
             return case
-    raise ValueError(f"one_copy={one_copy!r} with stage={stage}: this zerofx has no such weights. Leave it out.")
+    chosen = "sharding=" if divides_between else f"one_copy={one_copy!r}"
+    raise ValueError(f"{chosen} with stage={stage}: this zerofx has no such weights. Leave it out.")
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
