@@ -49,6 +49,7 @@ MODELS = {
     "gpt": {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 256, "batch": 2},
     "deep": {"layers": 24, "dim": 256, "heads": 4, "vocab": 2048, "length": 256, "batch": 2},
     "wide": {"layers": 2, "dim": 1024, "heads": 16, "vocab": 2048, "length": 256, "batch": 2},
+    "few-tokens": {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 16, "batch": 1},
     "embedding": {"layers": 4, "dim": 256, "heads": 4, "vocab": 32768, "length": 128, "batch": 2},
 }
 RATES = {"loopback": 2e9, "10gbit": 1.25e9, "1gbit": 1.25e8, "250mbit": 3.125e7}

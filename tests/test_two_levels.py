@@ -340,6 +340,10 @@ def write_and_refuse() -> None:
         zerofx.compile(build(), mesh=deep)
     inner = deep["replicate", "shard"]
     assert train_once(inner) == pytest.approx(train_once(mesh_of(2, 2)), rel=1e-6)
+    everything = zerofx.Sharding("all", "all", "all", "all")
+    for stage in (2, 3):
+        found = train_once(mesh_of(2, 2), sharding=everything, stage=stage)
+        assert found == pytest.approx(train_once(None, stage=stage), rel=1e-6)
     others = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     second = others[dist.get_rank() // 2]
     assert train_once(mesh_of(2, 2), reduce_group=second) == pytest.approx(train_once(None), rel=1e-5)

@@ -160,7 +160,7 @@ def _check_sharding(options: Options) -> None:
         raise ValueError(f"sharding={chosen!r}: expected a zerofx.Sharding, or None.")
     if options.mesh is None:
         raise ValueError("sharding= without mesh=: give a mesh of two dimensions, whose rows and columns it is about.")
-    if chosen == Sharding():
+    if chosen == Sharding() or chosen.one_dimension:
         return
     if options.stage != 3:
         raise ValueError(

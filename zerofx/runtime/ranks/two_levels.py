@@ -58,7 +58,7 @@ class TwoLevels(OneGroup):
         if sharding is None:
             return self
         if sharding.one_dimension or (sharding.gathers_near and self.weights.size == 1):
-            return OneGroup(self.everyone)
+            return OneGroup(self.everyone, self._reductions)
         if sharding.gathers_near:
             return Near(self.everyone, self.weights)
         if not sharding.divides_optimizer:
