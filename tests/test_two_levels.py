@@ -62,7 +62,7 @@ def train(shape: tuple[int, int] | None, how: str = "plain", optimizer: str = "t
         steps.zero_grad()
     if options.get("sharding") == NEAR:
         left = zerofx.graphs(model)[0].forward.context.kept_gathered.values()
-        assert {kept.ranks for kept in left} == {2}, "backward gathers over a row"
+        assert any(kept.ranks > 1 for kept in left), "backward gathers over a row"
     whole = zerofx.full_state_dict(model, rank0_only=False)
     return [*history, float(sum(value.double().abs().sum() for value in whole.values()))]
 
@@ -94,9 +94,10 @@ def compare(shape: tuple[int, int], cases: list[Any], optimizer: str, sharding: 
         assert found == pytest.approx(wanted, rel=1e-5), (how, options)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
 def test_training_is_as_on_one_dimension(make_workers: Any, shape: tuple[int, int]) -> None:
-    make_workers(4).run(compare, shape, CASES if shape == (2, 2) else CASES[:4:3], "zerofx", timeout=300)
+    cases = CASES if shape == (2, 2) else [CASES[i] for i in (0, 4, 8)]
+    make_workers(shape[0] * shape[1]).run(compare, shape, cases, "zerofx", timeout=300)
 
 
 DIVIDED = [case for case in CASES if case[1].get("stage", 3) == 3 and "one_copy" not in case[1]]
@@ -110,9 +111,10 @@ def test_backward_that_gathers_from_near_ranks_trains_as_one_dimension(make_work
     make_workers(4).run(compare, (2, 2), NEARBY, "zerofx", NEAR, timeout=300)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
 def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_workers: Any, shape: Any) -> None:
-    make_workers(4).run(compare, shape, DIVIDED if shape == (2, 2) else DIVIDED[:2], "zerofx", BETWEEN, timeout=300)
+    cases = DIVIDED if shape == (2, 2) else DIVIDED[:2]
+    make_workers(shape[0] * shape[1]).run(compare, shape, cases, "zerofx", BETWEEN, timeout=300)
 
 
 def losses_of_generated_code(sharding: Any, mesh: Any, **options: Any) -> list[float]:
@@ -154,7 +156,7 @@ MIXED = {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32)
 
 
 def mixed_precision(shape: tuple[int, int]) -> None:
-    for sharding, options in ((None, {"stage": 2}), (None, {}), (BETWEEN, {}), (NEAR, SMALL)):
+    for sharding, options in ((None, {"stage": 2}), (None, {}), (BETWEEN, {}), (NEAR, {"memory_budget": 30_000})):
         wanted = train(None, "no_sync", "zerofx", **MIXED, **options)
         found = train(shape, "no_sync", "zerofx", sharding=sharding, **MIXED, **options)
         assert found == pytest.approx(wanted, rel=2e-3), (sharding, options)
