@@ -52,11 +52,18 @@ Wrap = Callable[[GPT], Any]
 LEARNING_RATE = 0.1
 
 
-def zerofx(stage: int, max_bytes: int | None = None, apart: bool = False, **options: Any) -> Wrap:
-    """``max_bytes``: of a group, by default small. ``apart``: reductions in a process group of their own."""
+def zerofx(
+    stage: int, max_bytes: int | None = None, apart: bool = False, scheme: dict[str, str] | None = None, **options: Any
+) -> Wrap:
+    """``max_bytes``: of a group, by default small. ``apart``: reductions in a process group of their own.
+
+    ``scheme``: on a mesh of two dimensions, what `zerofx.Sharding` is given.
+    """
 
     def wrap(model: GPT) -> Any:
         zerofx = importlib.import_module("zerofx")
+        if scheme is not None:
+            options.update(mesh=rows_and_columns(), sharding=zerofx.Sharding(**scheme))
         groups = None if max_bytes is None else zerofx.Grouping(max_bytes=max_bytes)
         reductions = dist.new_group() if apart else None
         return zerofx.compile(model, stage=stage, groups=groups, reduce_group=reductions, **options)
@@ -87,10 +94,24 @@ def deepspeed(stage: int) -> Wrap:
     return wrap
 
 
-def fsdp2(compiled: bool, ahead: int = 0) -> Wrap:
+def ranks_per_host() -> int:
+    """How many ranks a host has: as torchrun says; without it all are on one, of which half play another."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", max(1, dist.get_world_size() // 2)))
+
+
+def rows_and_columns() -> Any:
+    """A mesh of hosts and their ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    local = ranks_per_host()
+    return init_device_mesh("cpu", (dist.get_world_size() // local, local), mesh_dim_names=("replicate", "shard"))
+
+
+def fsdp2(compiled: bool, ahead: int = 0, hybrid: bool = False) -> Wrap:
     """One group per block and one for the rest; compiled block by block first, as torchtitan does.
 
     ``ahead``: how many groups to prefetch explicitly, both ways, as FSDP2's tutorial does; 0: its own choice.
+    ``hybrid``: on a mesh of two dimensions.
     """
 
     def wrap(model: GPT) -> Any:
@@ -98,6 +119,7 @@ def fsdp2(compiled: bool, ahead: int = 0) -> Wrap:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        mesh = rows_and_columns() if hybrid else mesh
         for block in model.blocks:
             if compiled:
                 block.compile(fullgraph=True)
@@ -177,6 +199,10 @@ def ddp(compiled: bool) -> Wrap:
     return wrap
 
 
+BETWEEN = {"gradients": "all", "optimizer": "all"}
+NEAR = {"weights": "all", **BETWEEN}
+"""`zerofx.Sharding`: replicas share the optimizer's work; backward gathers inside of a host."""
+
 CONTENDERS: dict[str, Wrap] = {
     "zerofx": zerofx(3),
     "zerofx-eager": zerofx(3, executor="eager"),
@@ -192,6 +218,15 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-0": zerofx(0),
     "zerofx-1": zerofx(1),
     "zerofx-2": zerofx(2),
+    "zerofx-rows": zerofx(3, scheme={}),
+    "zerofx-rows-eager": zerofx(3, scheme={}, executor="eager"),
+    "zerofx-between": zerofx(3, scheme=BETWEEN),
+    "zerofx-between-eager": zerofx(3, scheme=BETWEEN, executor="eager"),
+    "zerofx-near": zerofx(3, scheme=NEAR),
+    "zerofx-near-eager": zerofx(3, scheme=NEAR, executor="eager"),
+    "fsdp2-hsdp": fsdp2(compiled=False, hybrid=True),
+    "fsdp2-hsdp+prefetch": fsdp2(compiled=False, ahead=2, hybrid=True),
+    "fsdp2-hsdp+compile+prefetch": fsdp2(compiled=True, ahead=2, hybrid=True),
     "fsdp2": fsdp2(compiled=False),
     "fsdp2+prefetch": fsdp2(compiled=False, ahead=2),
     "fsdp2+compile": fsdp2(compiled=True),
@@ -320,7 +355,7 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
     say = print if rank == 0 else lambda text: None
     contenders: list[Contender] = []
     failed: dict[str, str] = {}
-    rates = importlib.import_module("zerofx").calibrate(device=device)
+    rates = calibrated(args.contenders, device)
     for name in args.contenders:
         start = time.perf_counter()
         try:
@@ -357,12 +392,34 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
             "processor_s": statistics.median(worked),
             "calls_per_step": contender.log.calls,
             "wire_bytes_per_step": contender.log.total_bytes,
+            "bytes_between_hosts": bytes_between_hosts(contender.log),
             "peak_bytes": contender.peak_bytes,
             "predicted": contender.predicted,
             "parameters": contender.parameters,
             "losses": losses,
         }
     return {"contenders": result, "failed": failed}
+
+
+def calibrated(contenders: list[str], device: torch.device) -> Any:
+    """The rates of the machine; of both its links where a contender knows them."""
+    calibrate = importlib.import_module("zerofx").calibrate
+    if not any(name.startswith(("zerofx-rows", "zerofx-between", "zerofx-near")) for name in contenders):
+        return calibrate(device=device)
+    mesh = rows_and_columns()
+    return calibrate(mesh.get_group(1), device, replica_group=mesh.get_group(0))
+
+
+def bytes_between_hosts(log: CollectiveLog) -> int:
+    """What a rank receives from ranks of other hosts in a step, if each collective's parts are equal."""
+    resolve, host, total = torch.distributed.distributed_c10d._resolve_process_group, ranks_per_host(), 0.0
+    here = dist.get_rank() // host
+    for event in log.events:
+        ranks = dist.get_process_group_ranks(resolve(event.group)) if event.group else []
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        if others:
+            total += event.bytes * sum(rank // host != here for rank in others) / len(others)
+    return int(total)
 
 
 def processor(device: str) -> str:

@@ -2,8 +2,10 @@
 
     sudo python benchmarks/two_hosts.py                                                     # everything: hours
     sudo python benchmarks/two_hosts.py --rates 1gbit --models gpt --contenders zerofx,alone,fsdp2+prefetch
+    sudo python benchmarks/two_hosts.py --world 4 --ranks-per-host 2 --contenders zerofx-rows,zerofx-between,fsdp2-hsdp
 
-Hosts are network namespaces (benchmarks/hosts.py) with one rank and one core each, started by torchrun. In every run
+Hosts are network namespaces (benchmarks/hosts.py) with one rank and one core each, started by torchrun; with
+``--ranks-per-host`` several ranks of a host share its link. In every run
 the contenders take turns, as in benchmarks/step.py. Beside them the same run measures what no schedule can beat:
 
 * the arithmetic: the same model, compiled, on all ranks, without any communication (contender ``alone``);
@@ -47,6 +49,7 @@ MODELS = {
     "gpt": {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 256, "batch": 2},
     "deep": {"layers": 24, "dim": 256, "heads": 4, "vocab": 2048, "length": 256, "batch": 2},
     "wide": {"layers": 2, "dim": 1024, "heads": 16, "vocab": 2048, "length": 256, "batch": 2},
+    "few-tokens": {"layers": 8, "dim": 512, "heads": 8, "vocab": 4096, "length": 16, "batch": 1},
     "embedding": {"layers": 4, "dim": 256, "heads": 4, "vocab": 32768, "length": 128, "batch": 2},
 }
 RATES = {"loopback": 2e9, "10gbit": 1.25e9, "1gbit": 1.25e8, "250mbit": 3.125e7}
@@ -78,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contenders", default=",".join(step.CONTENDERS), type=lambda text: text.split(","))
     parser.add_argument("--models", default=list(MODELS), type=lambda text: text.split(","))
     parser.add_argument("--rates", default=list(RATES), type=lambda text: text.split(","))
-    for name, value in {"world": 2, "rounds": 4, "steps": 3, "warmup": 2}.items():
+    for name, value in {"world": 2, "ranks-per-host": 1, "rounds": 4, "steps": 3, "warmup": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "two_hosts.json")
     parser.add_argument("--answer", help=argparse.SUPPRESS)  # of a rank: where its results go
@@ -92,16 +95,19 @@ def parse() -> argparse.Namespace:
 
 def race(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     """One run: the ranks of ``args.world`` hosts, and what they found."""
-    with Hosts(args.world, None if rate == "loopback" else rate) as hosts, tempfile.TemporaryDirectory() as folder:
+    count = args.world // args.ranks_per_host
+    with Hosts(count, None if rate == "loopback" else rate) as hosts, tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         ranks = []
-        for host in range(args.world):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={args.world}", f"--node-rank={host}"]
+        for host in range(count):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--node-rank={host}"]
+            torchrun += [f"--nproc-per-node={args.ranks_per_host}"]
             torchrun += [f"--master-addr={hosts.address(0)}", "--master-port=29511"]
             # Of ranks on several hosts there is no common memory.
             here = [name for name in args.contenders if rate == "loopback" or "one-copy" not in name]
             command = [__file__, f"--contenders={','.join(here)}", f"--models={model}", f"--rates={rate}"]
             command += [f"--{name}={getattr(args, name)}" for name in ("world", "rounds", "steps", "warmup")]
+            command += [f"--ranks-per-host={args.ranks_per_host}"]
             env = {"GLIBC_TUNABLES": KEEP} | os.environ
             env |= {"GLOO_SOCKET_IFNAME": hosts.interface, "ZEROFX_HOSTS": hosts.address(host)}
             command = [*hosts.inside(host), *torchrun, *command, f"--answer={answer}"]
@@ -122,10 +128,11 @@ def be_a_rank(args: argparse.Namespace) -> None:
     for name, value in MODELS[args.models[0]].items():
         setattr(args, name, value)
     device = step.join(rank, args, "env://")
-    link = [link_rate(rank, args.world, RATES[args.rates[0]])]
+    link = [link_rate(rank, args, RATES[args.rates[0]])]
     result = step.take_turns(rank, args, device)
-    link.append(link_rate(rank, args.world, RATES[args.rates[0]]))
+    link.append(link_rate(rank, args, RATES[args.rates[0]]))
     if rank == 0:
+        result["ranks_per_host"] = args.ranks_per_host
         result["link_bytes_per_s"] = max(link)
         result["glibc_tunables"] = os.environ["GLIBC_TUNABLES"]
         result["largest_relative_difference_of_losses"] = step.spread_of_losses(result["contenders"])
@@ -135,13 +142,21 @@ def be_a_rank(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def link_rate(rank: int, world: int, expected: float) -> float:
-    """Bytes per second that this host sends while it receives as many: plain TCP sockets, the hosts in a ring."""
+def link_rate(rank: int, args: argparse.Namespace, expected: float) -> float:
+    """Bytes per second that this host sends while it receives as many: plain TCP sockets, the hosts in a ring.
+
+    The first rank of each host takes part; the others learn nothing.
+    """
+    first, world = args.ranks_per_host, args.world
     nbytes, chunk = int(expected / 2), bytearray(1 << 20)
     server = socket.create_server((os.environ["ZEROFX_HOSTS"], 0))
     addresses: list[Any] = [None] * world
     dist.all_gather_object(addresses, server.getsockname())
-    out = socket.create_connection(addresses[(rank + 1) % world])
+    if rank % first:
+        for _ in range(3):
+            dist.barrier()
+        return 0.0
+    out = socket.create_connection(addresses[(rank + first) % world])
     into, _ = server.accept()
 
     def send() -> None:
@@ -172,7 +187,7 @@ def report(result: dict[str, Any]) -> str:
     )
     lines += [f"{head}   {step.PREDICTED}"]
     for name, c in sorted(contenders.items(), key=lambda item: item[1]["median_s"]):
-        c["wire_s"] = c["wire_bytes_per_step"] / link
+        c["wire_s"] = c["bytes_between_hosts"] * result["ranks_per_host"] / link
         c["bound_s"] = max(c["wire_s"], arithmetic)
         line = f"{name:24} {c['median_s']:9.3f} {c['min_s']:7.3f} {c['max_s']:7.3f}"
         line += f" {c['wire_s']:7.3f} {c['processor_s']:6.3f} {c['bound_s']:7.3f} {c['median_s'] / c['bound_s']:7.2f}"

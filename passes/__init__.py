@@ -38,12 +38,14 @@ from zerofx.passes.group import group
 from zerofx.passes.keep import keep
 from zerofx.passes.lower import lower
 from zerofx.passes.narrow import narrow
+from zerofx.passes.near import near
 from zerofx.passes.own import Pass as OwnPass
 from zerofx.passes.own import join
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
+from zerofx.passes.replicate import replicate
 from zerofx.passes.save_parameters import save_parameters
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
@@ -59,7 +61,9 @@ PIPELINE: list[Pass] = [
     reduce,
     group,
     keep,
+    near,
     prefetch,
+    replicate,
     discard,
     step,
     compress,
@@ -110,10 +114,12 @@ __all__ = [
     "keep",
     "lower",
     "narrow",
+    "near",
     "pipeline",
     "prefetch",
     "reduce",
     "rematerialize",
+    "replicate",
     "save_parameters",
     "save_reads",
     "spare_gathers",

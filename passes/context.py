@@ -50,6 +50,9 @@ class Tag:
     refresh                 the wait for that copy to be up to date
     kept                    the placeholder of a gradient that was kept back
     gathered                the placeholder of a whole group that forward kept
+    near                    this rank's part of a gathered group among near
+                            ranks: what forward takes of it; the placeholder
+                            that brings it to backward
     narrow                  a cast or a part of a shard that is gathered
     widen                   a cast of a weight back to its parameter's dtype
     unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
@@ -61,6 +64,9 @@ class Tag:
     pack                    what lays a group's gradients into one flat buffer
     reduce_scatter          its reduction (all_reduce: in stage 0), and
     wait_grad               the wait for it
+    sum_replicas            the sum of its result over the replicas, or of this
+                            rank's part of it, and
+    wait_replicas           the wait for it (replicate)
     gradient                what makes the averaged gradient of it
     step                    the update of a group in its backward, and
     ahead                   the start of its replicas' refresh after that
@@ -109,7 +115,7 @@ class Size:
 
 
 class Gathered(NamedTuple):
-    """A whole group that forward leaves gathered for backward."""
+    """A whole group that forward leaves gathered for backward, or this rank's part of it among near ranks."""
 
     position: int
     """The output of forward in whose place it travels, and"""
@@ -117,6 +123,8 @@ class Gathered(NamedTuple):
     """the name that backward knows that by."""
     numel: int
     dtype: torch.dtype
+    ranks: int = 1
+    """How many near ranks have a part each, which is what travels; 1: it is whole."""
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +165,16 @@ class Context:
     """Name of the process group, as ``torch.distributed`` resolves it."""
     reduce_group: str = ""
     """Name of the one that reductions run in; by default the same."""
+    replica_group: str = ""
+    """Name of the one of the ranks that hold the same shard, each another replica's; "" where there is one replica."""
+    replicas: int = 1
+    """How many of these there are."""
+    divides_between: bool = False
+    """Stage 3: each of these updates a part of the shard, and shards are refreshed before forward."""
+    near_group: str = ""
+    """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left it (`near`)."""
+    near_ranks: int = 1
+    """How many of these there are."""
     backend: str = "gloo"
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
@@ -192,7 +210,7 @@ class Context:
     held_elsewhere: int = 0
     """Gathered bytes that other graphs of the module keep between forward and backward."""
     kept_gathered: dict[str, Gathered] = field(default_factory=dict)
-    """Written by forward's `keep`, read by backward's: group name -> what it left gathered."""
+    """Written by forward's `keep` and `near`, read by backward's: group name -> what was left gathered."""
     own: tuple[Pass, ...] = ()
     """The user's passes (`zerofx.passes.own`)."""
     before: GraphModule | None = None
@@ -210,7 +228,8 @@ class Context:
     kept: list[ParameterRef] = field(default_factory=list)
     """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
     gathered: list[str] = field(default_factory=list)
-    """Set by backward's `keep`: the groups whose gathered buffers are the graph's very last inputs, in that order."""
+    """Set by backward's `keep` and `near`: the groups whose gathered buffers, or parts of these, are the graph's very
+    last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order; where it ``steps``, what
     the outputs of its updates, which are empty, stand for."""
@@ -227,6 +246,19 @@ class Context:
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
         return self.stage == 3 and not self.one_copy
+
+    def averaged_over(self, layout: GroupLayout) -> int:
+        """How many ranks a gradient of ``layout`` is averaged over."""
+        return layout.world_size * self.replicas
+
+    @property
+    def second_group(self) -> str:
+        """The process group beside the first: of the replicas, or of the near ranks; "" where there is none."""
+        return self.replica_group or self.near_group
+
+    def is_of_replicas(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective with these arguments runs between the replicas: its process group stands last."""
+        return bool(self.replica_group) and args[-1:] == (self.replica_group,)
 
     @property
     def world_size(self) -> int:

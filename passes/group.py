@@ -174,14 +174,16 @@ def _fuse_reduction(graph: Graph, ctx: Context, layout: GroupLayout, grads: dict
     return averaged(add, add("wait_grad", _c10d.wait_tensor.default, sums), layout)
 
 
-def averaged(add: Callable[..., Node], sums: Node, layout: GroupLayout) -> Node:
-    """The average gradient that ``sums`` is the sum over ranks of; ``add(kind, target, *args)`` inserts a node.
+def averaged(add: Callable[..., Node], sums: Node, layout: GroupLayout, ranks: int | None = None) -> Node:
+    """The average gradient that ``sums`` is the sum over ``ranks`` of; ``add(kind, target, *args)`` inserts a node.
+
+    ``ranks``: by default those of the layout.
 
     A sum over ranks is up to M times what its average is: scaled in the wider of both dtypes, or it overflows.
     """
     if sums.meta["val"].dtype.itemsize < layout.dtype.itemsize:
         sums = add("gradient", edit.CAST, sums, layout.dtype)
-    average = add("gradient", _aten.mul.Tensor, sums, 1.0 / layout.world_size)
+    average = add("gradient", _aten.mul.Tensor, sums, 1.0 / (ranks or layout.world_size))
     return average if average.meta["val"].dtype == layout.dtype else add("gradient", edit.CAST, average, layout.dtype)
 
 

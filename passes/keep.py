@@ -107,21 +107,21 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
     buffer: Node | None = None
     for group, (wait, *more) in waits.items():
         value, kept = wait.meta["val"], ctx.kept_gathered.get(group)
-        if kept is None or more or (value.numel(), value.dtype) != (kept.numel, kept.dtype):
+        if kept is None or kept.ranks > 1 or more or (value.numel(), value.dtype) != (kept.numel, kept.dtype):
             continue
         buffer = edit.placeholder(graph, f"gathered_{group}", value, Tag("gathered", group), last=buffer)
         wait.replace_all_uses_with(buffer)
         ctx.gathered.append(group)
-        _erase(graph, wait)
+        erase(graph, wait)
         yield buffer
     brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
     ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
 
 
-def _erase(graph: Graph, node: Node) -> None:
+def erase(graph: Graph, node: Node) -> None:
     """A node without readers, and what was there for it alone, up to the shard."""
     sources = node.all_input_nodes
     graph.erase_node(node)
     for source in sources:
         if not source.users and "zerofx" in source.meta:
-            _erase(graph, source)
+            erase(graph, source)

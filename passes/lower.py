@@ -15,7 +15,8 @@ should and fills both directions of a link (passes/ops.py)::
 
     start = all_gather_into_tensor(shard, M, pg)  ─────▶ start = zerofx.all_gather_pairwise(shard, M, pg)
 
-**All-reduce** (stage 0) needs no second buffer: it reduces in place what was packed for it.
+**All-reduce** (stage 0, and over replicas) needs no second buffer: it reduces in place what was packed, or summed, for
+it.
 
 **Order for Inductor.** Inductor schedules by data dependence; its fusions pull a wait up to the first kernel that reads
 a part of what it waits for, and it recomputes cheap values of weights in later kernels rather than store them. What
@@ -32,6 +33,9 @@ must not move against each other is therefore made a dependence::
 
     step A              ─────▶   step A, after every use of A, and after the start of the reduction before it; the next
     reduce C                     reduction after step A: the same order of collectives on every rank
+
+    reduce B                     sum C over the replicas, after reduce B; the next reduction after that; and the wait
+    sum C over the replicas      for B after the sum: both links are under way by then
 
 A value that is computed from A and read after ``start C`` is stored before it is first read, so that no later kernel
 goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
@@ -69,6 +73,12 @@ def lower(gm: GraphModule, ctx: Context) -> int:
     for node in edit.tagged(gm.graph, "reduce_scatter", *travelling("scatter")):
         if node.args[0] not in coded:  # an exchange of codes is spelled already
             edits += _spell_reduction(gm, node, ctx.travel)
+    for node in edit.tagged(gm.graph, "sum_replicas"):
+        if ctx.divides_between:
+            edits += _spell_reduction(gm, node, ctx.travel)
+        elif node.args[0].target is not _aten.reshape.default:  # type: ignore[union-attr]  # memory of its own
+            node.target = _c10d.all_reduce_.default
+            edits += 1
     for node in edit.tagged(gm.graph, "all_gather", *travelling("gather")):
         edits += _spell_gather(gm, node, ctx.travel)
     if ctx.executor == "inductor":
@@ -111,10 +121,21 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
             if node.meta["zerofx"].group != waited:
                 waited, ahead, started = node.meta["zerofx"].group, started, []
             after[node] += [start for start in ahead if start is not node.args[0]]
+    _order_sums(gm, after)
     _order_steps(gm, after, order, nodes)
     if ctx.own_kinds:
         _order_own(gm, ctx, after)
     return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
+
+
+def _order_sums(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
+    """Sums over replicas and reductions take turns as the graph reads; each wait follows what starts before it."""
+    kinds = ("reduce_scatter", "sum_replicas", "wait_grad", "wait_replicas")
+    previous: list[Node] = []
+    for node in edit.tagged(gm.graph, *kinds) if edit.tagged(gm.graph, "sum_replicas") else ():
+        after[node] += [start for start in previous if start is not node.args[0]]
+        if not node.meta["zerofx"].kind.startswith("wait"):
+            previous = [node]
 
 
 def _order_steps(gm: GraphModule, after: dict[Node, list[Node]], order: dict[Node, int], nodes: list[Node]) -> None:
@@ -219,7 +240,10 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     # is the cast to it then, and what is added to a sum in that dtype is promoted to it.
     dtype = gradient.meta["val"].dtype
     wider = dtype if dtype.itemsize > wait.meta["val"].dtype.itemsize else None
-    call = _inserting(gm, gradient, near=node)
+    tag = gradient.meta["zerofx"]
+    if tag.kind == "sum_replicas":
+        tag = Tag("gradient", tag.group)
+    call = _inserting(gm, gradient, near=node, tag=tag)
     sums = travel.summed(call, pack, wait, numel, world_size, process_group, wider)
     changed = _take_the_place_of(node, started)
     if sums is not wait:

@@ -20,7 +20,8 @@ budget       gathered bytes never exceed the memory budget
 saved        nothing full-size goes from forward to backward, but what is kept; where a parameter, or a view of one, was
              saved, the caller puts that parameter
 reduction    each gradient is reduced once: where its layout has it, all of it and nothing else, times one over the
-             number of ranks; the sum is not narrowed before it is scaled
+             number of ranks; where there are replicas it is summed over these once, after that; the sum is not narrowed
+             before it is scaled
 order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
              schedules, the order is pinned
 wire         what travels in codes is written and read once, by one description, which is the option's and the layout's
@@ -67,7 +68,7 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_discards(buffers, reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
     waits = {s: w for s, w in reader.waits.items() if s not in reader.apart | reader.own}
-    check_order(waits, reader.ops, reader.order)
+    check_order(waits, reader.ops, reader.order, ctx)
     check_steps(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order, reader.apart)

@@ -143,9 +143,26 @@ def test_bad_options_are_named_and_change_nothing(fake_world: Callable[..., None
     refused(match, error=error, **options)
 
 
-def test_a_mesh_of_two_dimensions_is_refused(fake_world: Callable[..., None]) -> None:
+def test_a_mesh_of_three_dimensions_is_refused(fake_world: Callable[..., None]) -> None:
     fake_world(4)
-    refused("mesh has 2 dimensions", mesh=dist.init_device_mesh("cpu", (2, 2)))
+    refused("mesh has 3 dimensions: expected one, or two", mesh=dist.init_device_mesh("cpu", (2, 2, 1)))
+
+
+def test_shardings_that_there_are_not_are_refused(fake_world: Callable[..., None]) -> None:
+    fake_world(4)
+    mesh, between = dist.init_device_mesh("cpu", (2, 2)), zerofx.Sharding(gradients="all", optimizer="all")
+    refused("expected a zerofx.Sharding", mesh=mesh, sharding="hsdp")
+    refused("sharding= without mesh=", sharding=between)
+    refused("with stage=2: expected stage=3", mesh=mesh, sharding=between, stage=2)
+    refused("Leave one out", mesh=mesh, sharding=between, one_copy=True)
+    refused("have groups of their own already", mesh=mesh, sharding=between, reduce_group=dist.group.WORLD)
+    for wrong, match in (
+        ({"weights": "none"}, "weights='none', expected"),
+        ({"optimizer": "all"}, "Give both alike"),
+        ({"backward": "all"}, "cannot be gathered from all"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            zerofx.Sharding(**wrong)
 
 
 def test_bad_options_of_the_named_backend_are_named_too(fake_world: Callable[..., None]) -> None:

@@ -27,6 +27,7 @@ from zerofx.inspect.predict.predict import Prediction, Rates, predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
@@ -51,6 +52,7 @@ __all__ = [
     "Rates",
     "ShardedParameter",
     "ShardedTensor",
+    "Sharding",
     "VerificationError",
     "Wire",
     "calibrate",

@@ -78,6 +78,9 @@ class Pack:
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
     and "shard of 4"; in codes "coded", "coded parts", and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
+    ``replicas``: over how many replicas it was summed.
+    ``divided``: of that sum, this is this rank's part.
+    ``of``: where it is a sum over a row on its way through a reduction over the replicas: that sum.
     """
 
     parts: tuple[Part, ...]
@@ -86,6 +89,9 @@ class Pack:
     state: str = "packed"
     scale: float = 1.0
     narrowed: bool = False
+    replicas: int = 1
+    divided: bool = False
+    of: Pack | None = None
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ class Known:
                 state = f"shard of {ranks}"
         if not state:
             return False
+        if isinstance(fact, Pack) and fact.of is not None and state.startswith("shard"):
+            self.facts[op.node] = replace(fact.of, replicas=int(ranks), divided=True, dtype=dtype)
+            return True
         self.facts[op.node] = replace(fact, state=state, dtype=dtype)
         return True
 

@@ -120,10 +120,18 @@ def _two_ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int]) -
     return max(live)
 
 
-def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int]) -> None:
-    """The rule "order", of the graph as it reads: of each kind, first started is first waited for."""
-    for kind in (True, False):  # a replica is gathered by who brings it, in the order of inputs
-        same = sorted((s for s in waits if (s not in ops or ops[s].target in GATHERS) == kind), key=order.__getitem__)
+def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int], ctx: Context) -> None:
+    """The rule "order", of the graph as it reads: of each kind, and on each link, first started is first waited for."""
+
+    def kind(start: Node) -> str:
+        if start not in ops:  # it is gathered by who brings it, as inputs come
+            return "refresh"
+        kind = "gather" if ops[start].target in GATHERS else "reduction"
+        return kind + " between replicas" * ctx.is_of_replicas(ops[start].args)
+
+    kinds = {start: kind(start) for start in waits}
+    for one in sorted(set(kinds.values())):
+        same = sorted((start for start in waits if kinds[start] == one), key=order.__getitem__)
         for first, second in pairwise(same):
             if order[waits[second][0]] < order[waits[first][0]]:
                 tag = second.meta.get("zerofx")

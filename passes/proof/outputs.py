@@ -130,11 +130,12 @@ class Outputs:
         flat = self.facts.get(value)
         if isinstance(flat, Flat):
             kept = self.ctx.kept_gathered.get(flat.layout.name)
-            found = flat.numel, value.meta["val"].dtype
-            if kept is None or kept.position != i or (kept.numel, kept.dtype) != found:
+            found = flat.numel, value.meta["val"].dtype, 1 if flat.whole else flat.layout.world_size
+            if kept is None or kept.position != i or (kept.numel, kept.dtype, kept.ranks) != found:
                 self.reader.fail("saved", value, "a whole group leaves with what backward needs", "only what is kept")
             root = self.before.roots[i] if self.before is not None else None
-            if self.before is not None and (root is None or root.layout != flat.layout or kept.saved != name):
+            same = root is not None and replace(flat.layout, world_size=root.layout.world_size) == root.layout
+            if self.before is not None and (not same or kept.saved != name):
                 where = f"it leaves at output {i}, and backward looks for it under {kept.saved!r}"
                 self.reader.fail("saved", value, where, "a place where a parameter of its group was saved")
             self.left.add(flat.layout.name)
@@ -244,6 +245,14 @@ class Outputs:
                 fact = Share(fact, 0, (fact.numel,))
         if not isinstance(fact, Share) or fact.pack.state.startswith("shard") != scatter:
             self.reader.fail("reduction", value, "it is no averaged gradient", "a gradient, reduced over all ranks")
+        if fact.pack.replicas != self.ctx.replicas:
+            found = f"it is summed over {fact.pack.replicas} replicas"
+            self.reader.fail("reduction", value, found, f"over all {self.ctx.replicas}")
+        if fact.pack.divided != self.ctx.divides_between:
+            expected = (
+                "the part of the shard that this rank updates" if self.ctx.divides_between else "all of its shard"
+            )
+            self.reader.fail("reduction", value, "it is another part of the gradient", expected)
         if fact.pack.dtype != layout.dtype:
             self.reader.fail("reduction", value, f"it is of {fact.pack.dtype}", f"{layout.dtype}")
         return fact
@@ -269,7 +278,7 @@ class Outputs:
         number = self.numbers.get(node)
         if want is None:
             self.reader.fail("reduction", output, f"it brings a gradient of {ref.slot.name!r}", "none: it has none")
-        share = 1.0 / ref.layout.world_size
+        share = 1.0 / self.ctx.averaged_over(ref.layout)
         if scale is not None and scale != share:
             undivided = next((n for n in want.numbers if n is not None and self._divided(n, share) == number), None)
             if scale != 1.0 or (self.before is not None and number in (*want.numbers, self._sum(want.numbers))):

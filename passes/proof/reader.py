@@ -88,8 +88,13 @@ class Reader(Known):
                 layout = next(ref.layout for ref in ctx.parameters.values() if ref.layout.name == name)
                 cast = () if node.meta["val"].dtype == layout.dtype else (node.meta["val"].dtype,)
                 kept = Flat(layout, (range(layout.shard_numel),), cast, whole=True)
+                if (ranks := ctx.kept_gathered[name].ranks) > 1:
+                    kept = _divided(kept, ranks)
             self._sized(node, (kept.numel,), kept.dtypes[-1] if kept.dtypes else kept.layout.dtype)
-            self.new_buffer(node, node, kept)
+            if kept.whole:
+                self.new_buffer(node, node, kept)
+            else:
+                self.facts[node] = kept
 
     def _read_shard(self, layout: GroupLayout, node: Node) -> None:
         ctx, sharded = self.ctx, self.ctx.gathers
@@ -98,13 +103,12 @@ class Reader(Known):
         self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
         cast = (dtype,) if dtype != layout.dtype else ()
         flat = Flat(layout, (range(layout.shard_numel),), cast)
-        if layout.world_size == 1:
-            self.facts[node] = replace(flat, whole=True)
-        elif sharded:
-            self.facts[node] = flat
-        else:  # the caller started to refresh it
-            self.facts[node] = Started(node, replace(flat, whole=True))
+        flat = replace(flat, whole=layout.world_size == 1 or not sharded)
+        if ctx.divides_between or (layout.world_size > 1 and not sharded):  # the caller started to refresh it
+            self.facts[node] = Started(node, flat)
             self.waits[node] = []
+        else:
+            self.facts[node] = flat
 
     def _sized(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         value = node.meta["val"]
@@ -194,7 +198,7 @@ class Reader(Known):
         if isinstance(fact.brings, Flat) and fact.brings.code:
             self.arrived[op.node] = fact.start
             self.facts[op.node] = fact.brings
-        elif isinstance(fact.brings, Flat) and self.ctx.gathers:
+        elif isinstance(fact.brings, Flat) and self.ctx.gathers and fact.start in self.ops:
             self.new_buffer(op.node, fact.start, fact.brings)
         else:
             self.facts[op.node] = fact.brings
@@ -203,7 +207,9 @@ class Reader(Known):
         node, to = op.node, op.cast_to()
         if flat.code and op.target not in GATHERS:
             self.fail("wire", node, f"it reads codes of {flat.layout.name!r}", "a gather, or what reads codes")
-        if flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
+        if flat.whole and op.target is _OWN_PART and self.ctx.near_group:
+            self._read_near(op, flat)
+        elif flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
             if op.target is not _aten.as_strided.default:
                 self.fail("slice", node, "it reads a whole group", "weights as views of it")
             self._read_weight(op, flat)
@@ -220,6 +226,8 @@ class Reader(Known):
             self.facts[node] = replace(flat, ranges=ranges)
         elif op.target in GATHERS:
             self._start_gather(op, flat)
+        elif op.target is _aten.clone.default and len(op.args) == 1 and self._is_near(flat):
+            self.facts[node] = flat
         elif op.target in SHARD_READERS:
             SHARD_READERS[op.target](self, op, flat)
         else:
@@ -246,11 +254,29 @@ class Reader(Known):
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
 
+    def _is_near(self, flat: Flat) -> bool:
+        """Whether it is a part of a group among near ranks."""
+        return bool(self.ctx.near_group) and not flat.whole and flat.layout.world_size == self.ctx.near_ranks
+
+    def _read_near(self, op: Op, flat: Flat) -> None:
+        """This rank's part of a gathered group, among near ranks."""
+        full, ranks, process_group = op.args
+        found, wanted = (ranks, process_group), (self.ctx.near_ranks, self.ctx.near_group)
+        if found != wanted:
+            self.fail(
+                "group", op.node, "it is a part among {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted)
+            )
+        if flat.part != flat.layout.shard_numel:
+            self.fail("slice", op.node, "it is a part of what is not all of a group", "of a whole group")
+        self.facts[op.node] = _divided(flat, ranks)
+        self.memory[op.node] = self.memory[full]
+
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def _start_gather(self, op: Op, flat: Flat) -> None:
         _, world_size, process_group = op.args
-        self.check_collective(op, flat.layout, world_size, process_group, self.ctx.process_group)
+        right = self.ctx.near_group if self._is_near(flat) else self.ctx.process_group
+        self.check_collective(op, flat.layout, world_size, process_group, right)
         if flat in self.started:
             self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
         self.started[flat] = op.node
@@ -265,6 +291,9 @@ class Reader(Known):
             return
         pack = self.pack(op.args[0])
         layout = self.layout_of(pack, node)
+        if self.ctx.is_of_replicas(op.args) and layout.world_size == 1:  # one rank's shard is the whole
+            self._sum_over_replicas(op, replace(pack, state="shard"))
+            return
         operation = op.args[1] if isinstance(op.args[1], str) else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
         self.check_collective(op, layout, world_size, process_group, self.ctx.reduce_group, operation)
@@ -276,9 +305,47 @@ class Reader(Known):
         self.facts[node] = Started(node, replace(pack, state=state))
         self.waits[node] = []
 
+    def _sum_over_replicas(self, op: Op, pack: Pack) -> None:
+        """A reduced gradient is summed over the replicas: once, in their process group, as it came."""
+        node, ctx, whole = op.node, self.ctx, op.target in ALL_REDUCES
+        operation = op.args[1] if isinstance(op.args[1], str) else "sum"
+        ranks = ctx.replicas if whole else op.args[-2]
+        found, wanted = (operation, ranks, op.args[-1]), ("sum", ctx.replicas, ctx.replica_group or "(none)")
+        if found != wanted or ctx.replicas == 1:
+            words = "a {} over {} ranks of {!r}"
+            self.fail("group", node, f"it is {words.format(*found)}", words.format(*wanted))
+        if whole == ctx.divides_between:
+            self.fail("reduction", node, "it is not the part of the sum that this rank updates", "that part, or all")
+        if pack.replicas != 1 or pack.narrowed or not pack.state.startswith("shard"):
+            what = (
+                "was narrowed"
+                if pack.narrowed
+                else "was summed over the replicas"
+                if pack.replicas != 1
+                else "is no sum"
+            )
+            self.fail("reduction", node, f"what it sums over the replicas {what}", "a group's sum over a row, once")
+        if type(op.value.numel()) is not int:
+            self.fail("order", node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
+        in_place = op.target is _c10d.all_reduce_.default
+        if in_place and (len(op.args[0].users) > 1 or is_reshape(op.args[0])):
+            self.fail("write", node, f"it sums {op.args[0].name!r} in place, which others read", "memory of its own")
+        if whole or op.target is _c10d.reduce_scatter_tensor.default:
+            brings = replace(pack, replicas=ctx.replicas, divided=not whole)
+        else:
+            brings = Pack((), op.args[0].meta["val"].numel(), pack.dtype, "parts", of=pack)
+        if op.target is _OWN_PART:
+            self.facts[node] = replace(brings, state=f"own of {ranks}")
+        else:
+            self.facts[node] = Started(node, brings)
+            self.waits[node] = []
+
     def _read_own_part(self, op: Op) -> None:
         pack, world_size, process_group = op.args
         fact = self.pack(pack)
+        if self.ctx.is_of_replicas(op.args) and self.layout_of(fact, op.node).world_size == 1:
+            self._sum_over_replicas(op, replace(fact, state="shard"))
+            return
         self.check_collective(op, self.layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
         self.facts[op.node] = replace(fact, state=f"own of {world_size}")
 
@@ -295,6 +362,10 @@ class Reader(Known):
         node, to = op.node, op.cast_to()
         if isinstance(fact, Share):
             self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
+        again = op.target in SCATTERS or op.target is _OWN_PART
+        if op.target in ALL_REDUCES or (again and fact.state.startswith("shard") and self.ctx.replicas > 1):
+            self._sum_over_replicas(op, fact)
+            return
         if fact.state.startswith(("parts", "own", "others")):
             if self.read_exchange(op, fact):
                 return
@@ -313,3 +384,9 @@ class Reader(Known):
                 self.facts[node] = Share(fact, rest[0] if rest else 0, tuple(shape))
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
+
+
+def _divided(flat: Flat, ranks: int) -> Flat:
+    """A part of a whole group that is divided over ``ranks``."""
+    layout = replace(flat.layout, world_size=ranks)
+    return Flat(layout, (range(layout.shard_numel),), flat.dtypes)

@@ -30,6 +30,11 @@ GROUPINGS: dict[str, Any] = {
     "linear": zerofx.Grouping(blocks=(nn.Linear, Container), min_bytes=0),
     "rule": zerofx.Grouping(blocks=lambda name, module: name in ("head", "layers.0"), min_bytes=300),
 }
+SCHEMES: dict[str, Any] = {
+    "shard": None,
+    "between": zerofx.Sharding(gradients="all", optimizer="all"),
+    "near": zerofx.Sharding(weights="all", gradients="all", optimizer="all"),
+}
 Values = dict[str, Any]
 
 
@@ -146,6 +151,8 @@ def sharded(recipe: Recipe) -> Values:
     some = nbytes if recipe.grouping in ("merged", "linear", "rule") else max(2 * nbytes // 3, 8192)
     uneven = any("uneven" in calls for calls in recipe.steps)
     lookups = recipe.lookups and recipe.stage == 3 and not uneven
+    mesh = mesh_of(recipe.rows) if recipe.rows > 1 and world % recipe.rows == 0 else None
+    sharding = SCHEMES[recipe.scheme] if mesh is not None and recipe.stage == 3 else None
     budgets: dict[str, Any] = {"none": None, "inf": math.inf, "some": some}
     zerofx.compile(
         net,
@@ -153,7 +160,9 @@ def sharded(recipe: Recipe) -> Values:
         executor=recipe.executor,
         groups=GROUPINGS[recipe.grouping],
         lookups=lookups,
-        one_copy=recipe.one_copy and recipe.stage == 3 and not lookups,
+        one_copy=recipe.one_copy and recipe.stage == 3 and not lookups and sharding is None,
+        mesh=mesh,
+        sharding=sharding,
         memory_budget=budgets[recipe.budget],
         mixed_precision=precision_of(recipe),
         buckets=recipe.buckets if recipe.stage == 0 else "group",
@@ -182,6 +191,19 @@ def sharded(recipe: Recipe) -> Values:
             dist.all_reduce(value)
             values[name] = value / world
     return values
+
+
+def mesh_of(rows: int) -> Any:
+    """The mesh of so many rows, made once for as long as the ranks are together."""
+    if _meshes.get("world") is not dist.group.WORLD:
+        _meshes.clear()
+        _meshes["world"] = dist.group.WORLD
+    if rows not in _meshes:
+        _meshes[rows] = dist.init_device_mesh("cpu", (rows, dist.get_world_size() // rows))
+    return _meshes[rows]
+
+
+_meshes: dict[Any, Any] = {}
 
 
 def precision_of(recipe: Recipe) -> zerofx.MixedPrecision | None:

@@ -94,6 +94,9 @@ class Recipe:
         layers: the net.
         steps: for each optimizer step, the calls that lead to it.
         stage, world, executor: see ``zerofx.compile``; ``world`` is the number of ranks.
+        rows: of the mesh that the ranks are, where they divide by it: replicas of the model; 1: there is no mesh.
+        scheme: on a mesh, stage 3: "shard", "between" (replicas share the optimizer's work), "near" (backward gathers
+            in a row).
         grouping: "merged" (all in one), "each" (what automatic grouping finds), "split" (cut at a few bytes),
             "linear" (module classes), "rule" (a function of the name).
         lookups: stage 3 in which rows of tables travel; not where ranks have batches of two shapes.
@@ -116,6 +119,8 @@ class Recipe:
     stage: int = 3
     world: int = 2
     executor: str = "eager"
+    rows: int = 1
+    scheme: str = "shard"
     grouping: str = "each"
     lookups: bool = False
     one_copy: bool = False

@@ -47,6 +47,8 @@ def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, si
         stage=draw(st.sampled_from([3, 3, 2, 1, 0])),
         world=min(draw(st.sampled_from([2, 2, 2, 1, 3, 4])), largest_world),
         executor=executor,
+        rows=draw(st.sampled_from([1, 1, 2, 4])),
+        scheme=draw(st.sampled_from(["shard", "between", "near"])),
         grouping=draw(st.sampled_from(["each", "merged", "split", "linear", "rule"])),
         lookups=draw(st.booleans()),
         one_copy=draw(st.booleans()),

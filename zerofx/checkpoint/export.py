@@ -186,7 +186,9 @@ def bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None
 
 def _bring_slices(tensor: ShardedTensor) -> torch.Tensor | None:
     group, slot, layout = tensor._group, tensor._slot, tensor._group.layout
-    process_group = group.process_group
+    process_group, replicas = group.process_group, group.sharing.replicas
+    if replicas is not None and not group.sharing.divides_between and replicas.rank:
+        return None  # the first replica's ranks have all of it
     if group.rank != 0:
         if tensor._local.numel():
             # As bytes: gloo does not know every dtype.
@@ -199,5 +201,5 @@ def _bring_slices(tensor: ShardedTensor) -> torch.Tensor | None:
         if rank == 0:
             part.copy_(tensor._local)
         elif piece.length:
-            dist.recv(part.view(torch.uint8), group=process_group, group_src=rank)
+            dist.recv(part.view(torch.uint8), group=process_group, group_src=group.rank_at(rank))
     return flat.view(slot.shape).cpu()

@@ -91,7 +91,7 @@ def warn_of_choice(gm: GraphModule) -> None:
     module = next((m for m in modules if _is_line_of(place, inspect.unwrap(type(m).forward))), None)
     layers = [p for child in module.children() for p in child.parameters()] if module is not None else []
     groups = [p._group for p in layers if isinstance(p, (ShardedTensor, ReplicatedParameter))]
-    if not groups or groups[0].layout.world_size == 1 or groups[0].sharing.everyone.rank:
+    if not groups or groups[0].sharing.everyone.size == 1 or groups[0].sharing.everyone.rank:
         return  # all ranks come here, and one speaks
     if place in _told.setdefault(outer, set()):  # type: ignore[arg-type]  # there are groups, so there is a module
         return

@@ -36,7 +36,7 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     planned: Planned = []
     try:
         planned = _checked(module, options, sharing, device)
-        facts = _facts(module, options, planned)
+        facts = _facts(module, options, planned, sharing)
     except (ValueError, TypeError) as e:
         refusal = e
     everyone = sharing.everyone.told((facts, str(refusal or "")))
@@ -62,17 +62,19 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
-    leaves, ranks = leaf_names(module, options.leaf_modules), sharing.weights
+    leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     block = 1 if options.wire is None else options.wire.block
     return plan_groups(module, ranks.size, Grouping.of(options.groups), leaves, ranks.backend(device), block)
 
 
-def _facts(module: nn.Module, options: Options, planned: Planned) -> list[tuple[str, str]]:
+def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Sharing) -> list[tuple[str, str]]:
     """What must be the same on every rank: in words, and as text that is equal where the thing is."""
     facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
     facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
     chosen = {name: getattr(options, name) for name in _ALIKE}
     chosen["leaf_modules"] = leaf_names(module, options.leaf_modules)
+    if sharing.replicas is not None:  # each replica has one of its own
+        chosen["reduce_group"] = options.reduce_group is not None
     facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
     return facts + [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
 
@@ -88,6 +90,7 @@ _ALIKE = (
     "one_copy",
     "lookups",
     "wire",
+    "sharding",
 )
 """The options that all ranks must agree on."""
 

@@ -171,7 +171,8 @@ class Reasons:
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
         size = format_bytes(whole_bytes(node.args[0] if tag.kind == "discard" else node))  # type: ignore[arg-type]
-        if tag.kind in ("reduce_scatter", "all_reduce") or KINDS.get(tag.kind, Kind()).brings == "gradients":
+        taken = ("reduce_scatter", "all_reduce", "sum_replicas")
+        if tag.kind in taken or KINDS.get(tag.kind, Kind()).brings == "gradients":
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:
@@ -252,7 +253,19 @@ class Reasons:
     def _reduction(self, node: Node, group: str) -> Why:
         return [("stands", "right behind the last of these gradients to be there")]
 
+    def _sum_replicas(self, node: Node, group: str) -> Why:
+        replicas = self.context.replicas
+        return [("stands", f"right behind the sum over a row: its shard goes to the {replicas} replicas' ranks")]
+
+    def _wait_replicas(self, node: Node, group: str) -> Why:
+        later = [n for n in edit.tagged(self.graph, "sum_replicas") if self.order[n] > self.order[node]]
+        if later:
+            return [("stands", "behind the start of the next sum: both are under way by then")]
+        return [("stands", "at the end: until then both links and the processor are at work")]
+
     def _wait_grad(self, node: Node, group: str) -> Why:
+        if self.context.replicas > 1 and any(n.meta["zerofx"].kind == "sum_replicas" for n in node.users):
+            return [("stands", "behind the start of the next reduction: what goes to the replicas is to start early")]
         later = (n for n in edit.tagged(self.graph, "pack") if self.order[n] > self.order[node])
         following = next((n.meta["zerofx"].group for n in later), None)
         if following is None:
@@ -271,6 +284,14 @@ class Reasons:
         share = "of the bytes that forward gathers, backward's reductions leave room for these (`step`)"
         return [("stands", f"right behind the group's update, which forward needs last: {share}")]
 
+    def _near(self, node: Node, group: str) -> Why:
+        ranks = self.context.near_ranks
+        if node.op == "placeholder":
+            return [
+                ("stands", f"among the inputs: forward left a part of the group, and {ranks} near ranks have it all")
+            ]
+        return [("stands", f"right behind the wait: of what {ranks} near ranks have together, backward gathers again")]
+
     def _gathered(self, node: Node, group: str) -> Why:
         return [("stands", "among the inputs: forward left the group gathered, so that it is not gathered again")]
 
@@ -283,7 +304,10 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "reduce_scatter": Reasons._reduction,
     "all_reduce": Reasons._reduction,
     "wait_grad": Reasons._wait_grad,
+    "sum_replicas": Reasons._sum_replicas,
+    "wait_replicas": Reasons._wait_replicas,
     "gathered": Reasons._gathered,
+    "near": Reasons._near,
     "step": Reasons._step,
     "ahead": Reasons._ahead,
 }
@@ -295,4 +319,5 @@ _ABOUT = {
     "discard": "frees",
     "reduce_scatter": "takes",
     "all_reduce": "takes",
+    "sum_replicas": "takes",
 }

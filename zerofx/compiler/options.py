@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
 from zerofx.passes import pipeline
 from zerofx.passes.context import Buckets, Executor
@@ -65,7 +66,10 @@ class Options:
             `zerofx.passes.lookups`.
         one_copy: stage 3 where all ranks are on one host. They share one copy of the weights, in common memory, and
             gather nothing. See `zerofx.runtime.state.one_copy`.
-        mesh: a 1-D device mesh; None: all ranks of the default process group.
+        mesh: a device mesh of one dimension, or of two. Of two, the first is of replicas of the module, and each replica
+            is divided over the ranks of the second (docs/meshes.md). None: all ranks of the default process group.
+        sharding: on a mesh of two dimensions, over which of them weights, gradients and optimizer state are divided.
+            None: over the second. See `zerofx.Sharding`.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name. The reductions of
             compiled graphs run in it, so no gather queues behind one. None: all run in one group.
         init_sync: take rank 0's weights and buffers everywhere.
@@ -91,6 +95,7 @@ class Options:
     lookups: bool = False
     one_copy: bool = False
     mesh: DeviceMesh | None = None
+    sharding: Sharding | None = None
     reduce_group: dist.ProcessGroup | str | None = None
     init_sync: bool = True
     init: Callable[[nn.Module], Any] | str | Path | None = None
@@ -143,9 +148,13 @@ class Options:
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
-            raise ValueError(f"mesh={self.mesh!r}: expected a 1-D DeviceMesh, or None.")
-        if self.mesh is not None and self.mesh.ndim != 1:
-            raise ValueError(f"mesh has {self.mesh.ndim} dimensions: expected a 1-D DeviceMesh.")
+            raise ValueError(f"mesh={self.mesh!r}: expected a DeviceMesh of one or two dimensions, or None.")
+        if self.mesh is not None and self.mesh.ndim > 2:
+            raise ValueError(
+                f"mesh has {self.mesh.ndim} dimensions: expected one, or two (replicas, shards). Give those two of it: "
+                'mesh["replicate", "shard"].'
+            )
+        _check_sharding(self)
         if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as `zerofx.runtime.ranks.sharing` keeps it
             object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
         elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
@@ -183,3 +192,25 @@ class Options:
             found = nearest(unknown[0], known)
             raise ValueError(f"unknown option {unknown[0]!r}{found} zerofx knows {', '.join(known)}.")
         return Options(**options)
+
+
+def _check_sharding(options: Options) -> None:
+    """Refuse what does not go with ``sharding``."""
+    chosen = options.sharding
+    if chosen is None:
+        return
+    if not isinstance(chosen, Sharding):
+        raise ValueError(f"sharding={chosen!r}: expected a zerofx.Sharding, or None.")
+    if options.mesh is None:
+        raise ValueError("sharding= without mesh=: give a mesh of two dimensions, whose rows and columns it is about.")
+    if chosen == Sharding() or chosen.one_dimension:
+        return
+    if options.stage != 3:
+        raise ValueError(
+            f"sharding={chosen!r} with stage={options.stage}: expected stage=3. In stages 1 and 2 a mesh of one "
+            "dimension divides the optimizer's state over all ranks; in stage 0 nothing is divided."
+        )
+    if options.one_copy:
+        raise ValueError(f"sharding={chosen!r} with one_copy=True: a row's ranks hold different copies. Leave one out.")
+    if options.reduce_group is not None:
+        raise ValueError(f"sharding={chosen!r} with reduce_group=: rows and columns have groups of their own already.")

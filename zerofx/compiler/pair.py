@@ -53,9 +53,11 @@ class CompiledGraph:
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
-        self.sharded: dict[int, ParameterRef] = {i: ParameterRef(x._group.layout, x._slot) for i, x in sharded.items()}
+        self.sharded: dict[int, ParameterRef] = {
+            i: ParameterRef(x._group.graph_layout, x._slot) for i, x in sharded.items()
+        }
         # Weakly: Dynamo keeps what it compiled for as long as the code lives, which is longer than a model.
-        groups = {x._group.layout: x._group for x in sharded.values()}
+        groups = {x._group.graph_layout: x._group for x in sharded.values()}
         self.groups: weakref.WeakValueDictionary[GroupLayout, ShardGroup] = weakref.WeakValueDictionary(groups)
         self.record: GraphRecord = GraphRecord()
         if self.groups:
@@ -126,7 +128,7 @@ class CompiledGraph:
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)
         if phase == "forward":
-            self.family.keeps(self.names, sum(left.nbytes for left in self.kept_gathered.values()))
+            self.family.keeps(self.names, sum(x.nbytes for x in self.kept_gathered.values() if x.ranks == 1))
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
@@ -221,8 +223,10 @@ class CompiledGraph:
         progress.passes_done()
         brought = ctx.parameters if ctx.stage else {}
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
-        schedule = Schedule.of(gm, ctx)
-        self._publish(schedule, trace)
+        schedule, between = Schedule.of(gm, ctx), Schedule.of(gm, ctx, second=True)
+        self._publish(schedule, trace, ctx.process_group)
+        if ctx.second_group:
+            self._publish(between, trace, ctx.second_group)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
@@ -241,13 +245,14 @@ class CompiledGraph:
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
+            if ctx.second_group:
+                compiled = watched(compiled, between, ctx.second_group, self.options.timeout)
         return compiled, kept, trace
 
-    def _publish(self, schedule: Schedule, trace: Trace) -> None:
-        """Compare with the other ranks what was compiled."""
-        ctx = trace.context
-        if self.pretend is None and schedule.collectives and (watch := watch_of(ctx.process_group)) is not None:
-            watch.publish(schedule, identity(trace.before, ctx, self.family.number))
+    def _publish(self, schedule: Schedule, trace: Trace, process_group: str) -> None:
+        """Compare with the other ranks of a process group what was compiled."""
+        if self.pretend is None and schedule.collectives and (watch := watch_of(process_group)) is not None:
+            watch.publish(schedule, identity(trace.before, trace.context, self.family.number))
 
     def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         output = gm.graph.output_node()
@@ -264,7 +269,7 @@ class CompiledGraph:
             steps=steps,
             held_elsewhere=self.family.held_elsewhere(self.names, phase),
             largest_elsewhere=max(
-                (g.gathered_nbytes for g in self.family.groups() if g.layout not in self.groups), default=0
+                (g.gathered_nbytes for g in self.family.groups() if g.graph_layout not in self.groups), default=0
             ),
             **self._facts(),
         )
@@ -275,6 +280,11 @@ class CompiledGraph:
         return {
             "process_group": group.sharing.weights.name,
             "reduce_group": group.sharing.gradients.name,
+            "replica_group": "" if group.sharing.replicas is None else group.sharing.replicas.name,
+            "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
+            "divides_between": group.sharing.divides_between,
+            "near_group": "" if group.sharing.near is None else group.sharing.near.name,
+            "near_ranks": 1 if group.sharing.near is None else group.sharing.near.size,
             "backend": group.backend,
             "stage": family.stage,
             "one_copy": group.weights.in_common,

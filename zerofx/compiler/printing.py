@@ -38,6 +38,8 @@ _VERBS = {
     "reduce_scatter": "reduce",
     "all_reduce": "reduce",
     "wait_grad": "reduced",
+    "sum_replicas": "sum",
+    "wait_replicas": "summed",
     "step": "update",
     "ahead": "renew",
 }
@@ -50,6 +52,7 @@ _SILENT = frozenset(
 _SIZED = {
     "reduce_scatter": "reduce-scatters take",
     "all_reduce": "all-reduces take",
+    "sum_replicas": "sums over replicas take",
 }
 WIDTH = 120
 _PLACE, _OPS = 24, 44
@@ -80,7 +83,12 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
     parts = []
     if trace.context.gathers:
         parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
-        kept = sum(value.nbytes for value in trace.context.kept_gathered.values())
+        left = trace.context.kept_gathered.values()
+        kept, near = (sum(value.nbytes for value in left if (value.ranks > 1) == some) for some in (False, True))
+        if near:
+            ranks = next(value.ranks for value in left if value.ranks > 1)
+            verb = "stay" if trace.context.phase == "forward" else "came"
+            parts.append(f"{format_bytes(near)} {verb} as parts among {ranks} near ranks")
         if kept:
             parts.append(f"{format_bytes(kept)} {'stay' if trace.context.phase == 'forward' else 'came'} gathered")
     elif "refresh" in sizes:

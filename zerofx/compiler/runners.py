@@ -159,7 +159,7 @@ class BackwardCode:
         if live.stepped:
             live.weights.refresh(inside=True)
         else:
-            skip_collective(live.group_name)
+            skip_collective(live.sharing.weights.name)
 
     def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...]]:
         for ref, slots in self.reductions:

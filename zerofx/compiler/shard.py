@@ -57,6 +57,7 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
+    sharing = sharing.by(options.sharding) if options.stage else sharing.undivided()
     device = _device(module, options, sharing.weights)
     planned = plan_alike(module, options, sharing, device)
     conversion = _Conversion(module, options, sharing, device)
@@ -97,7 +98,8 @@ class _Conversion:
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""
-        case, dtype = weights_of(self.options.stage, self.options.one_copy), self.family.precision.param_dtype
+        case = weights_of(self.options.stage, self.options.one_copy, self.sharing.divides_between)
+        dtype = self.family.precision.param_dtype
         return case.allocate([(layout, dtype or layout.dtype) for layout, _ in planned], self.sharing)
 
     def _convert_group(self, layout: GroupLayout, parameters: list[nn.Parameter], memory: Any) -> ShardGroup:
@@ -133,7 +135,7 @@ class _Conversion:
                 _broadcast(buffer, self.sharing.everyone)
         for m in module.modules():
             m.register_load_state_dict_pre_hook(_refuse_assign)
-        if options.stage == 3 and self.sharing.weights.size > 1:
+        if options.stage == 3 and self.sharing.everyone.size > 1:
             keep_in_step(module)
         if options.mixed_precision is not None:
             self.family.casts = options.mixed_precision.install(module)

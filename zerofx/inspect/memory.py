@@ -52,6 +52,7 @@ class MemorySummary:
     Attributes:
         nbytes: kind -> bytes, in the order of the module's docstring; all kinds, also those with none.
         storages: kind -> how many storages they are in.
+        replica: the number of this rank's replica of the module, and how many there are.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class MemorySummary:
     stage: int
     nbytes: dict[str, int]
     storages: dict[str, int]
+    replica: tuple[int, int] = (0, 1)
 
     @property
     def total(self) -> int:
@@ -66,7 +68,10 @@ class MemorySummary:
         return sum(self.nbytes.values())
 
     def __str__(self) -> str:
-        title = f"rank {self.rank} of {self.world_size} holds {format_bytes(self.total)}, stage {self.stage}"
+        rank = f"rank {self.rank} of {self.world_size}"
+        if self.replica[1] > 1:
+            rank += " of replica {} of {}".format(*self.replica)
+        title = f"{rank} holds {format_bytes(self.total)}, stage {self.stage}"
         width = max(map(len, self.nbytes))
         lines = []
         for kind, n in self.nbytes.items():
@@ -106,8 +111,9 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
                     seen.add(key)  # type: ignore[arg-type]
                     nbytes[kind] += storage.nbytes() // holders.get(storage.data_ptr(), 1)
                     storages[kind] += 1
-    first = groups[0]
-    return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages)
+    first, outer = groups[0], groups[0].sharing.replicas
+    replica = (0, 1) if outer is None else (outer.rank, outer.size)
+    return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages, replica)
 
 
 def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:

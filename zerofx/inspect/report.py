@@ -30,7 +30,7 @@ from zerofx.compiler.api import _groups
 from zerofx.compiler.explain import History, Reasons, purpose
 from zerofx.compiler.listing import node_line
 from zerofx.compiler.records import GraphRecord, Trace
-from zerofx.inspect.predict.predict import PhasePrediction, Prediction, Rates, layouts_of, predict, step_of
+from zerofx.inspect.predict.predict import PhasePrediction, Prediction, Rates, layouts_of, predict, ranks_of, step_of
 from zerofx.inspect.predict.recorder import KINDS
 from zerofx.inspect.report_timeline import chart
 from zerofx.model.layout import GroupLayout
@@ -88,7 +88,7 @@ def report(
     context = next(trace.context for record in chosen for trace in record.traces())
     traces = [(i, trace) for i, record in enumerate(chosen) for trace in record.traces()]
     page = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(
-        title=escape(f"{name}, stage {context.stage}, {layouts[0].world_size} ranks"),
+        title=escape(f"{name}, stage {context.stage}, {ranks_of(context, layouts[0])}"),
         facts=_facts(layouts, context, any(record.pretended for record in chosen)),
         step=_step(prediction, measured or {}),
         phases="".join(_phase(phase, len(chosen)) for phase in prediction.phases),

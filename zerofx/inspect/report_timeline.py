@@ -200,13 +200,21 @@ def direction(operation: Operation) -> str:
     return "gather" if "gather" in operation.name or "refresh" in operation.name else "reduce"
 
 
-_WAITS = {"all_gather": "wait", "refresh": "refresh", "reduce_scatter": "wait_grad", "all_reduce": "wait_grad"}
+_WAITS = {
+    "all_gather": "wait",
+    "refresh": "refresh",
+    "reduce_scatter": "wait_grad",
+    "all_reduce": "wait_grad",
+    "sum_replicas": "wait_replicas",
+}
 
 
 def _node_kind(operation: Operation) -> str:
     """The kind of the node that starts it, as its comment in a listing says."""
     if direction(operation) == "gather":
         return "refresh" if "refresh" in operation.name else "all_gather"
+    if operation.between_replicas:
+        return "sum_replicas"
     return "all_reduce" if "all_reduce" in operation.name else "reduce_scatter"
 
 

@@ -3,6 +3,7 @@
 ============  ==================================================================
 layout        where each parameter lies in its group's flat buffer
 grouping      which parameters travel together
+sharding      over which ranks of a mesh something is divided, by purpose
 precision     which dtypes weights and gradients have
 wire          what travels in codes of fewer bits
 hugging_face  what is known of transformers, which is never imported

@@ -11,6 +11,8 @@ import importlib
 CORNERS = (
     "zerofx.runtime.ranks.same_host",  # ranks of one host read each other's memory      passes/pairwise.py SHORTCUTS
     "zerofx.runtime.ranks.gloo_threads",  # gloo's threads on a core that computes      ranks/sharing.py SETTLED
+    "zerofx.runtime.ranks.two_levels",  # meshes of two dimensions                      ranks/sharing.py SHARINGS
+    "zerofx.runtime.state.row_copy",  # optimizer state divided between replicas        state/weights.py WEIGHTS
     "zerofx.runtime.state.one_copy",  # weights once for all ranks of a host            state/weights.py WEIGHTS
     "zerofx.passes.lookups",  # rows of tables that are only looked up                  passes PIPELINE
 )

@@ -191,7 +191,7 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
         node = todo.pop()
         if node in place:
             found.inputs.add(place[node])
-        elif node in ops and _kind(node) in ("narrow", "encode"):
+        elif node in ops and _kind(node) in ("narrow", "encode", "refresh"):
             todo += ops[node].inputs
     return found
 
@@ -206,7 +206,7 @@ def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int
         seen.add(node)
         if node in started and ops[node].target is not REFRESH:
             found.add(started[node])
-        elif _kind(node) in ("wait_grad", "gradient", "reduce_scatter", "decode", "ahead", "step"):
+        elif _kind(node) in _ON_THE_WAY:
             todo += ops[node].inputs
     return found
 
@@ -235,5 +235,6 @@ def _group(node: Node) -> str:
     return tag.group if tag is not None else ""
 
 
+_ON_THE_WAY = "wait_grad wait_replicas sum_replicas given gradient reduce_scatter decode ahead step".split()
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

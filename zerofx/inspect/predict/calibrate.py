@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,12 @@ SIZES = (1 << 16, 1 << 20, 1 << 23)
 """Bytes that a rank receives in the collectives that are timed."""
 
 
-def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Rates:
+def calibrate(
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    replica_group: dist.ProcessGroup | None = None,
+) -> Rates:
     """The rates of this machine and network; takes about a second. A collective: call it on every rank.
 
     Do so where nothing else runs, and with the number of threads that training will have.
@@ -34,6 +40,8 @@ def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.devi
     Args:
         process_group: whose link is timed; None: all ranks. With one rank the link is taken to be infinitely fast.
         device: where the model is.
+        replica_group: of a mesh of two dimensions, the process group of the first: its link is timed too, while all its
+            columns use it. ``process_group`` is that of the second then.
 
     Returns:
         Rates for `zerofx.predict`, the same on every rank.
@@ -46,22 +54,35 @@ def calibrate(process_group: dist.ProcessGroup | None = None, device: torch.devi
     group, device = process_group or dist.group.WORLD, torch.device(device)
     assert group is not None
     travel_of(backend_name(group, device)).meet(group.group_name)
+    if replica_group is not None:
+        travel_of(backend_name(replica_group, device)).meet(replica_group.group_name)
     before = _product(device), _copy(device)
     began, worked = time.perf_counter(), time.process_time()
     gathers = [_gather(group, device, nbytes) for nbytes in SIZES]
     core_share = _core_share(device, time.perf_counter() - began, time.process_time() - worked)
+    between = [_gather(replica_group, device, nbytes) for nbytes in SIZES] if replica_group is not None else []
     # Again: what slows a shared machine down lasts longer than a series of runs takes.
     after = _product(device), _copy(device)
-    found = [*map(min, before, after), *gathers, core_share]
+    found = [*map(min, before, after), core_share, *gathers, *between]
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
-    if group.size() > 1:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    product, copy, *gathers, core_share = slowest.tolist()
+    for ranks in (group, replica_group):
+        if ranks is not None and ranks.size() > 1:
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks)
+    product, copy, core_share, *times = slowest.tolist()
+    rate, latency = _link(times[: len(SIZES)], group)
+    rates = Rates(1 / product, 1 / copy, rate, latency, core_share)
+    if replica_group is None or replica_group.size() == 1:
+        return rates
+    rate, latency = _link(times[len(SIZES) :], replica_group)
+    return replace(rates, replica_bytes_per_s=rate, replica_latency_s=latency)
+
+
+def _link(times: list[float], group: dist.ProcessGroup) -> tuple[float, float]:
+    """Bytes per second and latency, of the seconds that gathers of `SIZES` took."""
     if group.size() == 1:
-        return Rates(1 / product, 1 / copy, float("inf"))
-    rate = (SIZES[-1] - SIZES[0]) / max(gathers[-1] - gathers[0], 1e-9)
-    latency = max(0.0, min(t - nbytes / rate for t, nbytes in zip(gathers, SIZES, strict=True)))
-    return Rates(1 / product, 1 / copy, rate, latency, core_share)
+        return float("inf"), 0.0
+    rate = (SIZES[-1] - SIZES[0]) / max(times[-1] - times[0], 1e-9)
+    return rate, max(0.0, min(t - nbytes / rate for t, nbytes in zip(times, SIZES, strict=True)))
 
 
 def _product(device: torch.device, n: int = 768) -> float:

@@ -41,6 +41,10 @@ stage  bytes                  bytes, no_sync          collectives      collectiv
 3      2 k w + k g            2 k w + g               3 k n            (2 k + 1) n
 =====  =====================  ======================  ===============  ===================
 
+On a mesh of two dimensions, ``R`` replicas of ``M`` ranks each, a gradient that was reduced is summed over replicas:
+``2 (R - 1)/R N/M g`` bytes and ``n`` collectives more for each reduction (`Traffic.between`). The seconds below take
+both links for one.
+
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
 backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
 hence the 2 of stage 0. Activations, gathered buffers and padding (below 1 percent, `zerofx.model.layout`) are not in
@@ -87,6 +91,8 @@ LETTERS = "N M n k m w g F B c a b"
 SYMBOLS: list[Symbol] = [Symbol(name, positive=True) for name in LETTERS.split()]
 N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS
 
+_ONE, _NOTHING = Integer(1), Integer(0)
+
 _Formulas = TypeVar("_Formulas", bound="Formulas")
 
 
@@ -131,11 +137,14 @@ class Ranks(Formulas):
     weights: Expr = M
     gradients: Expr = M
     optimizer: Expr = M
+    replicas: Expr = _ONE
 
     @staticmethod
     def of(sharing: Sharing) -> Ranks:
         """The numbers of ranks of ``sharing``."""
-        return Ranks(*(Integer(x.size) for x in (sharing.weights, sharing.gradients, sharing.optimizer)))
+        replicas = 1 if sharing.replicas is None else sharing.replicas.size
+        shared = (sharing.weights.size, sharing.gradients.size, sharing.optimizer.size, replicas)
+        return Ranks(*map(Integer, shared))
 
 
 ALL = Ranks()
@@ -166,15 +175,19 @@ class Memory(Formulas):
 
 @dataclass(frozen=True)
 class Traffic(Formulas):
-    """Of one optimizer step, on one rank: bytes received (as many are sent), and collectives started."""
+    """Of one optimizer step, on one rank: bytes received (as many are sent), and collectives started.
+
+    ``between``: replicas of the module; the others inside of one.
+    """
 
     gathered: Expr
     reduced: Expr
     collectives: Expr
+    between: Expr = _NOTHING
 
     @property
     def total(self) -> Expr:
-        return self.gathered + self.reduced
+        return self.gathered + self.reduced + self.between
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,8 @@ def traffic(
     return Traffic(
         gathered=_sent(ranks.weights) * ((N + others) * gathers - spared) * sizes.weight,
         reduced=_sent(ranks.gradients) * N * reductions * sizes.gradient * there_and_back,
-        collectives=(n + other_groups) * gathers + n * reductions - spared_groups,
+        collectives=(n + other_groups) * gathers + (1 + _sums(stage, ranks)) * n * reductions - spared_groups,
+        between=_between(stage, sizes, ranks) * reductions,
     )
 
 
@@ -275,6 +289,7 @@ def time(
     gathered, shared = _sent(ranks.weights), _sent(ranks.gradients)
     groups = n + frozen[1] if _checked(stage) == 3 else n
     reduce = shared * N * sizes.gradient * (2 if stage == 0 else 1) / b + n * a
+    reduce += _between(stage, sizes, ranks) / b + _sums(stage, ranks) * n * a
     gather = gathered * (N + (frozen[0] if stage == 3 else 0)) * sizes.weight / b + groups * a
     again = gather - gathered * kept[0] * sizes.weight / b - kept[1] * a
     reductions = Integer(1) if no_sync else k
@@ -297,6 +312,16 @@ def time(
         wire=sent.total / b + sent.collectives * a,
         step=forwards + reductions * reduced + (k - reductions) * computed,
     )
+
+
+def _sums(stage: int, ranks: Ranks) -> Expr:
+    """How often a reduced gradient is summed over replicas: once where there are some. In stage 0 all are one group."""
+    return _ONE if stage and ranks.replicas != 1 else _NOTHING
+
+
+def _between(stage: int, sizes: Sizes, ranks: Ranks) -> Expr:
+    """Bytes that a rank receives of other replicas for each reduction: an all-reduce of its shard."""
+    return _sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * sizes.gradient
 
 
 def _sent(ranks: Expr) -> Expr:

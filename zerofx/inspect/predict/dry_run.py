@@ -44,7 +44,7 @@ from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.passes import edit
 from zerofx.runtime.eager.ondemand import average_by_hook
-from zerofx.runtime.ranks.sharing import OneGroup, Sharing
+from zerofx.runtime.ranks.sharing import Sharing, pretended
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
 from zerofx.runtime.state.weights import weights_of
@@ -53,7 +53,7 @@ from zerofx.runtime.state.weights import weights_of
 def dry_run(
     module: nn.Module,
     *args: Any,
-    world_size: int,
+    world_size: int | tuple[int, int],
     backend: str = "gloo",
     device: torch.device | str = "cpu",
     code: bool = False,
@@ -68,7 +68,8 @@ def dry_run(
     Args:
         module: on any device, the meta device included.
         *args: what it is called with; tensors on the meta device will do, for only their shapes and dtypes count.
-        world_size: over how many ranks it is sharded.
+        world_size: over how many ranks it is sharded; or, as of a mesh of two dimensions, how many replicas there are,
+            and over how many ranks each is sharded.
         backend: the communication backend that `zerofx.passes.lower` spells collectives for: "gloo", "nccl".
         device: what the graphs are for. "cuda" needs PyTorch's CUDA build, and no GPU.
         code: have Inductor write its code for them, and read it as `zerofx.compile` does; ``trace.code`` is the text.
@@ -84,7 +85,8 @@ def dry_run(
             are not there.
     """
     checked = Options.of(options)
-    if world_size < 1:
+    replicas, ranks = world_size if isinstance(world_size, tuple) else (1, world_size)
+    if min(replicas, ranks) < 1:
         raise ValueError(f"world_size={world_size}: expected 1 or more.")
     for name in ("mesh", "reduce_group"):
         if getattr(checked, name) is not None:
@@ -100,7 +102,8 @@ def dry_run(
     check_module(module)
     with _place(device, architecture) as place:
         module = place.without_memory(module)
-        groups = _shard(module, OneGroup.pretended(world_size, backend), checked)
+        sharing = pretended(replicas, ranks, backend)
+        groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked)
         compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
         stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,7 +37,7 @@ from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.units import format_bytes, format_seconds
-from zerofx.runtime.ranks.sharing import OneGroup, Sharing
+from zerofx.runtime.ranks.sharing import OneGroup, Sharing, pretended
 
 MOST_RANKS = 2**20
 """Where the search for a number of ranks that fits ends."""
@@ -85,6 +86,7 @@ class Plan:
         least_ranks: the smallest number of ranks on which stage 3 fits into ``memory``; None if there is none, or no
             ``memory``.
         speed: what the times of `stages` rest on; None: there are none.
+        replicas: how many there are of the module, each on ``world_size`` ranks.
     """
 
     parameters: int
@@ -94,6 +96,7 @@ class Plan:
     memory: float | None = None
     least_ranks: int | None = None
     speed: Speed | None = None
+    replicas: int = 1
 
     def fits(self, stage: StageCost) -> bool:
         """Whether ``stage`` leaves something of ``memory`` for activations."""
@@ -113,7 +116,7 @@ class Plan:
         return min(alike, key=lambda each: each.stage, default=None)
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size} ranks, Adam with two moments"
+        ranks = f"{self._ranks}, Adam with two moments"
         lines = [f"{self.parameters:,} parameters in {self.groups} groups, {ranks}"]
         columns = [self._column(each) for each in self.stages]
         rows = [list(columns[0]), *(list(column.values()) for column in columns)] if columns else []
@@ -123,11 +126,18 @@ class Plan:
             lines.append(f"at {self.speed}")
         return "\n".join([*lines, self.recommendation] if self.memory is not None else lines)
 
+    @property
+    def _ranks(self) -> str:
+        of_each = f"{self.world_size} ranks"
+        return of_each if self.replicas == 1 else f"{self.replicas} replicas of {of_each}"
+
     def _column(self, each: StageCost) -> dict[str, str]:
         """What is printed of a stage, under its heading."""
         sizes = {"total": each.memory.total, "buffers": each.buffers, "sent per step": each.traffic.total}
         parts = zip(("weights", "gradients", "master", "moments"), astuple(each.memory), strict=True)
         column = {"stage": str(each.stage)} | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
+        if self.replicas > 1:
+            column["between replicas"] = format_bytes(float(each.traffic.between))
         column["collectives"] = f"{int(each.traffic.collectives):,}"
         if each.time is not None and self.speed is not None:
             times = {"on the wire": each.time.wire}
@@ -148,7 +158,7 @@ class Plan:
             left = format_bytes(self.memory - chosen.needed)
             why = "the lowest that fits" if self.speed is None else "the fastest that fits"
             return f"recommended: stage {chosen.stage}, {why}; {left} of {memory} are left for activations"
-        line = f"no stage fits into {memory} on {self.world_size} ranks; "
+        line = f"no stage fits into {memory} on {self._ranks}; "
         if self.least_ranks is None:
             return line + "stage 3 does on no number of ranks: what a step needs whole is too much (smaller groups?)"
         return line + f"stage 3 does from {self.least_ranks:,} ranks on"
@@ -157,7 +167,7 @@ class Plan:
 def plan(
     module: nn.Module,
     *,
-    world_size: int,
+    world_size: int | tuple[int, int],
     sharing: Callable[[int], Sharing] = OneGroup.pretended,
     stages: Iterable[int] = (0, 1, 2, 3),
     memory: float | None = None,
@@ -180,6 +190,8 @@ def plan(
         module: on any device, the meta device included (`zerofx.inspect.predict.shapes.build` makes well-known
             ones). With 16-bit parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32
             masters and moments; with others, any Adam.
+        world_size: a number of ranks; or, as of a mesh of two dimensions, how many replicas there are, and over how
+            many ranks each is sharded.
         sharing: who shares what, of a number of ranks (`zerofx.runtime.ranks.sharing`): by default all share all.
         memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
@@ -195,7 +207,10 @@ def plan(
     Raises:
         ValueError: a stage, or a number of anything, that there cannot be; options that need one another.
     """
-    for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
+    replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
+    if replicas > 1:
+        sharing = partial(pretended, replicas)
+    for name, number in (("world_size", min(replicas, world_size)), ("micro_batches", micro_batches)):
         if number < 1:
             raise ValueError(f"{name}={number}: expected 1 or more.")
     if memory is not None and not memory > 0:
@@ -220,8 +235,8 @@ def plan(
     least = None
     if memory is not None:
         least = _least(lambda number: costs(3, sharing(number)).needed < memory)
-    made = tuple(costs(stage, ranks, speed) for stage in stages)
-    return Plan(_numel(layouts), len(layouts), world_size, made, memory, least, speed)
+    made = tuple(costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages)
+    return Plan(_numel(layouts), len(layouts), world_size, made, memory, least, speed, replicas)
 
 
 def _costs(

@@ -7,7 +7,8 @@ measured, no step is run::
     wire      ▐▐ gather b.0  ▐▐ gather b.1 ▐                              a collective: latency + bytes / rate
                              ▲░ exposed: compute stands
 
-Kernels run one after the other in the code's order; collectives queue in the order they are started; a wait blocks
+Kernels run one after the other in the code's order; collectives queue in the order they are started, those between
+replicas at a link of their own where `Rates` have one; a wait blocks
 compute until its collective is through. Every exchange uses both directions of a link at once, so that what counts is
 what a rank receives. Where gloo has no core of its own, compute is slower by ``core_share`` while anything travels. The
 roofline model of a kernel is Williams, Waterman and Patterson, 2009.
@@ -27,6 +28,7 @@ from zerofx.inspect.predict.recorder import KINDS, Kind, Operation, Phase
 from zerofx.inspect.predict.rehearsal import rehearse
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes
+from zerofx.passes.context import Context
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Rates:
         link_bytes_per_s: received by one rank while it sends as many.
         link_latency_s: seconds that a collective takes without any bytes.
         core_share: of the rank's cores, what a collective takes from compute while it travels; less than 1.
+        replica_bytes_per_s, replica_latency_s: the same of the link between replicas, where that is another link, with
+            a queue of its own; None: it is the same link.
     """
 
     flops_per_s: float
@@ -46,11 +50,15 @@ class Rates:
     link_bytes_per_s: float
     link_latency_s: float = 0.0
     core_share: float = 0.0
+    replica_bytes_per_s: float | None = None
+    replica_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not (value > 0 or (value == 0 and each.name in ("link_latency_s", "core_share"))):
+            if value is None and each.default is None:
+                continue
+            if not (value > 0 or (value == 0 and each.name not in _ABOVE_ZERO)):
                 raise ValueError(f"Rates: {each.name}={value!r}, expected a positive number.")
         if not self.core_share < 1:
             raise ValueError(f"Rates: core_share={self.core_share!r}, expected less than 1.")
@@ -59,9 +67,18 @@ class Rates:
         """How long ``operation`` takes, by itself; nothing for a wait."""
         if operation.kind == "kernel":
             return max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
+        if operation.kind == "start" and self.link_of(operation):
+            return self.replica_latency_s + operation.nbytes / (self.replica_bytes_per_s or self.link_bytes_per_s)
         if operation.kind == "start":
             return self.link_latency_s + operation.nbytes / self.link_bytes_per_s
         return 0.0
+
+    def link_of(self, operation: Operation) -> int:
+        """Which link a collective takes: 0, or 1 where there is another one between replicas."""
+        return int(operation.between_replicas and self.replica_bytes_per_s is not None)
+
+
+_ABOVE_ZERO = ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "replica_bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -105,6 +122,11 @@ class PhasePrediction:
         return sum(operation.nbytes for operation in self.operations if operation.kind == "start")
 
     @property
+    def replica_bytes(self) -> int:
+        """Of these, what comes from other replicas of the module."""
+        return sum(operation.nbytes for operation in self.operations if operation.between_replicas)
+
+    @property
     def peak(self) -> LiveBytes:
         """Live bytes by class at the moment that there are most."""
         return max(self.live, key=lambda live: sum(live.values()))
@@ -140,6 +162,11 @@ class Prediction:
         return sum(phase.wire_bytes for phase in self.phases)
 
     @property
+    def replica_bytes(self) -> int:
+        """Of these, what comes from other replicas of the module."""
+        return sum(phase.replica_bytes for phase in self.phases)
+
+    @property
     def peak(self) -> LiveBytes:
         """Bytes that the step has allocated at its peak, by class; ``held_bytes`` come on top."""
         return max((phase.peak for phase in self.phases), key=lambda live: sum(live.values()))
@@ -155,6 +182,7 @@ class Prediction:
             "time_s": self.time_s,
             "exposed_s": self.exposed_s,
             "wire_bytes": self.wire_bytes,
+            "replica_bytes": self.replica_bytes,
             "held_bytes": self.held_bytes,
             "peak_bytes": self.peak_bytes,
             "peak": self.peak,
@@ -170,6 +198,8 @@ class Prediction:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
+        if self.replica_bytes:
+            lines.append(f"received from other replicas: {format_bytes(self.replica_bytes)} of it")
         graphs = len({phase.graph for phase in self.phases})
         if graphs > 1:  # else all of the model may be in it
             lines.append(f"not in it: what is computed outside of the {graphs} graphs, and what that holds")
@@ -227,6 +257,13 @@ def layouts_of(records: Iterable[GraphRecord]) -> list[GroupLayout]:
     return list(dict.fromkeys(ref.layout for trace in traces for ref in trace.context.parameters.values()))
 
 
+def ranks_of(context: Context, layout: GroupLayout) -> str:
+    """How many ranks there are, in words; by dimension where there are replicas."""
+    if context.replicas == 1:
+        return f"{layout.world_size} ranks"
+    return f"{context.replicas} replicas of {layout.world_size} ranks"
+
+
 def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: int = 0) -> Prediction:
     """``phases``, which are one step, with times by ``rates`` and live bytes. Linear in the number of operations."""
     clock, live, predicted = _Clock(), dict.fromkeys(KINDS, 0), []
@@ -253,18 +290,20 @@ def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: in
 
 
 class _Clock:
-    """When compute and the wire are next free, and what compute waited so far."""
+    """When compute and the links are next free, and what compute waited so far."""
 
     def __init__(self) -> None:
-        self.compute = self.wire = self.exposed = 0.0
+        self.compute = self.exposed = 0.0
+        self._free = [0.0, 0.0]  # when each link is
         self._done: dict[int, float] = {}
 
     def run(self, operation: Operation, rates: Rates) -> Span:
         seconds = rates.seconds(operation)
         if operation.kind == "start":
-            start = max(self.compute, self.wire)
-            self.wire = self._done[operation.collective] = start + seconds
-            return Span(operation, start, self.wire)
+            link = rates.link_of(operation)
+            start = max(self.compute, self._free[link])
+            self._free[link] = self._done[operation.collective] = start + seconds
+            return Span(operation, start, start + seconds)
         start = self.compute
         if operation.kind == "wait":
             self.compute = max(start, self._done.pop(operation.collective))
@@ -275,7 +314,9 @@ class _Clock:
 
     def _through(self, seconds: float, pace: float) -> float:
         """When a kernel of so many seconds is through that starts now, at ``pace`` while something travels."""
-        travels = max(0.0, self.wire - self.compute)  # without a gap: what was started queues, and no more is meanwhile
+        travels = max(
+            0.0, max(self._free) - self.compute
+        )  # without a gap: what was started queues, and no more is meanwhile
         if seconds <= travels * pace:
             return self.compute + seconds / pace
         return self.compute + travels + (seconds - travels * pace)

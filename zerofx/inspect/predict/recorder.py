@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -42,6 +42,7 @@ class Operation:
         flops: of a kernel, by PyTorch's own formulas; 0 for what has none.
         nbytes: a kernel's: read and written. A start's: received, and as many sent, by this rank.
         collective: the same number for a start and its wait; -1 for a kernel.
+        between_replicas: whether it travels between the rows of a mesh of two dimensions, and not inside of one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Operation:
     flops: int = 0
     nbytes: int = 0
     collective: int = -1
+    between_replicas: bool = False
 
 
 @dataclass(eq=False)
@@ -80,16 +82,25 @@ class Phase:
     changes: list[Change]
 
 
+class About(NamedTuple):
+    """What a collective is about: whose, what it brings, over how many ranks, and whether these are replicas."""
+
+    group: str
+    kind: Kind
+    ranks: int
+    between_replicas: bool = False
+
+
 class Code(Protocol):
     """What a recorder asks of the code that runs.
 
     Attributes:
         world_size: how many ranks there are.
-        groups: by what a collective does and the bytes of the whole: its group, and what it brings. In order.
+        groups: by what a collective does and the bytes of the whole: what it is about. In order.
     """
 
     world_size: int
-    groups: dict[tuple[str, int], deque[tuple[str, Kind]]]
+    groups: dict[tuple[str, int], deque[About]]
 
 
 class Recorder(_torch.TorchDispatchMode):
@@ -167,26 +178,26 @@ class Recorder(_torch.TorchDispatchMode):
             Operation(self.name or name, "kernel", self.group, self.source, flops=flops, nbytes=nbytes)
         )
 
-    def refresh(self, replica: torch.Tensor, group: str) -> None:
-        """The gather that brings a replica up to date, started by the caller of the graph."""
-        self._note_start(f"refresh_{group}", group, nbytes_of(replica), replica, None)
+    def refresh(self, replica: torch.Tensor, about: About) -> None:
+        """The gather that brings a replica, or a shard, up to date, started by the caller of the graph."""
+        self._note_start(f"refresh_{about.group}", about, nbytes_of(replica), replica, None)
 
     def _start(self, func: Any, source: torch.Tensor, out: torch.Tensor) -> None:
         assert self._code is not None
         name, whole = func._schema.name.split("::")[1], nbytes_of(whole_of(func, source, out))
         groups = self._code.groups[family_of(func), whole]
-        group, kind = groups.popleft() if groups else ("", "temporary")
-        self.classify(source, kind)
-        self.classify(out, kind)
+        about = groups.popleft() if groups else About("", "temporary", self._code.world_size)
+        self.classify(source, about.kind)
+        self.classify(out, about.kind)
         held = None if name == "all_gather_pairwise" else source
-        self._note_start(self.name or name, group, _WIRE[name] * whole, out, held)
+        self._note_start(self.name or name, about, _WIRE[name] * whole, out, held)
 
-    def _note_start(self, name: str, group: str, whole: int, out: torch.Tensor, held: Any) -> None:
-        assert self._code is not None
-        received = whole * (self._code.world_size - 1) // self._code.world_size
+    def _note_start(self, name: str, about: About, whole: int, out: torch.Tensor, held: Any) -> None:
+        received, outer = whole * (about.ranks - 1) // about.ranks, about.between_replicas
         number, self._started = self._started, self._started + 1
-        self._pending[_key(out)] = number, group, held
-        self.operations.append(Operation(name, "start", group, self.source, nbytes=received, collective=number))
+        self._pending[_key(out)] = number, about.group, held
+        start = Operation(name, "start", about.group, self.source, 0, received, number, outer)
+        self.operations.append(start)
 
     def _wait(self, x: torch.Tensor) -> None:
         number, group, _ = self._pending.pop(_key(x), (-1, "", None))

@@ -13,7 +13,8 @@ forward graphs in order, backward graphs the other way round: what forward saves
 Three things are added, because no code says them:
 
 * a collective holds on to what it sends until it is waited for (a pairwise gather sends its part of the result);
-* the replicas of stages 1 and 2 are refreshed before the forward that reads them first;
+* the replicas of stages 1 and 2, and shards that replicas update together, are refreshed before the forward that reads
+  them first;
 * ``.grad`` is None when backward starts, and becomes the reduced gradients.
 """
 
@@ -29,7 +30,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
-from zerofx.inspect.predict.recorder import Kind, Phase, Recorder, family_of, nbytes_of, whole_of
+from zerofx.inspect.predict.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.passes import edit
 from zerofx.passes.kinds import KINDS, travelling
@@ -80,6 +81,7 @@ _BRINGS: dict[str, Kind] = {
     "all_gather": "weights",
     "reduce_scatter": "gradients",
     "all_reduce": "gradients",
+    "sum_replicas": "gradients",
 }
 """What the collectives with these tags are about."""
 
@@ -95,15 +97,25 @@ class _Code:
         self.inputs: list[Node] = self.gm.graph.find_nodes(op="placeholder")
         outputs = edit.output_values(trace.before.graph)
         self.saved = {i: outputs[i].name for i in self.context.saved if isinstance(outputs[i], Node)}
-        layouts = [*self.context.shards, *(reduction.layout for reduction in self.context.reductions)]
+        layouts = [ref.layout for ref in (*self.context.parameters.values(), *self.context.gradients.values())]
         self.world_size = layouts[0].world_size if layouts else 1
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
-        self.groups: dict[tuple[str, int], deque[tuple[str, Kind]]] = defaultdict(deque)
+        self.groups: dict[tuple[str, int], deque[About]] = defaultdict(deque)
         tagged = trace.before_lower().graph
         brings = _BRINGS | {kind: KINDS[kind].brings for kind in travelling()}
         for node in edit.tagged(tagged, *brings):
             whole, tag = whole_of(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
-            self.groups[family_of(node.target), nbytes_of(whole)].append((tag.group, brings[tag.kind]))
+            about = About(tag.group, brings[tag.kind], *self._over(node))
+            self.groups[family_of(node.target), nbytes_of(whole)].append(about)
+
+    def _over(self, node: Node) -> tuple[int, bool]:
+        """Over how many ranks a collective runs, and whether it leaves a row of the mesh."""
+        context = self.context
+        if context.near_group:
+            near = node.args[-1] == context.near_group
+            return (context.near_ranks, False) if near else (self.world_size, True)
+        outer = context.is_of_replicas(node.args)
+        return (context.replicas, True) if outer else (self.world_size, False)
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""
@@ -135,10 +147,12 @@ class _Step:
 
     def forward(self, i: int, code: _Code) -> None:
         inputs, layouts = [self._input(node) for node in code.inputs], code.context.shards
-        if code.context.stage in (1, 2):
+        between = code.context.divides_between
+        if code.context.stage in (1, 2) or between:
             for layout, replica in zip(layouts, inputs[len(inputs) - len(layouts) :], strict=True):
-                if layout not in self.refreshed and layout.requires_grad and layout.world_size > 1:
-                    self.recorder.refresh(replica, layout.name)
+                if layout not in self.refreshed and layout.requires_grad and (layout.world_size > 1 or between):
+                    ranks = code.context.replicas if between else layout.world_size
+                    self.recorder.refresh(replica, About(layout.name, "weights", ranks, between))
                 self.refreshed.add(layout)
         outputs = code.run(self.recorder, inputs)
         self.saved[i] = {name: outputs[k] for k, name in code.saved.items() if isinstance(outputs[k], torch.Tensor)}
@@ -150,7 +164,7 @@ class _Step:
         inputs = []
         for node in code.inputs:
             name, tag = node.name, node.meta.get("zerofx")
-            if tag is not None and tag.kind == "gathered":
+            if tag is not None and tag.kind in ("gathered", "near"):
                 name = code.context.kept_gathered[tag.group].saved
             if name in saved:
                 inputs.append(saved.pop(name))

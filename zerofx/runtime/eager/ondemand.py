@@ -55,7 +55,7 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
                 part.copy_(tensor._local)
             if piece.length and group.layout.world_size > 1:
                 # As bytes: gloo does not know every dtype.
-                dist.broadcast(part.view(torch.uint8), group=group.process_group, group_src=rank)
+                dist.broadcast(part.view(torch.uint8), group=group.process_group, group_src=group.rank_at(rank))
     return flat.view(slot.shape)
 
 
@@ -117,7 +117,7 @@ def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-    ranks = group.layout.world_size
+    ranks, sharing = group.layout.world_size, group.sharing
     if group.family.stage == 0:
         if ranks > 1:
             dist.all_reduce(flat, group=group.process_group)
@@ -126,11 +126,13 @@ def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
         piece = group.layout.piece(slot, rank)
         if piece.length and ranks > 1:
             part = flat.narrow(0, piece.in_parameter, piece.length)
-            dist.reduce(part, group=group.process_group, group_dst=rank)
+            dist.reduce(part, group=group.process_group, group_dst=group.rank_at(rank))
     piece = group.layout.piece(slot, group.rank)
     shard = torch.zeros_like(group.shard)
     mine = flat.narrow(0, piece.in_parameter, piece.length)
-    group.local(slot, shard).copy_(averaged(mine, shard.dtype, ranks))
+    if piece.length:
+        sharing.sum_over_replicas_(mine, ON_DEMAND, slot.name)
+    group.local(slot, shard).copy_(averaged(mine, shard.dtype, sharing.averaged_over))
     return shard
 
 

@@ -160,7 +160,7 @@ def _agree(places: dict[Any, list[Place]], wholes: dict[Any, WholeParameter], ve
                 "writeback=False"
             )
     group = next(iter(wholes))._group
-    everyone = group.sharing.weights.told((error, edited))
+    everyone = group.sharing.everyone.told((error, edited))
     for rank, (text, theirs) in enumerate(everyone):
         if not text and (alone := sorted(theirs - everyone[0][1])):
             text = f"{alone[0]!r} was edited there and not on rank 0, whose values are taken: edit on rank 0 too"
@@ -169,20 +169,30 @@ def _agree(places: dict[Any, list[Place]], wholes: dict[Any, WholeParameter], ve
 
 
 def _take_from_rank_0(parameter: ShardedParameter | ReplicatedParameter, whole: torch.Tensor) -> None:
-    """Rank 0's ``whole`` becomes the value of ``parameter``. Each rank is sent its slice alone."""
+    """Rank 0's ``whole`` becomes the value of ``parameter``. Each rank is sent its slice alone.
+
+    Where there are replicas, rank 0 sends to its own, whose ranks pass their slices on to the others.
+    """
     group, slot = parameter._group, parameter._slot
     layout, process_group = group.layout, group.process_group
+    replicas = None if group.sharing.divides_between else group.sharing.replicas
     if isinstance(parameter, ReplicatedParameter):
         if layout.world_size > 1:
             dist.broadcast(whole := whole.contiguous(), group=process_group, group_src=0)
         parameter.copy_(whole)
         return
     flat = whole.reshape(-1)
-    for rank in range(1, layout.world_size):
+    for rank in range(1, layout.world_size) if replicas is None or replicas.rank == 0 else ():
         piece = layout.piece(slot, rank)
         part = flat.narrow(0, piece.in_parameter, piece.length)
         if piece.length and group.rank == 0:
-            dist.send(part.view(torch.uint8), group=process_group, group_dst=rank)  # as bytes: gloo lacks dtypes
+            dist.send(
+                part.view(torch.uint8), group=process_group, group_dst=group.rank_at(rank)
+            )  # as bytes: gloo lacks dtypes
         elif piece.length and group.rank == rank:
             dist.recv(part.view(torch.uint8), group=process_group, group_src=0)
+    piece = layout.piece(slot, group.rank)
+    if replicas is not None and piece.length:
+        part = flat.narrow(0, piece.in_parameter, piece.length)
+        dist.broadcast(part.view(torch.uint8), group=replicas.process_group, group_src=0)
     parameter.copy_(flat.view(slot.shape))

@@ -65,7 +65,8 @@ def _check_kept(optimizer: torch.optim.Optimizer) -> None:
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After any optimizer's step: the watchdogs of those who share its parameters hear of it."""
-    for name in {shards.group_name for shards in _groups_in(optimizer) if shards.family.stage}:
+    sharings = {shards.sharing for shards in _groups_in(optimizer) if shards.family.stage}
+    for name in {ranks.name for sharing in sharings for ranks in (sharing.weights, sharing.replicas) if ranks}:
         stepped(name)
 
 

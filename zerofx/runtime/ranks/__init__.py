@@ -1,10 +1,11 @@
 """Ranks: who takes part, how they reach each other, and whether they are in step.
 
 ============  ==================================================================
-sharing       who shares what: a seam, with one case so far
+sharing       who shares what: a seam
 agree         the collectives of a graph, compared over ranks
 watch         the watchdog: a hang becomes an error that says who is missing
 tracing       names in profiler traces
+two_levels    a corner: replicas on one dimension of a mesh, shards on the other
 same_host     a corner: ranks of one host read each other's memory
 gloo_threads  a corner: gloo's threads on a core that computes
 ============  ==================================================================

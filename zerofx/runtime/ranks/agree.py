@@ -83,20 +83,25 @@ class Schedule:
         return Schedule(phase, tuple(Collective(*c) for c in collectives))
 
     @staticmethod
-    def of(gm: GraphModule, ctx: Context) -> Schedule:
-        """The schedule of a graph that all passes have been through."""
+    def of(gm: GraphModule, ctx: Context, *, second: bool = False) -> Schedule:
+        """The schedule of a graph that all passes have been through.
+
+        ``second``: of what runs in ``ctx.second_group``; else of all the rest.
+        """
         found = []
         for node in gm.graph.nodes:
             op = Op.of(node) if node.op == "call_function" else None
             kind = next((kind for kind, targets in _KINDS if op and op.target in targets), None)
+            if op is None or second != (kind is not None and op.args[-1:] == (ctx.second_group,)):
+                continue
             tag = node.meta.get("zerofx")
-            if op is not None and tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
+            if tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
                 kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"
-            if op is not None and op.target is REFRESH:
+            if op.target is REFRESH:
                 layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
                 dtype = ctx.param_dtype or layout.dtype
                 found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))
-            if op is None or kind is None:
+            if kind is None:
                 continue
             source = op.inputs[0].meta["val"]
             value = source if kind.startswith(OWN) else max(op.value, source, key=lambda x: x.numel())

@@ -4,12 +4,17 @@
 
     sharing.weights      the ranks that a group's weights are divided over; its gathers run there
     sharing.gradients    the ranks that gradients are reduced over, and divided over
-    sharing.optimizer    the ranks that the optimizer's state is divided over; norms are summed there
+    sharing.optimizer    the ranks that the optimizer's state is divided over, and parameters and ``.grad`` as an
+                         optimizer sees them; norms are summed there
     sharing.everyone     the ranks that train one model; they start from rank 0's weights
+    sharing.replicas     the ranks that hold the same shard as this one, each another replica's; gradients that were
+                         reduced are summed over them too. None where there is one replica
+    sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
 
 Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
-which ranks they deal with. Today all four are the ranks of one process group (`OneGroup`). Reductions may run in a
-second process group of the same ranks. Another case is a class in a file of its own, and a line in `SHARINGS`.
+which ranks they deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a
+second process group of the same ranks. `zerofx.runtime.ranks.two_levels`: a mesh of two dimensions. Another case is a
+class in a file of its own, which puts itself into `SHARINGS`.
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx._torch import PretendedGroup, backend_name, resolve_process_group
+from zerofx.model.sharding import Sharding
 from zerofx.passes.travel import travel_of
-from zerofx.runtime.ranks.watch import Watch, watch_of, watch_too
+from zerofx.runtime.ranks.watch import Watch, alone, watch_of, watch_too
 
 
 class RankGroup:
@@ -40,6 +46,10 @@ class RankGroup:
         self.name: str = process_group.group_name
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+
+    def rank_at(self, place: int) -> int:
+        """The rank in the process group of the one whose ``rank`` here is ``place``."""
+        return place
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -67,8 +77,8 @@ class RankGroup:
 class PretendedRanks(RankGroup):
     """Rank 0 of ranks that are not there, for a dry run or a plan."""
 
-    def __init__(self, size: int, backend: str) -> None:
-        self._pretended = PretendedGroup("dry run", size, backend)
+    def __init__(self, size: int, backend: str, name: str = "dry run") -> None:
+        self._pretended = PretendedGroup(name, size, backend)
         super().__init__(self._pretended)
 
     def backend(self, device: torch.device) -> str:
@@ -76,12 +86,44 @@ class PretendedRanks(RankGroup):
 
 
 class Sharing:
-    """See the file's first lines. A case sets all four attributes."""
+    """See the file's first lines. A case sets the first four attributes, and ``replicas`` where there are some."""
 
     weights: RankGroup
     gradients: RankGroup
     optimizer: RankGroup
     everyone: RankGroup
+    replicas: RankGroup | None = None
+    near: RankGroup | None = None
+
+    @property
+    def averaged_over(self) -> int:
+        """How many ranks a gradient is averaged over."""
+        return self.gradients.size * (1 if self.replicas is None else self.replicas.size)
+
+    @property
+    def divides_between(self) -> bool:
+        """Whether replicas share the optimizer's state: each rank updates a part of the shard that it holds."""
+        return self.replicas is not None and self.optimizer.size > self.weights.size
+
+    def by(self, sharding: Sharding | None) -> Sharing:
+        """The same ranks, by the option ``sharding``. On one dimension ``"shard"`` and ``"all"`` are the same."""
+        return self
+
+    def undivided(self) -> Sharing:
+        """Who shares a module of which nothing is divided (stage 0): all ranks alike."""
+        return self if self.replicas is None else OneGroup(self.everyone)
+
+    def sum_over_replicas_(self, value: torch.Tensor, where: str, group: str) -> torch.Tensor:
+        """Sum what ``value`` is over the replicas, in place; returns it. A collective, where there are several.
+
+        It is the sum over all ranks already where these share the optimizer's state.
+
+        ``where``, ``group``: in whose name the watchdog is told, and whose gradient it is.
+        """
+        if self.replicas is None or self.divides_between:
+            return value
+        with alone(self.replicas.name, where, "all-reduce", group, value.nbytes, value.dtype):
+            return self.replicas.sum_(value)
 
     def check(self) -> None:
         """Refuse ranks that do not fit together (ValueError)."""
@@ -148,11 +190,23 @@ class OneGroup(Sharing):
             )
 
 
+def pretended(replicas: int, ranks: int, backend: str = "") -> Sharing:
+    """Ranks that are not there: ``replicas`` of a module, each divided over ``ranks``."""
+    sharing = OneGroup.pretended(ranks, backend)
+    if replicas > 1:
+        sharing.replicas = PretendedRanks(replicas, backend, "dry run, replicas")
+        sharing.everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
+    return sharing
+
+
 SETTLED: list[Callable[[], None]] = []
 """Called whenever a module was sharded (`zerofx.runtime.ranks.gloo_threads`)."""
 
 SHARINGS: list[Callable[[DeviceMesh | None, str | None], Sharing | None]] = [OneGroup.of]
-"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken."""
+"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken.
+
+`zerofx.runtime.ranks.two_levels` puts itself in front.
+"""
 
 
 def sharing_of(mesh: DeviceMesh | None, reductions: str | None) -> Sharing:

@@ -34,7 +34,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -69,6 +69,7 @@ class Watch:
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.names: set[str] = {name}  # and those of process groups that share the watch
+        self.others: list[Watch] = []  # of process groups that fail with this one
         self.default_store: dist.Store = _torch.default_store()
         self.store: dist.Store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self.timeout: float | None = None
@@ -250,6 +251,9 @@ class Watch:
         for name in self.names:
             pairwise.give_up(name)
             _torch.abort_collectives(name)
+        for other in self.others:
+            if not other.failure:
+                other._fail(why)
 
 
 class _Watched(_torch.PythonWork):
@@ -293,6 +297,12 @@ def watch_too(watch: Watch, name: str) -> None:
     """Collectives in the process group ``name``, of the same ranks, are under ``watch`` as well."""
     watch.names.add(name)
     _watches[name] = watch
+
+
+def watch_together(watches: Sequence[Watch]) -> None:
+    """This rank is in several process groups: where one fails, nobody is to wait for it in another."""
+    for one in watches:
+        one.others += [other for other in watches if other is not one and other not in one.others]
 
 
 def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:

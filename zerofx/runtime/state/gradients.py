@@ -115,7 +115,7 @@ class Gradients:
         """What this rank holds of the gradient of ``slot``."""
         if self.stage == 0:
             return gradient
-        piece = self.layout.piece(slot, self.sharing.weights.rank)
+        piece = self.layout.piece(slot, self.sharing.optimizer.rank)
         return gradient.narrow(0, piece.in_shard, piece.length)
 
     # ---- outside of graphs ------------------------------------------------------------------------------------------
@@ -137,7 +137,8 @@ class Gradients:
             gradients[slot] = gradients[slot] + kept if slot in gradients else kept
         with record_function(f"zerofx: reduce {self.layout.name}"):
             sums = self._sum_over_ranks(self._pack(gradients))
-        average = averaged(sums[: -len(slots)], self.layout.dtype, self.layout.world_size)
+            self.sharing.sum_over_replicas_(sums, "leaf module", self.layout.name)
+        average = averaged(sums[: -len(slots)], self.layout.dtype, self.sharing.averaged_over)
         found = [slot for slot, has in zip(slots, (sums[-len(slots) :] > 0).tolist(), strict=True) if has]
         if self.stage:
             add(tuple(found), average, checked=checked)
@@ -159,14 +160,16 @@ class Gradients:
             while at < slot.end:
                 row, start = divmod(at, part)
                 length = min(slot.end - at, part - start)
-                pack[row, start : start + length] = flat.narrow(0, at - slot.offset, length)
+                pack[self.sharing.optimizer.rank_at(row), start : start + length] = flat.narrow(
+                    0, at - slot.offset, length
+                )
                 at += length
             pack[:, part + i] = 1
         return pack
 
     def _sum_over_ranks(self, pack: torch.Tensor) -> torch.Tensor:
         """The sum of this rank's row of every rank's ``pack``."""
-        ranks, flat = self.sharing.weights, pack.view(-1)
+        ranks, flat = self.sharing.optimizer, pack.view(-1)
         if ranks.size == 1:
             return pack[0]
         kind = "reduce-scatter" if self.stage else "all-reduce"

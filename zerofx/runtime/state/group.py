@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class ShardGroup:
     """One group on this rank.
 
     Attributes:
-        layout: where each parameter lies.
+        layout: where each parameter lies, and how it is divided over the ranks that update it.
         sharing: which ranks share it.
         family: the groups of the same module.
         home: where its state lives.
@@ -158,7 +159,7 @@ class ShardGroup:
         stage, precision = family.stage, family.precision
         self.home: Home = home_of(stage, device)
         dtype = precision.param_dtype or layout.dtype
-        case = weights_of(stage, family.one_copy)
+        case = weights_of(stage, family.one_copy, sharing.divides_between)
         code = None if family.wire is None else family.wire.weight_code
         self.weights: Weights = case(layout, sharing, device, dtype, self.home, memory, code)
         self.members: Members = Members()
@@ -174,18 +175,28 @@ class ShardGroup:
 
     @property
     def group_name(self) -> str:
-        """The name of the process group of the ranks that share its weights."""
-        return self.sharing.weights.name
+        """The name of the process group of the ranks that it is divided over."""
+        return self.sharing.optimizer.name
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share its weights. Do not keep it."""
-        return self.sharing.weights.process_group
+        """The ranks that it is divided over. Do not keep it; a place among them is a rank by `rank_at`."""
+        return self.sharing.optimizer.process_group
+
+    def rank_at(self, place: int) -> int:
+        """The rank in `process_group` whose `rank`, its place in the layout, is ``place``."""
+        return self.sharing.optimizer.rank_at(place)
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that share its weights."""
-        return self.sharing.weights.rank
+        """This rank's place among those that it is divided over."""
+        return self.sharing.optimizer.rank
+
+    @property
+    def graph_layout(self) -> GroupLayout:
+        """The layout as graphs see it: divided over the ranks that they gather from."""
+        ranks = self.sharing.weights.size
+        return self.layout if ranks == self.layout.world_size else replace(self.layout, world_size=ranks)
 
     @property
     def backend(self) -> str:

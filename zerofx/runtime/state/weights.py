@@ -83,8 +83,8 @@ class Weights:
         """Make the shard and the replica, as far as a case has them."""
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
-        """Whether weights are so in this stage."""
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
+        """Whether weights are so in this stage. ``divides_between``: replicas share the optimizer's state."""
         raise NotImplementedError
 
     @classmethod
@@ -180,7 +180,7 @@ class Whole(Weights):
     steps_inside = False
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage == 0
 
 
@@ -193,8 +193,8 @@ class Sharded(Weights):
         self.shard: torch.Tensor = self.home.new("weights", self.layout.shard_numel, self.layout.dtype, self.device)
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
-        return stage == 3 and not one_copy
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
+        return stage == 3 and not one_copy and not divides_between
 
 
 class Replicated(Weights):
@@ -212,7 +212,7 @@ class Replicated(Weights):
             self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool) -> bool:
+    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage in (1, 2)
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -242,16 +242,17 @@ WEIGHTS: list[type[Weights]] = [Whole, Replicated, Sharded]
 """Every case. The first that takes a stage is taken."""
 
 
-def weights_of(stage: int, one_copy: bool) -> type[Weights]:
-    """How weights are kept in a stage.
+def weights_of(stage: int, one_copy: bool, divides_between: bool = False) -> type[Weights]:
+    """How weights are kept in a stage. ``divides_between``: see `Sharing`.
 
     Raises:
         ValueError: no case takes it.
     """
     for case in WEIGHTS:
-        if case.takes(stage, one_copy):
+        if case.takes(stage, one_copy, divides_between):
             return case
-    raise ValueError(f"one_copy={one_copy!r} with stage={stage}: this zerofx has no such weights. Leave it out.")
+    chosen = "sharding=" if divides_between else f"one_copy={one_copy!r}"
+    raise ValueError(f"{chosen} with stage={stage}: this zerofx has no such weights. Leave it out.")
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""near: forward leaves a part of each gathered group, backward gathers from these; verify finds what does otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.fx import GraphModule
+
+from tests.passes.graphs import Sketch, apply, aten, events, up_to
+from tests.passes.mutants import another, bypass, set_arg, tagged
+from zerofx.compiler.rewriting import copy_graph
+from zerofx.passes import PIPELINE, Context, VerificationError, near, verify
+from zerofx.passes.context import Meanings
+
+NEAR: dict[str, Any] = {"near_group": "row", "near_ranks": 2, "memory_budget": 600}
+
+
+def pair(**options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]:
+    """Forward and backward of two layers on four ranks; each weight is saved for backward."""
+    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "meanings": Meanings(), **NEAR, **options}
+    s = Sketch(world_size=4, **shared)
+    x = s.input("x", 4, 8)
+    a, b = s.parameters("a", aw=(8, 8))[0], s.parameters("b", bw=(8, 8))[0]
+    h = s.call(aten.mm.default, x, a)
+    y = s.call(aten.mm.default, h, b)
+    forward = s.done(y, x, h, a, b, saved=[1, 2, 3, 4])
+    s = Sketch("backward", world_size=4, **shared)
+    s.group("a", aw=(8, 8)), s.group("b", bw=(8, 8))
+    x, h = s.input("x", 4, 8), s.input("mm", 4, 8)
+    a, b = s.parameter("aw"), s.parameter("bw")
+    dy = s.input("tangents_1", 4, 8)
+    dh = s.call(aten.mm.default, dy, s.call(aten.t.default, b))
+    db = s.call(aten.mm.default, s.call(aten.t.default, h), dy)
+    dx = s.call(aten.mm.default, dh, s.call(aten.t.default, a))
+    da = s.call(aten.mm.default, s.call(aten.t.default, x), dh)
+    return forward, s.done(db, da, dx, gradients={0: "bw", 1: "aw"})
+
+
+def finished(**options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]:
+    graphs = pair(**options)
+    for gm, ctx in graphs:
+        ctx.before = copy_graph(gm)
+    for gm, ctx in graphs:
+        apply(gm, ctx, *PIPELINE)
+    return graphs
+
+
+def test_forward_leaves_its_part_and_backward_gathers_from_it() -> None:
+    (forward, ctx), (backward, back) = pair()
+    assert apply(forward, ctx, *up_to(near)).edits == 2
+    assert events(forward, "wait", "near") == ["wait a", "near a", "near a", "wait b", "near b", "near b"]
+    assert {kept.ranks for kept in ctx.kept_gathered.values()} == {2} and not ctx.saved_parameters
+    assert apply(backward, back, *up_to(near)).edits == 2
+    for start in tagged(backward, "all_gather"):
+        assert start.args[1:] == (2, "row") and start.args[0].meta["zerofx"].kind == "near"
+        assert start.args[0].meta["val"].numel() * 2 == start.meta["val"].numel()
+    assert back.shards == [] and back.gathered == ["b", "a"]
+
+
+def test_without_near_ranks_it_changes_nothing() -> None:
+    for gm, ctx in pair(near_group="", near_ranks=1):
+        assert apply(gm, ctx, *up_to(near)).edits == 0
+
+
+def a_part_among_other_ranks(gm: GraphModule, ctx: Context) -> None:
+    node = next(n for n in tagged(gm, "near") if n.op == "call_function")
+    set_arg(node, 2, ctx.process_group)
+
+
+def a_part_of_four(gm: GraphModule, ctx: Context) -> None:
+    node = next(n for n in tagged(gm, "near") if n.op == "call_function")
+    set_arg(node, 1, 4)
+
+
+def a_part_of_another_group(gm: GraphModule, ctx: Context) -> None:
+    first, second = (n for n in tagged(gm, "near") if n.target is aten.clone.default)
+    outputs = gm.graph.output_node()
+    swap = {first: second, second: first}
+    outputs.args = (tuple(swap.get(x, x) for x in outputs.args[0]),)
+
+
+def a_whole_group_in_the_place_of_a_part(gm: GraphModule, ctx: Context) -> None:
+    clone = next(n for n in tagged(gm, "near") if n.target is aten.clone.default)
+    bypass(clone)
+    part = next(n for n in tagged(gm, "near") if n.op == "call_function")
+    bypass(part)
+
+
+def a_gather_over_all_ranks(gm: GraphModule, ctx: Context) -> None:
+    set_arg(tagged(gm, "all_gather")[0], 2, ctx.process_group)
+
+
+def a_gather_of_the_other_part(gm: GraphModule, ctx: Context) -> None:
+    first, second = tagged(gm, "all_gather")[:2]
+    a, b = first.args[0], second.args[0]
+    set_arg(first, 0, b)
+    set_arg(second, 0, a)
+
+
+MUTANTS: list[tuple[int, Callable[[GraphModule, Context], None], set[str]]] = [
+    (0, a_part_among_other_ranks, {"group"}),
+    (0, a_part_of_four, {"group"}),
+    (0, a_part_of_another_group, {"saved"}),
+    (0, a_whole_group_in_the_place_of_a_part, {"saved", "discard"}),
+    (1, a_gather_over_all_ranks, {"group"}),
+    (1, a_gather_of_the_other_part, {"value", "reduction", "order"}),
+]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_breaks_a_rule_of_near_parts_is_found(backend: str) -> None:
+    graphs, wrong = finished(backend=backend), []
+    for which, mutant, rules in MUTANTS:
+        gm, ctx = another(graphs[which])
+        mutant(gm, ctx)
+        try:
+            verify(gm, ctx)
+            wrong.append(f"{mutant.__name__} is not found")
+        except VerificationError as error:
+            if error.rule not in rules:
+                wrong.append(f"{mutant.__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
