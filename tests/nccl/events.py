@@ -77,9 +77,9 @@ class Log:
         ]
 
     def span_of(self, start: int) -> tuple[int, int]:
-        """From the start of a collective to its wait."""
-        number = self.events[start].number
-        return start, next(i for i, e in enumerate(self.events) if e.kind == "wait" and e.number == number)
+        """From the start of a collective to its wait, or to the end of the log."""
+        number, end = self.events[start].number, len(self.events)
+        return start, next((i for i, e in enumerate(self.events) if e.kind == "wait" and e.number == number), end)
 
 
 def spans(tensors: Iterable[torch.Tensor]) -> tuple[Span, ...]:

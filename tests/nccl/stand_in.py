@@ -82,6 +82,9 @@ class Alone:
             for outputs, mine in zip(args[0], args[1], strict=True):
                 for out in outputs:
                     out.copy_(mine)
+        elif name == "broadcast" and args[1].rootRank != self.rank:
+            for tensor in args[0]:
+                tensor.zero_()
 
 
 class Started(PythonWork):
@@ -159,12 +162,18 @@ class StandIn(dist.ProcessGroup):
     def abort(self) -> None:
         self.aborted += 1
 
+    def _check(self) -> None:
+        """An aborted communicator takes nothing more."""
+        if self.aborted:
+            raise dist.DistBackendError("NCCL communicator was aborted on this rank.")
+
     def shutdown(self) -> None:
         pass
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def _start(self, what: str, inputs: Any, outputs: Any, move: Callable[[], None], opts: Any) -> PythonWork:
+        self._check()
         if not getattr(opts, "asyncOp", True):
             self.log.add(Event("compute", what, None, self.stream, spans(inputs), spans(outputs)))
             move()
@@ -181,7 +190,7 @@ class StandIn(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PythonWork:
         def move() -> None:
             for out, mine in zip(outputs, inputs, strict=True):
-                self.mover.gather(out, mine)
+                self.mover.gather(out.data, mine.data)
 
         return self._start("all-gather", inputs, outputs, move, opts)
 
@@ -191,7 +200,7 @@ class StandIn(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PythonWork:
         def move() -> None:
             for out, pack in zip(outputs, inputs, strict=True):
-                self.mover.scatter(out, pack)
+                self.mover.scatter(out.data, pack.data)
 
         return self._start("reduce-scatter", inputs, outputs, move, opts)
 
@@ -206,10 +215,11 @@ class StandIn(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> PythonWork:
         opts = dist.AllreduceOptions() if opts is None else opts
-        return self._start("all-reduce", tensors, tensors, lambda: self.mover.reduce(tensors, opts), opts)
+        return self._start("all-reduce", tensors, tensors, lambda: self.mover.reduce([x.data for x in tensors], opts), opts)
 
     def _other(self, name: str, *args: Any) -> PythonWork:
         """A collective that zerofx runs outside of graphs alone, and never asynchronously."""
+        self._check()
         self.log.add(Event("compute", name, None, self.stream))
         self.mover.other(name, args)
         return Done()
@@ -245,9 +255,9 @@ def _spoil(inputs: Any, outputs: Any) -> None:
         return
     for mine, out in zip(inputs, outputs, strict=True):
         kept = mine.clone()
-        out.view(torch.uint8).fill_(255)  # which floating-point types read as NaN
+        out.data.view(torch.uint8).fill_(255)  # which floating-point types read as NaN; .data counts no write
         if mine.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
-            mine.copy_(kept)
+            mine.data.copy_(kept)
 
 
 _making: tuple[type[Any], Moment, Log] = OverGloo, AT_LAST, Log()

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx.runtime.eager.unshard import not_elementwise
-from zerofx.runtime.ranks.watch import stepped
+from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -27,9 +27,13 @@ _WHOLE_TENSOR_OPTIMIZERS = {
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
 
-    So is a step while gradients are kept back: the optimizer would not see them.
+    So is a step while gradients are kept back: the optimizer would not see them. And one behind a collective that the
+    watchdog has ended: nobody knows what that has left in the gradients.
     """
-    for shards in _groups_in(optimizer):
+    groups = _groups_in(optimizer)
+    for name in {shards.group_name for shards in groups}:
+        check(name)
+    for shards in groups:
         if shards.has_kept():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
@@ -47,8 +51,11 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After any optimizer's step: the watchdogs of those who share its parameters hear of it."""
-    for name in {shards.group_name for shards in _groups_in(optimizer) if shards.family.stage}:
+    """After any optimizer's step: the watchdogs of those who share its parameters hear of it, and the weights do."""
+    groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
+    for shards in groups:
+        shards.weights.note_write()
+    for name in {shards.group_name for shards in groups}:
         stepped(name)
 
 
