@@ -283,17 +283,20 @@ def making(mover: type[Any], moment: Moment) -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def nccl_spelling(moment: Moment) -> Iterator[Log]:
-    """All ranks: modules that are sharded inside travel as on NCCL, through a `StandIn` over gloo."""
-    with making(OverGloo, moment) as log:
-        group = dist.new_group(backend=NAME)
+def nccl_spelling(moment: Moment = AT_LAST) -> Iterator[StandIn]:
+    """All ranks: modules that are sharded inside travel as on NCCL, through a `StandIn` over gloo, which is given.
+
+    Its ``moment`` may be set where nothing is under way.
+    """
+    with making(OverGloo, moment):
+        group: Any = dist.new_group(backend=NAME)
 
     def of(mesh: Any, reductions: str | None) -> OneGroup | None:
         return OneGroup(RankGroup(group), reductions) if mesh is None else None
 
     SHARINGS.insert(0, of)
     try:
-        yield log
+        yield group
     finally:
         SHARINGS.remove(of)
         if (watch := watching._watches.pop(group.group_name, None)) is not None:
