@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench pictures gpu clean
+.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint format bench pictures gpu gpus clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -59,9 +59,11 @@ bench: $(VENV)/dev.stamp  ## time a training step
 pictures: $(VENV)/dev.stamp  ## draw the README's picture, with Chromium
 	$(BIN)/python docs/pictures/make.py
 
-gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
-	$(BIN)/python -m pytest -m gpu tests/kernels $(ARGS)
-	$(BIN)/python benchmarks/optimizer.py --device cuda --world 1 --layers 36 --dim 768 --vocab 16384 --rounds 30
+gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: ten minutes, one report (docs/cuda.md)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+gpus: $(VENV)/dev.stamp  ## the same on all GPUs of the machine, over NCCL
+	$(BIN)/python -m benchmarks.gpu --ranks 0 $(ARGS)
 
 clean:  ## remove build products and caches; environments stay
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -71,23 +71,29 @@ def _answers(
         folder = Path(name)
         (folder / "task").write_bytes(pickle.dumps((function, cases)))
         context = torch.multiprocessing.spawn(_rank, (setting, world, shared > 0, name), nprocs=world, join=False)
+        ended: Exception | None = None
         for i in range(len(cases)):
             paths = [folder / f"{i}-{rank}" for rank in range(world)]
-            ended: Exception | None = None
             while ended is None and not all(path.exists() for path in paths):
-                try:
-                    if context.join(timeout=0.2) and not all(path.exists() for path in paths):
-                        ended = RuntimeError("the ranks have ended without an answer")
-                except Exception as error:  # a rank raised, or died; the others are ended
-                    ended = error
+                ended = _ended(context)
                 time.sleep(0.05)
-            if ended is not None:
+            if not all(path.exists() for path in paths):
+                assert ended is not None
                 yield ended
                 return
             answers = [pickle.loads(path.read_bytes()) for path in paths]
             errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
             yield RuntimeError(errors[0]) if errors else [result for _, result in answers]
-        context.join()
+        if ended is None:
+            context.join()
+
+
+def _ended(context: Any) -> Exception | None:
+    """How the ranks have ended, if they have; where one raised or died, the others are ended."""
+    try:
+        return RuntimeError("the ranks have ended without an answer") if context.join(timeout=0.2) else None
+    except Exception as error:
+        return error
 
 
 def _rank(rank: int, setting: Setting, world: int, shared: bool, name: str) -> None:
