@@ -17,9 +17,9 @@ training        the small model that kinds train, and plain PyTorch beside it
 kinds/          the kinds of lines, a file each
 ==============  ====================================================================================
 
-A kind is a file in ``kinds`` with ``LIMIT``, its seconds, and ``lines(setting)``, which yields a `Line` as soon as it is
-known. What raises, crashes or hangs costs its own lines and no others: it is a line in the report. So a new kind is a
-new file and a name in `KINDS`.
+A kind is a file in ``kinds`` with ``LIMIT``, its seconds, and ``lines(setting)``, which yields a `Line` as soon as it
+is known. What raises, crashes or hangs costs its own lines and no others: it is a line in the report. So a new kind is
+a new file and a name in `KINDS`.
 """
 
 KINDS = (

@@ -1,7 +1,7 @@
 """The command; see the folder's first lines. Exit status 1 if a line is not as expected, once all is written.
 
-    python -m benchmarks.gpu --kinds memory step_time
-    python -m benchmarks.gpu --seconds 1800
+python -m benchmarks.gpu --kinds memory step_time
+python -m benchmarks.gpu --seconds 1800
 """
 
 from __future__ import annotations

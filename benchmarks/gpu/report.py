@@ -36,7 +36,9 @@ def page(found: Found, facts: dict[str, Any]) -> str:
     parts = [f"# zerofx on {facts['device']}\n", f"`{facts['command']}`, {facts['date']}: {said}.\n"]
     for kind, several in found.items():
         parts.append(f"## {kind.replace('_', ' ')}\n\n| line | expected | found | as expected |\n|---|---|---|---|")
-        parts += [f"| {_cell(x.name)} | {_cell(x.expected)} | {_cell(x.found)} | {_MARKS[x.verdict]} |" for x in several]
+        parts += [
+            f"| {_cell(x.name)} | {_cell(x.expected)} | {_cell(x.found)} | {_MARKS[x.verdict]} |" for x in several
+        ]
         parts.append("")
     broken = [line for several in found.values() for line in several if line.verdict == "failed" and line.detail]
     if broken:

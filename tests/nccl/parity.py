@@ -1,7 +1,7 @@
 """The parity suites with NCCL's spelling, on real ranks: what they train, and how far from their references that is.
 
-A *cell* is a case of a suite in one stage, with one executor, on some ranks. Buffers are moved at once in one run and at
-last in another (`stand_in.py`).
+A *cell* is a case of a suite in one stage, with one executor, on some ranks. Buffers are moved at last (`stand_in.py`);
+in the suite of stages, by the same compiled model, at once as well.
 
 ==================  ====================================================  ==========================================
 suite               what it trains                                        its reference
@@ -164,4 +164,3 @@ def _fsdp2(workers: Workers, cell: Cell, timeout: float) -> Found:
 
 def _largest(differences: list[float]) -> float:
     return torch.tensor(differences).max().item()
-

@@ -14,7 +14,7 @@ This one takes the first of these moments, or the last, and everybody who relies
                 outputs are NaN until then        who reads an output too soon, reads NaN
 
 Collectives of one group are moved in the order they were started, as on one stream. What is not asynchronous
-(``async_op=False``) is moved at once, as NCCL runs it on the computing stream (since 2.8). `Log` has what was done when.
+(``async_op=False``) is moved at once, as NCCL runs it on the computing stream. `Log` has what was done when.
 """
 
 from __future__ import annotations
@@ -215,7 +215,9 @@ class StandIn(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> PythonWork:
         opts = dist.AllreduceOptions() if opts is None else opts
-        return self._start("all-reduce", tensors, tensors, lambda: self.mover.reduce([x.data for x in tensors], opts), opts)
+        return self._start(
+            "all-reduce", tensors, tensors, lambda: self.mover.reduce([x.data for x in tensors], opts), opts
+        )
 
     def _other(self, name: str, *args: Any) -> PythonWork:
         """A collective that zerofx runs outside of graphs alone, and never asynchronously."""

@@ -294,7 +294,9 @@ def test_a_replica_that_is_refreshed_ahead_of_its_last_reader_is_found(monkeypat
     def read_once_more(gm: GraphModule) -> None:
         """A reader of the weights behind the gradients, as a model may have one."""
         for node in edit.tagged(gm.graph, "ahead"):
-            (source,) = [n for n in edit.tagged(gm.graph, "refresh") if n.meta["zerofx"].group == node.meta["zerofx"].group]
+            (source,) = [
+                n for n in edit.tagged(gm.graph, "refresh") if n.meta["zerofx"].group == node.meta["zerofx"].group
+            ]
             with gm.graph.inserting_after(node):
                 gm.graph.call_function(torch.ops.aten.sum.default, (source,))
 

@@ -62,5 +62,7 @@ def _travel(device: torch.device) -> bool:
             work.wait()
     summed = wait(travel.scatter(run, pack, world, group.group_name))
     return bool(
-        gathered.equal(ranks) and out.equal(ranks) and summed.equal(pack.chunk(world)[rank] * world)  # all sent the same
+        gathered.equal(ranks)
+        and out.equal(ranks)
+        and summed.equal(pack.chunk(world)[rank] * world)  # all sent the same
     )

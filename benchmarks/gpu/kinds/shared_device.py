@@ -1,7 +1,7 @@
 """Two ranks that share one device. NCCL refuses that; gloo moves CUDA tensors, with NCCL's operators in the graphs.
 
-The process group is that of tests/nccl/stand_in.py. Shards, gathers, reductions and frees are those of two GPUs; time is
-not, for all goes through the host.
+The process group is that of tests/nccl/stand_in.py. Shards, gathers, reductions and frees are those of two GPUs; time
+is not, for all goes through the host.
 """
 
 from __future__ import annotations

@@ -22,7 +22,16 @@ def _lines(setting: Setting) -> list[Line]:
     sizes = ["--layers=12", "--dim=1024", "--heads=16", "--vocab=16384", "--length=512", "--batch=8", "--rounds=4"]
     if setting.small:
         names = ["zerofx-eager", "fsdp2", "ddp"]
-        sizes = ["--layers=1", "--dim=16", "--heads=2", "--vocab=64", "--length=8", "--batch=1", "--rounds=1", "--warmup=1"]
+        sizes = [
+            "--layers=1",
+            "--dim=16",
+            "--heads=2",
+            "--vocab=64",
+            "--length=8",
+            "--batch=1",
+            "--rounds=1",
+            "--warmup=1",
+        ]
     result = run_benchmark("step", setting, names, sizes)
     rows = result["contenders"]
     found = [
