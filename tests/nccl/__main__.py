@@ -1,8 +1,9 @@
-"""The parity suites with NCCL's spelling, all cells: benchmarks/results/nccl-spelling.json.
+"""The parity suites with NCCL's spelling, all cells: benchmarks/results/nccl-spelling.json, and docs/cuda.md's table.
 
     python -m tests.nccl                                   # all of it, anew: an hour or two on two cores
     python -m tests.nccl --resume                          # what a run that was cut off has left
     python -m tests.nccl --executors eager --ranks 2
+    python -m tests.nccl --page                            # the table alone, of what was measured before
 
 The file is written after each cell. Exit status 1 if a cell that was run is not equal.
 """
@@ -14,16 +15,14 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.nccl.page import RESULT, read, write_page
 from tests.nccl.parity import BOUND, Cell, cells, run
 from tests.pairwise import EXECUTORS
 from tests.workers import Processes, Workers
-
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "nccl-spelling.json"
 
 
 def main() -> int:
@@ -32,8 +31,12 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 3), default=[2, 3])
     parser.add_argument("--resume", action="store_true", help="keep what was measured, run what was not")
     parser.add_argument("--minutes", type=float, default=10**6, help="begin no cell after so many")
+    parser.add_argument("--page", action="store_true", help="run nothing")
     args = parser.parse_args()
-    lines: dict[str, Any] = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
+    lines = read()
+    if args.page:
+        write_page(lines)
+        return 0
     todo = [cell for cell in cells() if cell.executor in args.executors and cell.ranks in args.ranks]
     todo = [cell for cell in todo if not (args.resume and lines.get(str(cell), {}).get("verdict") == "equal")]
     processes, end, failed = Processes(), time.monotonic() + 60 * args.minutes, 0
@@ -71,6 +74,7 @@ def write(lines: dict[str, Any]) -> None:
     body = ",\n".join(f"  {json.dumps(name)}: {json.dumps(lines[name])}" for name in names)
     head = {"command": "python -m tests.nccl", "bound": BOUND}
     RESULT.write_text(f'{json.dumps(head)[:-1]}, "cells": {{\n{body}\n}}}}\n')
+    write_page(lines)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.nccl.events import races, under_way
+from tests.nccl.page import PAGE, read, table
 from tests.nccl.parity import Cell, cells, run
 from tests.nccl.stand_in import AT_LAST, AT_ONCE, Moment, nccl_spelling
 from tests.seams.test_seams import train
@@ -74,6 +75,10 @@ def train_without_waits() -> bool:
 
 def test_a_missing_wait_shows_in_the_numbers(workers2: Workers) -> None:
     assert workers2.run(train_without_waits) == [True, True]
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    assert table(read()) in PAGE.read_text(), "run python -m tests.nccl --page"
 
 
 @pytest.mark.slow
