@@ -37,7 +37,7 @@ def table(lines: dict[str, Any]) -> str:
         f"{len(ran)} of {len(cells())} cells were run, with torch {versions}; {raced} races were seen. A cell says how "
         "many of its cases were equal and, in parentheses, the largest relative difference of a loss from the suite's "
         "reference (at most 1e-5 is equal). From gloo's spelling losses of the suite *stages* differ by at most "
-        f"{off:.0e}. The cases of FSDP2 compare losses, gradients and weights by themselves, and raise where they differ.",
+        f"{off:.0e}. The cases of FSDP2 compare losses, gradients and weights by themselves and raise.",
     ]
     return "\n".join(text) + "\n"
 
