@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
 .PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench docs pictures
-.PHONY: gpu cuda-dry clean
+.PHONY: gpu gpus cuda-dry clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -77,9 +77,11 @@ pictures: $(VENV)/dev.stamp $(VENV)/docs.stamp  ## draw the pictures of README a
 	$(BIN)/python docs/pictures/results.py
 	$(BIN)/python docs/pictures/make.py
 
-gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: its tests, and the optimizer's step at 2^28 parameters
-	$(BIN)/python -m pytest -m gpu tests/kernels $(ARGS)
-	$(BIN)/python benchmarks/optimizer.py --device cuda --world 1 --layers 36 --dim 768 --vocab 16384 --rounds 30
+gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: ten minutes, one report (docs/cuda.md)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+gpus: $(VENV)/dev.stamp  ## the same on all GPUs of the machine, over NCCL
+	$(BIN)/python -m benchmarks.gpu --ranks 0 $(ARGS)
 
 cuda-dry:  ## without a GPU: write, read and compile the CUDA code of models; its tests; writes docs/cuda-dry.md
 	$(MAKE) cuda-dry-in TORCH=$(CUDA_TORCH) VENV=.venv-cuda

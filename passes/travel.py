@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import zerofx.passes.ops  # noqa: F401  # it registers the operators
-from zerofx._torch import OpOverload, resolve_process_group
+from zerofx._torch import OpOverload, gather_into, resolve_process_group
 from zerofx.passes import pairwise
 from zerofx.passes.own import COLLECTIVES
 
@@ -101,8 +101,7 @@ class Travel:
 
     def gather_into(self, out: torch.Tensor, shard: torch.Tensor, process_group: str) -> list[dist.Work]:
         """Start to fill ``out``, of which ``shard`` may be a part; returns what to wait for."""
-        group = resolve_process_group(process_group)
-        return [dist.all_gather_into_tensor(out, shard, group=group, async_op=True)]
+        return [gather_into(out, shard, resolve_process_group(process_group))]
 
 
 class Collective(Travel):

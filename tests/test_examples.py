@@ -208,3 +208,26 @@ def test_the_notebook_runs_and_shows_the_graphs_of_each_stage() -> None:
     for words in ("2 all-reduces take", "refresh  up", "discard  up", "group changed", "reduce_scatter up"):
         assert words in out, words
     assert "gradient_norms changed" in texts[-1]
+
+
+LAUNCH = ["sh", "examples/launch/eight_gpus.sh"]
+
+
+@pytest.mark.slow
+def test_the_launch_file_for_gpus_starts_as_many_ranks_as_it_is_told(
+    out: str, program: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUS", "2")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    found = run([*LAUNCH, *program[1:], "--heads", "2", "--lr", "4e-3"])
+    assert losses(found) == losses(out)
+
+
+def test_the_launch_file_for_gpus_says_that_there_is_none(tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"  # lists none
+    smi.write_text("#!/bin/sh\n")
+    smi.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop("GPUS", None)
+    done = subprocess.run(LAUNCH, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "no GPU found" in done.stderr

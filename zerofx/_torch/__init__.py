@@ -57,6 +57,7 @@ from zerofx._torch.distributed import (
     abort_collectives,
     backend_name,
     default_store,
+    gather_into,
     has_backend,
     is_communication_error,
     register_work,

@@ -83,14 +83,28 @@ def has_backend(group: dist.ProcessGroup, names: Sequence[str]) -> bool:
     return any(name in dist.get_backend_config(group) for name in names)
 
 
+def gather_into(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill ``out`` with every rank's ``shard``, as the backend does it.
+
+    2.13 and 2.15 have the function under a new name, and warn of the old one; 2.11 has the old one.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(out, shard, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def abort_collectives(name: str) -> None:
     """End all that this rank waits for in a process group; the waits raise (2.11, 2.13, 2.15).
 
     ``ProcessGroup.abort`` does nothing on gloo. There, a receive that times out closes all connections of the group.
+    A group may have both: ``init_process_group()`` makes gloo for the CPU and NCCL for GPUs.
     """
     group = resolve_process_group(name)
-    if not has_backend(group, ("gloo",)):
+    backends = {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")}
+    if backends != {"gloo"}:
         group.abort()
+    if "gloo" not in backends:
         return
     with contextlib.suppress(RuntimeError):  # the time-out, which is what this is for
         other = (group.rank() + 1) % group.size()

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx.runtime.eager.unshard import not_elementwise
-from zerofx.runtime.ranks.watch import stepped
+from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -28,15 +28,16 @@ _WHOLE_TENSOR_OPTIMIZERS = {
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
 
-    So is a step while gradients are kept back: the optimizer would not see them. A closure may run the backward that
-    reduces them, so it is asked after that.
+    So is a step while gradients are kept back: the optimizer would not see them. And one behind a collective that the
+    watchdog has ended: nobody knows what that has left in the gradients. A closure may run the backward that reduces
+    them, so both are asked after that.
     """
     if callable(closure := kwargs.get("closure")):
         kwargs = {**kwargs, "closure": functools.partial(_checked_closure, optimizer, closure)}
     elif len(args) > 1 and callable(args[1]):
         args = (args[0], functools.partial(_checked_closure, optimizer, args[1]), *args[2:])
     else:
-        _check_kept(optimizer)
+        _check_gradients(optimizer)
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
     if uses is not None:
@@ -49,12 +50,16 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
 
 def _checked_closure(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
     result = closure()
-    _check_kept(optimizer)
+    _check_gradients(optimizer)
     return result
 
 
-def _check_kept(optimizer: torch.optim.Optimizer) -> None:
-    for shards in _groups_in(optimizer):
+def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    groups = _groups_in(optimizer)
+    sharings = {shards.sharing for shards in groups}
+    for name in {ranks.name for sharing in sharings for ranks in (sharing.weights, sharing.replicas) if ranks}:
+        check(name)
+    for shards in groups:
         if shards.has_kept():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients back (of "
@@ -64,8 +69,11 @@ def _check_kept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After any optimizer's step: the watchdogs of those who share its parameters hear of it."""
-    sharings = {shards.sharing for shards in _groups_in(optimizer) if shards.family.stage}
+    """After any optimizer's step: the watchdogs of those who share its parameters hear of it, and the weights do."""
+    groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
+    for shards in groups:
+        shards.weights.note_write()
+    sharings = {shards.sharing for shards in groups}
     for name in {ranks.name for sharing in sharings for ranks in (sharing.weights, sharing.replicas) if ranks}:
         stepped(name)
 

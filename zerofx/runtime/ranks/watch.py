@@ -362,6 +362,13 @@ def stepped(name: str) -> None:
         watch.stepped = True
 
 
+def check(name: str) -> None:
+    """Raise what the watchdog of a process group has found, if anything."""
+    watch = _watches.get(name)
+    if watch is not None:
+        watch.check()
+
+
 @atexit.register
 def _stop_all() -> None:
     """Before the store goes away with rank 0."""

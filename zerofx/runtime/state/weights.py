@@ -45,11 +45,13 @@ class Weights:
         dtype: what the model computes in.
         code: what they travel in; None: as they are.
         gathers: whether graphs gather them.
+        replayed: whether a CUDA graph writes the shard. Its replays do not show in the version counter.
         in_common: whether the ranks of the host have the replica once, in memory that they share.
         steps_inside: whether a backward may update them (`zerofx.step_in_backward`).
     """
 
     gathers: bool = False
+    replayed: bool = False
     in_common: bool = False
     steps_inside: bool = True
     shard: torch.Tensor
@@ -128,6 +130,10 @@ class Weights:
 
     def mark_fresh(self) -> None:
         """The replica holds what the shards hold."""
+
+    def note_write(self) -> None:
+        """An optimizer has written the shard."""
+        self.replayed = self.replayed or being_captured(self.device)
 
     def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the replica up to date. ``inside``: of a graph that runs."""
@@ -227,9 +233,16 @@ class Replicated(Weights):
 
         A collective, and the same decision on every rank: optimizers step on all ranks or on none. ``inside``: it is
         one of those of the graph that runs. It is waited for after the next call of this, if there is any.
+
+        A CUDA graph replays what was decided as it was captured. So it is always captured, and always done where
+        replays may have written the shard. One ahead is left out: nothing may be under way where a capture ends.
         """
         assert self.replica is not None
-        if self.shard._version != self._refreshed:
+        if captured := being_captured(self.device):
+            self.replayed = True
+        if captured and inside:
+            return
+        if self.replayed or self.shard._version != self._refreshed:
             with record_function(f"zerofx: refresh {self.layout.name}"):
                 self.ahead += self._gather_into(self.replica, "" if inside else "refresh")
                 self.mark_fresh()
@@ -253,6 +266,11 @@ def weights_of(stage: int, one_copy: bool, divides_between: bool = False) -> typ
             return case
     chosen = "sharding=" if divides_between else f"one_copy={one_copy!r}"
     raise ValueError(f"{chosen} with stage={stage}: this zerofx has no such weights. Leave it out.")
+
+
+def being_captured(device: torch.device) -> bool:
+    """Whether what is put on ``device`` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

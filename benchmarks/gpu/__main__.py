@@ -1,0 +1,134 @@
+"""The command; see the folder's first lines. Exit status 1 if a line is not as expected, once all is written.
+
+python -m benchmarks.gpu --kinds memory step_time
+python -m benchmarks.gpu --seconds 1800
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import KINDS, report
+from benchmarks.gpu.lines import NO_TIME, Line, Setting, failed, not_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    args = arguments()
+    setting = Setting(args.device, args.ranks, str(args.folder))
+    if args.only:
+        run_here(args.only, setting, args.lines)
+        return 0
+    found: report.Found = {}
+    began = time.monotonic()
+    for kind in args.kinds:
+        left = args.seconds - (time.monotonic() - began)
+        found[kind] = run_apart(kind, setting, left, args.patience)
+        written = report.write(args.out, found, facts(setting))  # after each: what was found is not lost
+        for line in found[kind]:
+            print(f"{kind:14} {line.verdict:12} {line.name}: {line.found}", flush=True)
+    print(f"{report.counts(found)} in {time.monotonic() - began:.0f} s; written to {written[0]} and {written[1]}")
+    return int(any(line.verdict in ("otherwise", "failed") for several in found.values() for line in several))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What GPUs show of zerofx.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="devices; 0: all there are")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seconds", type=float, default=600, help="for all kinds together")
+    parser.add_argument("--patience", type=float, default=1.0, help="times each kind's own limit, on a slow machine")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu", help="for what kinds leave behind")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-<device>-<ranks>")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # a kind's own process
+    parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.ranks:
+        args.ranks = max(1, torch.cuda.device_count())
+    args.out = args.out or ROOT / "benchmarks" / "results" / f"gpu-{args.device}-{args.ranks}"
+    return args
+
+
+def module_of(kind: str) -> ModuleType:
+    """A kind of this folder's, or any module that has what a kind has."""
+    return importlib.import_module(kind if "." in kind else f"benchmarks.gpu.kinds.{kind}")
+
+
+def run_here(kind: str, setting: Setting, path: Path) -> None:
+    """In a process of its own: each line is written as soon as it is known."""
+    module = module_of(kind)
+    with path.open("w", buffering=1) as file:
+        try:
+            for line in module.lines(setting):
+                file.write(json.dumps(asdict(line)) + "\n")
+        except Exception as error:
+            file.write(json.dumps(asdict(failed(kind, "", error))) + "\n")
+
+
+def run_apart(kind: str, setting: Setting, left: float, patience: float = 1.0) -> list[Line]:
+    """The lines of a kind, whatever becomes of its process; it and all that it started are ended at its limit."""
+    limit = min(left, patience * module_of(kind).LIMIT)
+    if limit <= 0:
+        return [not_run(kind, why=NO_TIME)]
+    Path(setting.folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "lines", Path(folder) / "log"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--only", kind, "--lines", str(path)]
+        command += ["--device", setting.device, "--ranks", str(setting.ranks), "--folder", setting.folder]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                code: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            with contextlib.suppress(ProcessLookupError):  # ranks that it left behind, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        found = [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
+        if code != 0:
+            how = f"hung: ended after {limit:.0f} s" if code is None else f"died: {_how(code)}"
+            end = log.read_text(errors="replace")[-4000:]
+            found.append(Line(kind, "all of its lines", f"{how}, behind {len(found)} lines", "failed", detail=end))
+        return found
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def facts(setting: Setting) -> dict[str, Any]:
+    device = "no GPU"
+    if setting.device == "cuda":
+        device = f"{setting.ranks} × {torch.cuda.get_device_name()}"
+    return {
+        "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "ranks": setting.ranks,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The kinds of lines: `benchmarks.gpu.KINDS` has their order."""

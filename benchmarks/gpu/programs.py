@@ -1,0 +1,30 @@
+"""Benchmarks that are programs of their own, run for the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.lines import Setting
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_benchmark(name: str, setting: Setting, contenders: list[str], sizes: list[str]) -> dict[str, Any]:
+    """What ``benchmarks/<name>.py`` writes.
+
+    Raises:
+        RuntimeError: it wrote nothing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), f"--device={setting.device}"]
+        command += [f"--world={setting.ranks}", f"--contenders={','.join(contenders)}", *sizes, f"--out={out}"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not out.exists():
+            raise RuntimeError(f"{' '.join(command)} wrote nothing: {(ended.stdout + ended.stderr)[-3000:]}")
+        return json.loads(out.read_text())
