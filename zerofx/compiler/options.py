@@ -66,8 +66,8 @@ class Options:
             `zerofx.passes.lookups`.
         one_copy: stage 3 where all ranks are on one host. They share one copy of the weights, in common memory, and
             gather nothing. See `zerofx.runtime.state.one_copy`.
-        mesh: a device mesh of one dimension, or of two. Of two, the first is of replicas of the module, and each replica
-            is divided over the ranks of the second (docs/meshes.md). None: all ranks of the default process group.
+        mesh: a device mesh of one dimension, or of two. Of two, the first is of replicas of the module. Each replica is
+            divided over the ranks of the second (docs/meshes.md). None: all ranks of the default process group.
         sharding: on a mesh of two dimensions, over which of them weights, gradients and optimizer state are divided.
             None: over the second. See `zerofx.Sharding`.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name. The reductions of
@@ -171,6 +171,11 @@ class Options:
             raise ValueError(
                 f"wire={self.wire!r} with stage=0: its all-reduce adds up what it is given, and codes cannot be added. "
                 "Use stage=1."
+            )
+        if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim == 2 and min(self.mesh.shape) > 1:
+            raise ValueError(
+                f"wire={self.wire!r} with a mesh of {tuple(self.mesh.shape)}: sums over replicas have no codes yet. "
+                "Leave one of both out, or give one dimension of the mesh."
             )
         if self.one_copy and self.wire.weights is not None:
             raise ValueError(f"wire={self.wire!r} with one_copy=True: no weights travel there. Leave weights= out.")
