@@ -224,6 +224,7 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-between-eager": zerofx(3, scheme=BETWEEN, executor="eager"),
     "zerofx-near": zerofx(3, scheme=NEAR),
     "zerofx-near-eager": zerofx(3, scheme=NEAR, executor="eager"),
+    "zerofx-line-eager": zerofx(3, scheme={"backward": "all", **NEAR}, executor="eager"),
     "fsdp2-hsdp": fsdp2(compiled=False, hybrid=True),
     "fsdp2-hsdp+prefetch": fsdp2(compiled=False, ahead=2, hybrid=True),
     "fsdp2-hsdp+compile+prefetch": fsdp2(compiled=True, ahead=2, hybrid=True),
@@ -404,7 +405,7 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
 def calibrated(contenders: list[str], device: torch.device) -> Any:
     """The rates of the machine; of both its links where a contender knows them."""
     calibrate = importlib.import_module("zerofx").calibrate
-    if not any(name.startswith(("zerofx-rows", "zerofx-between", "zerofx-near")) for name in contenders):
+    if not any(name.startswith(("zerofx-rows", "zerofx-between", "zerofx-near", "zerofx-line")) for name in contenders):
         return calibrate(device=device)
     mesh = rows_and_columns()
     return calibrate(mesh.get_group(1), device, replica_group=mesh.get_group(0))

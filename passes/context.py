@@ -174,7 +174,7 @@ class Context:
     near_group: str = ""
     """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left it (`near`)."""
     near_ranks: int = 1
-    """How many of these there are."""
+    """How many ranks are near each other, where that is known."""
     backend: str = "gloo"
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"

@@ -284,7 +284,7 @@ class CompiledGraph:
             "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
             "divides_between": group.sharing.divides_between,
             "near_group": "" if group.sharing.near is None else group.sharing.near.name,
-            "near_ranks": 1 if group.sharing.near is None else group.sharing.near.size,
+            "near_ranks": group.sharing.near_ranks,
             "backend": group.backend,
             "stage": family.stage,
             "one_copy": group.weights.in_common,

@@ -213,7 +213,7 @@ def _node_kind(operation: Operation) -> str:
     """The kind of the node that starts it, as its comment in a listing says."""
     if direction(operation) == "gather":
         return "refresh" if "refresh" in operation.name else "all_gather"
-    if operation.between_replicas:
+    if operation.far == operation.nbytes and operation.far:
         return "sum_replicas"
     return "all_reduce" if "all_reduce" in operation.name else "reduce_scatter"
 

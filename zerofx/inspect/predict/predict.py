@@ -41,8 +41,8 @@ class Rates:
         link_bytes_per_s: received by one rank while it sends as many.
         link_latency_s: seconds that a collective takes without any bytes.
         core_share: of the rank's cores, what a collective takes from compute while it travels; less than 1.
-        replica_bytes_per_s, replica_latency_s: the same of the link between replicas, where that is another link, with
-            a queue of its own; None: it is the same link.
+        replica_bytes_per_s, replica_latency_s: the same of the link between the rows of a mesh, where that is another
+            link, with a queue of its own; None: it is the same link. What goes both ways takes as long as on this one.
     """
 
     flops_per_s: float
@@ -68,14 +68,14 @@ class Rates:
         if operation.kind == "kernel":
             return max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
         if operation.kind == "start" and self.link_of(operation):
-            return self.replica_latency_s + operation.nbytes / (self.replica_bytes_per_s or self.link_bytes_per_s)
+            return self.replica_latency_s + operation.far / (self.replica_bytes_per_s or self.link_bytes_per_s)
         if operation.kind == "start":
             return self.link_latency_s + operation.nbytes / self.link_bytes_per_s
         return 0.0
 
     def link_of(self, operation: Operation) -> int:
         """Which link a collective takes: 0, or 1 where there is another one between replicas."""
-        return int(operation.between_replicas and self.replica_bytes_per_s is not None)
+        return int(operation.far > 0 and self.replica_bytes_per_s is not None)
 
 
 _ABOVE_ZERO = ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "replica_bytes_per_s")
@@ -123,8 +123,8 @@ class PhasePrediction:
 
     @property
     def replica_bytes(self) -> int:
-        """Of these, what comes from other replicas of the module."""
-        return sum(operation.nbytes for operation in self.operations if operation.between_replicas)
+        """Of these, what comes from other rows of a mesh: from other replicas of the module, where there are some."""
+        return sum(operation.far for operation in self.operations)
 
     @property
     def peak(self) -> LiveBytes:
@@ -163,7 +163,7 @@ class Prediction:
 
     @property
     def replica_bytes(self) -> int:
-        """Of these, what comes from other replicas of the module."""
+        """Of these, what comes from other rows of a mesh: from other replicas of the module, where there are some."""
         return sum(phase.replica_bytes for phase in self.phases)
 
     @property
@@ -199,7 +199,7 @@ class Prediction:
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
         if self.replica_bytes:
-            lines.append(f"received from other replicas: {format_bytes(self.replica_bytes)} of it")
+            lines.append(f"received from other rows of the mesh: {format_bytes(self.replica_bytes)} of it")
         graphs = len({phase.graph for phase in self.phases})
         if graphs > 1:  # else all of the model may be in it
             lines.append(f"not in it: what is computed outside of the {graphs} graphs, and what that holds")

@@ -42,7 +42,7 @@ class Operation:
         flops: of a kernel, by PyTorch's own formulas; 0 for what has none.
         nbytes: a kernel's: read and written. A start's: received, and as many sent, by this rank.
         collective: the same number for a start and its wait; -1 for a kernel.
-        between_replicas: whether it travels between the rows of a mesh of two dimensions, and not inside of one.
+        far: of a start's bytes, those that come from other rows of a mesh of two dimensions.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Operation:
     flops: int = 0
     nbytes: int = 0
     collective: int = -1
-    between_replicas: bool = False
+    far: int = 0
 
 
 @dataclass(eq=False)
@@ -83,12 +83,12 @@ class Phase:
 
 
 class About(NamedTuple):
-    """What a collective is about: whose, what it brings, over how many ranks, and whether these are replicas."""
+    """What a collective is about: whose, what it brings, over how many ranks, and how many of these are in one row."""
 
     group: str
     kind: Kind
     ranks: int
-    between_replicas: bool = False
+    here: int
 
 
 class Code(Protocol):
@@ -186,18 +186,18 @@ class Recorder(_torch.TorchDispatchMode):
         assert self._code is not None
         name, whole = func._schema.name.split("::")[1], nbytes_of(whole_of(func, source, out))
         groups = self._code.groups[family_of(func), whole]
-        about = groups.popleft() if groups else About("", "temporary", self._code.world_size)
+        about = groups.popleft() if groups else About("", "temporary", self._code.world_size, self._code.world_size)
         self.classify(source, about.kind)
         self.classify(out, about.kind)
         held = None if name == "all_gather_pairwise" else source
         self._note_start(self.name or name, about, _WIRE[name] * whole, out, held)
 
     def _note_start(self, name: str, about: About, whole: int, out: torch.Tensor, held: Any) -> None:
-        received, outer = whole * (about.ranks - 1) // about.ranks, about.between_replicas
+        received = whole * (about.ranks - 1) // about.ranks
+        far = received if about.here == 1 else whole * (about.ranks - about.here) // about.ranks
         number, self._started = self._started, self._started + 1
         self._pending[_key(out)] = number, about.group, held
-        start = Operation(name, "start", about.group, self.source, 0, received, number, outer)
-        self.operations.append(start)
+        self.operations.append(Operation(name, "start", about.group, self.source, 0, received, number, far))
 
     def _wait(self, x: torch.Tensor) -> None:
         number, group, _ = self._pending.pop(_key(x), (-1, "", None))

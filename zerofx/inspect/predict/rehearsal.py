@@ -108,14 +108,15 @@ class _Code:
             about = About(tag.group, brings[tag.kind], *self._over(node))
             self.groups[family_of(node.target), nbytes_of(whole)].append(about)
 
-    def _over(self, node: Node) -> tuple[int, bool]:
-        """Over how many ranks a collective runs, and whether it leaves a row of the mesh."""
+    def _over(self, node: Node) -> tuple[int, int]:
+        """Over how many ranks a collective runs, and how many of them are in this rank's row of a mesh."""
         context = self.context
-        if context.near_group:
-            near = node.args[-1] == context.near_group
-            return (context.near_ranks, False) if near else (self.world_size, True)
-        outer = context.is_of_replicas(node.args)
-        return (context.replicas, True) if outer else (self.world_size, False)
+        if context.is_of_replicas(node.args):
+            return context.replicas, 1
+        if context.near_ranks == 1:
+            return self.world_size, self.world_size
+        near = node.args[-1] == context.near_group
+        return context.near_ranks if near else self.world_size, context.near_ranks
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""
@@ -152,7 +153,7 @@ class _Step:
             for layout, replica in zip(layouts, inputs[len(inputs) - len(layouts) :], strict=True):
                 if layout not in self.refreshed and layout.requires_grad and (layout.world_size > 1 or between):
                     ranks = code.context.replicas if between else layout.world_size
-                    self.recorder.refresh(replica, About(layout.name, "weights", ranks, between))
+                    self.recorder.refresh(replica, About(layout.name, "weights", ranks, 1 if between else ranks))
                 self.refreshed.add(layout)
         outputs = code.run(self.recorder, inputs)
         self.saved[i] = {name: outputs[k] for k, name in code.saved.items() if isinstance(outputs[k], torch.Tensor)}

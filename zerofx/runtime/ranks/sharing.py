@@ -10,6 +10,7 @@
     sharing.replicas     the ranks that hold the same shard as this one, each another replica's; gradients that were
                          reduced are summed over them too. None where there is one replica
     sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
+    sharing.near_ranks   how many of ``weights`` are in a row of a mesh, where that is known
 
 Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
 which ranks they deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a
@@ -94,6 +95,7 @@ class Sharing:
     everyone: RankGroup
     replicas: RankGroup | None = None
     near: RankGroup | None = None
+    near_ranks: int = 1
 
     @property
     def averaged_over(self) -> int:

@@ -58,7 +58,9 @@ class TwoLevels(OneGroup):
         if sharding is None:
             return self
         if sharding.one_dimension or (sharding.gathers_near and self.weights.size == 1):
-            return OneGroup(self.everyone, self._reductions)
+            one = OneGroup(self.everyone, self._reductions)
+            one.near_ranks = self.weights.size
+            return one
         if sharding.gathers_near:
             return Near(self.everyone, self.weights)
         if not sharding.divides_optimizer:
@@ -91,6 +93,7 @@ class Near(OneGroup):
     def __init__(self, everyone: RankGroup, row: RankGroup) -> None:
         super().__init__(everyone)
         self.near: RankGroup = row
+        self.near_ranks = row.size
 
     def meet(self, device: torch.device) -> None:
         super().meet(device)
