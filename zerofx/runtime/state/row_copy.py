@@ -17,6 +17,7 @@ forward that reads them, and the graph waits for each where it is read first.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from zerofx.model.layout import GroupLayout
 from zerofx.passes.pairwise import under_way
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.home import Home
 from zerofx.runtime.state.weights import WEIGHTS, Weights
 
 _wait = torch.ops._c10d_functional.wait_tensor
@@ -37,18 +37,10 @@ class RowCopy(Weights):
 
     gathers = True
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        sharing: Sharing,
-        device: torch.device,
-        dtype: torch.dtype,
-        home: Home,
-        memory: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, layout: GroupLayout, sharing: Sharing, *rest: Any) -> None:
         assert sharing.replicas is not None
         self.column = sharing.replicas
-        super().__init__(layout, sharing, device, dtype, home, memory)
+        super().__init__(layout, sharing, *rest)
 
     def _make(self, memory: torch.Tensor | None) -> None:
         layout = self.layout
