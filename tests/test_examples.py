@@ -150,51 +150,33 @@ def test_an_example_is_read_in_one_sitting(name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ passes of one's own
 
-ALL_OF_THEM = """
-import runpy, sys
 
-for name, *arguments in {examples}:
-    sys.argv = [name, "--executor", "eager", *arguments]
-    print("=====", name, flush=True)
-    runpy.run_path(f"examples/{{name}}.py", run_name="__main__")
-"""
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each example prints: one launch for all, since importing takes most of the time."""
-    small = [
-        ("own_pass", "--steps", "10", "--dim", "16", "--layers", "2"),
-        ("own_precision", "--dim", "512"),
-        ("own_collective", "--steps", "10", "--dim", "16"),
-        ("torch_compile_backend", "--steps", "40", "--dim", "32"),
-    ]
-    program = tmp_path_factory.mktemp("examples") / "all.py"
-    program.write_text(ALL_OF_THEM.format(examples=small))
+def example(name: str, *arguments: str) -> str:
+    """What examples/``name`` prints, on two ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    out = run([*torchrun, str(program)], timeout=280)
-    return {name: out.partition(f"===== {name}\n")[2].partition("\n=====")[0] for name, *_ in small}
+    return run([*torchrun, f"examples/{name}", "--executor", "eager", *arguments], timeout=280)
 
 
-def test_own_pass_prints_norms_and_what_its_pass_did(examples: dict[str, str]) -> None:
-    out = examples["own_pass"]
+def test_own_pass_prints_norms_and_what_its_pass_did() -> None:
+    out = example("own_pass.py", "--steps", "10", "--dim", "16", "--layers", "2")
     assert re.search(r"^step +10 +loss [\d.]+ +gradient norms: blocks.0 [\d.]+, blocks.1 [\d.]+, embedding", out, re.M)
     assert "backward: gradient_norms changed" in out and "all_reduce(stack_default" in out
 
 
-def test_own_precision_is_nearer_to_float64(examples: dict[str, str]) -> None:
-    plain, wide = map(float, re.findall(r"in float\d+: ([\d.e-]+) from float64", examples["own_precision"]))
+def test_own_precision_is_nearer_to_float64() -> None:
+    out = example("own_precision.py", "--dim", "512")
+    plain, wide = map(float, re.findall(r"in float\d+: ([\d.e-]+) from float64", out))
     assert wide < plain / 2
-    assert "forward: wide_sums changed" in examples["own_precision"]
+    assert "forward: wide_sums changed" in out
 
 
-def test_own_collective_keeps_an_average_of_every_weight(examples: dict[str, str]) -> None:
-    out = examples["own_collective"]
+def test_own_collective_keeps_an_average_of_every_weight() -> None:
+    out = example("own_collective.py", "--steps", "10", "--dim", "16")
     assert len(re.findall(r"^\d\.(?:weight|bias) +is 0\.\d+ of its norm from its average", out, re.M)) == 6
 
 
-def test_torch_compile_backend_trains(examples: dict[str, str]) -> None:
-    out = examples["torch_compile_backend"]
+def test_torch_compile_backend_trains() -> None:
+    out = example("torch_compile_backend.py", "--steps", "40", "--dim", "32")
     first, last = map(float, re.findall(r"loss ([\d.]+)", out))
     assert last < first and "the whole model has 1,283 parameters" in out
 

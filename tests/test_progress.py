@@ -73,9 +73,9 @@ def test_a_terminal_shows_one_line_that_rewrites_itself_and_one_that_stays_for_e
     assert [m[1] for m in re.finditer(DONE, said)] == ["forward", "backward"]
     assert said.count("\n") < 8 and "\r" in said
     if no_rich:
-        assert re.search(r"\rzerofx: forward 1, \d to \d: rematerialize, 1 of 12 \(0\.\d s\)", said)
+        assert re.search(r"\rzerofx: forward 1, \d to \d: rematerialize, 1 of \d+ \(0\.\d s\)", said)
         shown = [re.sub(r" +$", "", line.rpartition("\r")[2]) for line in said.split("\n")]
-        assert not any("of 12" in line for line in shown), "a line of progress was left"
+        assert not any(re.search(r" \d+ of \d+ ", line) for line in shown), "a line of progress was left"
 
 
 def test_without_a_terminal_nothing_is_said() -> None:

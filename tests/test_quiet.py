@@ -28,8 +28,9 @@ torch.manual_seed(0)
 model, loader = Model(), [(torch.randint(64, (4, 8)), torch.randint(64, (4, 8))) for _ in range(3)]
 """
 AFTER = """
+loss = model(x, y).item()
 if dist.get_rank() == 0:
-    print("loss", loss.item())
+    print("loss", loss)
 dist.destroy_process_group()
 """
 

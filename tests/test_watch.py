@@ -160,7 +160,7 @@ def test_a_step_counts_for_the_process_groups_that_share_the_optimizers_paramete
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))])
     zerofx.shard(model, stage=stage, init_sync=False)
-    mine, another = types.SimpleNamespace(stepped=False), types.SimpleNamespace(stepped=False)
+    mine, another = (types.SimpleNamespace(stepped=False, check=lambda: None) for _ in range(2))
     monkeypatch.setattr(watch, "_watches", {dist.group.WORLD.group_name: mine, "another": another})
     optimizer.step()
     assert mine.stepped == (stage > 0)  # plain data parallelism: a rank may step, and broadcast

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx import _torch
 from zerofx.passes import ops
+from zerofx.passes.lookups import ops as lookups_ops
 from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import GATHERS, SCATTERS
@@ -130,7 +131,10 @@ class Lockstep:
             self._check_group(name)
             return _Group(rank, self.world_size)
 
-        return unittest.mock.patch.object(ops, "resolve_process_group", resolve)
+        patched = contextlib.ExitStack()
+        for module in (ops, lookups_ops):
+            patched.enter_context(unittest.mock.patch.object(module, "resolve_process_group", resolve))
+        return patched
 
     def _check_group(self, name: str) -> None:
         if name not in self.process_groups:
