@@ -114,6 +114,7 @@ def test_over_ten_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(wor
         assert result["losses"] == results[0][1]["losses"]
 
 
+@pytest.mark.slow
 def test_over_five_budgets_predicted_time_never_grows_be_the_link_fast_or_slow() -> None:
     with torch.device("meta"):
         net = GPT(layers=8, dim=64, heads=4, vocab=512, length=32)
