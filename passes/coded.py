@@ -22,7 +22,7 @@ does not travel loses nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,22 +45,23 @@ def flattened(ranges: Iterable[range]) -> list[int]:
     return [end for each in ranges for end in (each.start, each.stop)]
 
 
-def pieces(whole: Sequence[int], numel: int) -> Iterator[tuple[int, int, int]]:
-    """The ranges as rows of ``numel`` elements have them: row, and start and stop in it."""
+@functools.lru_cache(maxsize=4096)
+def _by_row(whole: tuple[int, ...], numel: int) -> dict[int, list[slice]]:
+    """The ranges as rows of ``numel`` elements have them. It follows from the layout, and every step asks for it."""
+    found: dict[int, list[slice]] = {}
     for start, stop in zip(whole[::2], whole[1::2], strict=True):
         while start < stop:
             row, at = divmod(start, numel)
             length = min(stop - start, numel - at)
-            yield row, at, at + length
+            found.setdefault(row, []).append(slice(at, at + length))
             start += length
+    return found
 
 
 def row_nbytes(numel: int, code: str, whole: Sequence[int], itemsize: int) -> int:
     """Bytes of a row of ``numel`` elements of ``itemsize``."""
-    most: Counter[int] = Counter()
-    for row, start, stop in pieces(whole, numel):
-        most[row] += stop - start
-    elements = max(most.values(), default=0)
+    rows = _by_row(tuple(whole), numel).values()
+    elements = max((sum(x.stop - x.start for x in ranges) for ranges in rows), default=0)
     return -(-(Code.of(code).nbytes(numel) + elements * itemsize) // ALIGNMENT) * ALIGNMENT
 
 
@@ -69,11 +70,10 @@ def _as_they_are(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Where elements of row number ``row`` travel as they are, and the views of ``sent``, its bytes, where they do."""
     at = code.nbytes(numel)
-    for other, start, stop in pieces(whole, numel):
-        if other == row:
-            end = at + (stop - start) * dtype.itemsize
-            yield slice(start, stop), sent[at:end].view(dtype)
-            at = end
+    for where in _by_row(tuple(whole), numel).get(row, ()):
+        end = at + (where.stop - where.start) * dtype.itemsize
+        yield where, sent[at:end].view(dtype)
+        at = end
 
 
 @torch.no_grad()

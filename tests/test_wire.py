@@ -19,6 +19,7 @@ from zerofx.model.wire import sent_whole
 
 CODES = zerofx.Wire("int8", "int8", stochastic=False)
 SMALL = zerofx.Wire("int8", "int4")
+INT8_GRADIENTS = zerofx.Wire(None, "int8")
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 
 
@@ -152,7 +153,7 @@ def test_any_number_of_ranks_sends_the_same_codes(workers2: Workers, workers3: W
 
 OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kept gathered": ({}, {"memory_budget": float("inf")}),
-    "lookups": ({}, {"lookups": True}),
+    "one copy, gradients alone": ({"wire": INT8_GRADIENTS}, {"wire": INT8_GRADIENTS, "one_copy": True}),
     "a second process group": ({}, {"reduce_group": "reductions"}),
     "16 bits": (
         {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32), "stage": 2},
@@ -164,12 +165,41 @@ OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def another_way(one: dict[str, Any], other: dict[str, Any]) -> bool:
     if other.get("reduce_group"):
         other = {"reduce_group": dist.new_group(list(range(dist.get_world_size())))}
-    return equal(train(SMALL, **one), train(SMALL, **other))
+    return equal(train(**{"wire": SMALL, **one}), train(**{"wire": SMALL, **other}))
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_codes_and_other_options_do_not_touch_each_other(workers2: Workers, way: str) -> None:
     assert workers2.run(another_way, *OTHER_WAYS[way]) == [True, True]
+
+
+class Tabled(Net):
+    """A table that is only looked up, in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table((x[:, 0].abs() * 100).long() % 500))
+
+
+def looks_up() -> tuple[float, bool]:
+    model = zerofx.compile(Tabled(), stage=3, executor="eager", wire=CODES, groups=EACH_LAYER, lookups=True)
+    loss = model(batch(0, dist.get_rank()))
+    loss.backward()
+    plain = Tabled()
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            p.copy_(p if name == "table.weight" else rounded(p))
+    (record,) = zerofx.graphs(model)
+    rows = {n.meta["zerofx"].kind for n in record.forward.before_lower().graph.nodes if "zerofx" in n.meta}
+    return abs(float(loss.detach() - plain(batch(0, dist.get_rank())))), {"rows", "encode"} <= rows
+
+
+def test_rows_of_tables_travel_as_they_are_beside_layers_in_codes(workers2: Workers) -> None:
+    for off, both in workers2.run(looks_up):
+        assert off < 1e-6 and both
 
 
 def leaf_forward() -> bool:
@@ -262,7 +292,8 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
-def bytes_sent(wire: zerofx.Wire | None, stage: int) -> int:
+def bytes_sent(wire: zerofx.Wire | None, stage: int) -> tuple[int, int]:
+    """Counted at the process group, and predicted."""
     model = zerofx.compile(Wide(), stage=stage, executor="eager", wire=wire, groups=EACH_LAYER)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -270,7 +301,7 @@ def bytes_sent(wire: zerofx.Wire | None, stage: int) -> int:
             model(torch.ones(2, 256)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return sum(event.bytes for event in log.events)
+    return sum(event.bytes for event in log.events), zerofx.predict(model).wire_bytes
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -290,7 +321,15 @@ def test_a_step_sends_the_bytes_of_codes_and_scales(
 ) -> None:
     coded, plain = (workers2.run(bytes_sent, w, stage) for w in (wire, None))
     assert len(set(coded)) == 1
-    assert coded[0] / plain[0] < most
+    assert coded[0][0] / plain[0][0] < most
+    assert coded[0][0] == coded[0][1]
+
+
+def test_a_listing_shows_what_is_written_in_codes_and_read() -> None:
+    options: dict[str, Any] = {"stage": 3, "groups": EACH_LAYER, "backend": "gloo", "executor": "eager"}
+    found = str(zerofx.dry_run(Wide(), torch.ones(2, 256), world_size=2, wire=SMALL, **options))
+    for line in ("encode   layers.0    34.6 kB", "start    layers.0    69.2 kB", "decode   layers.0   264.2 kB"):
+        assert line in found, found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

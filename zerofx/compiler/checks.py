@@ -63,8 +63,8 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
-    block = 1 if options.wire is None else options.wire.block
-    return plan_groups(module, ranks.size, Grouping.of(options.groups), leaves, ranks.backend(device), block)
+    grouping, backend = Grouping.of(options.groups), ranks.backend(device)
+    return plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block)
 
 
 def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Sharing) -> list[tuple[str, str]]:

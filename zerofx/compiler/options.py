@@ -162,6 +162,11 @@ class Options:
         if self.reduce_group is not None and not isinstance(self.reduce_group, str):
             raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
 
+    @property
+    def code_block(self) -> int:
+        """Elements that a layout keeps together, since they travel with one scale."""
+        return 1 if self.wire is None else self.wire.block
+
     def _check_wire(self) -> None:
         if self.wire is None:
             return

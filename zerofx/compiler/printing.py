@@ -38,6 +38,8 @@ _VERBS = {
     "reduce_scatter": "reduce",
     "all_reduce": "reduce",
     "wait_grad": "reduced",
+    "encode": "encode",
+    "decode": "decode",
     "sum_replicas": "sum",
     "wait_replicas": "summed",
     "step": "update",
@@ -126,7 +128,7 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
             lines.append((None, _cut(line, WIDTH)))
             ops.clear()
 
-    verbs, sized = _verbs(), {"all_gather", "refresh", *_SIZED, *travelling()}
+    verbs, sized = _verbs(), {"all_gather", "refresh", "encode", "decode", *_SIZED, *travelling()}
     for node in graph.nodes:
         if node.op != "call_function":
             continue

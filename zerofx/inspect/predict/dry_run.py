@@ -166,9 +166,11 @@ class _Place:
 
 def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
-    groups, family = [], Family(options.stage, options.mixed_precision, options.buckets, options.one_copy)
+    precision, wire = options.mixed_precision, options.wire
+    groups, family = [], Family(options.stage, precision, options.buckets, options.one_copy, wire)
     ranks, nowhere = sharing.weights, torch.device("meta")
-    planned = plan_groups(module, ranks.size, Grouping.of(options.groups), backend=ranks.backend(nowhere))
+    backend, block = ranks.backend(nowhere), options.code_block
+    planned = plan_groups(module, ranks.size, Grouping.of(options.groups), backend=backend, code_block=block)
     for layout, parameters in planned:
         group = ShardGroup(layout, sharing, nowhere, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
@@ -181,6 +183,6 @@ def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardG
         if options.stage:
             group.weights.mark_fresh()
         groups.append(group)
-    if options.mixed_precision is not None:
-        options.mixed_precision.install(module)
+    if precision is not None:
+        precision.install(module)
     return groups

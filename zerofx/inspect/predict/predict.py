@@ -362,9 +362,11 @@ def _held_by(records: list[GraphRecord]) -> int:
             held += sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
         elif context.gathers:
             held += shard
-        else:  # in the parameters' own dtype the shard is a part of the replica
+        else:  # the shard is a part of the replica, where that holds the parameters exactly
+            dtype = context.param_dtype or layout.dtype
+            code = context.wire.weight_code if context.wire and layout.world_size > 1 and not context.one_copy else None
             held += whole // (layout.world_size if context.one_copy else 1)
-            held += shard if context.param_dtype not in (None, layout.dtype) else 0
+            held += shard if dtype != layout.dtype or (code and code.shortens(dtype)) else 0
     return held
 
 

@@ -159,6 +159,8 @@ class Recorder(_torch.TorchDispatchMode):
             self._start(func, args[0], out)
         elif name not in _FREE and (made or _writes(func)):
             self.kernel(name, func, args, kwargs, out)
+            if name in _DECODES:
+                self.classify(out, self._kind(args[0]) or "temporary")
         return out
 
     def kernel(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -178,9 +180,9 @@ class Recorder(_torch.TorchDispatchMode):
             Operation(self.name or name, "kernel", self.group, self.source, flops=flops, nbytes=nbytes)
         )
 
-    def refresh(self, replica: torch.Tensor, about: About) -> None:
-        """The gather that brings a replica, or a shard, up to date, started by the caller of the graph."""
-        self._note_start(f"refresh_{about.group}", about, nbytes_of(replica), replica, None)
+    def refresh(self, replica: torch.Tensor, about: About, nbytes: int) -> None:
+        """The gather of ``nbytes`` that brings a replica, or a shard, up to date; a graph's caller starts it."""
+        self._note_start(f"refresh_{about.group}", about, nbytes, replica, None)
 
     def _start(self, func: Any, source: torch.Tensor, out: torch.Tensor) -> None:
         assert self._code is not None
@@ -268,9 +270,11 @@ _WIRE = {
     "all_gather_pairwise": 1,
     "reduce_scatter_tensor": 1,
     "all_to_all_pairwise": 1,
+    "all_to_all_single": 1,
     "all_reduce": 2,
     "all_reduce_": 2,
 }
+_DECODES = frozenset(["decode"])  # what is read of weights in codes are weights
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
 _PICKS = frozenset("embedding index index_select gather".split())
 

@@ -32,7 +32,10 @@ from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.inspect.predict import inductor_code
 from zerofx.inspect.predict.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
+from zerofx.model.layout import GroupLayout
+from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes import edit
+from zerofx.passes.coded import flattened, row_nbytes
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 
@@ -136,6 +139,15 @@ class _Code:
             ) from error
 
 
+def _sent(layout: GroupLayout, replica: torch.Tensor, wire: Wire | None) -> int:
+    """Bytes that all ranks send so that ``replica`` is up to date."""
+    code = None if wire is None else wire.weight_code
+    if code is None or not code.shortens(replica.dtype):
+        return nbytes_of(replica)
+    whole = flattened(sent_whole(layout))
+    return layout.world_size * row_nbytes(layout.shard_numel, str(code), whole, replica.dtype.itemsize)
+
+
 class _Step:
     """What a step holds from one graph to the next."""
 
@@ -153,7 +165,8 @@ class _Step:
             for layout, replica in zip(layouts, inputs[len(inputs) - len(layouts) :], strict=True):
                 if layout not in self.refreshed and layout.requires_grad and (layout.world_size > 1 or between):
                     ranks = code.context.replicas if between else layout.world_size
-                    self.recorder.refresh(replica, About(layout.name, "weights", ranks, 1 if between else ranks))
+                    about = About(layout.name, "weights", ranks, 1 if between else ranks)
+                    self.recorder.refresh(replica, about, _sent(layout, replica, code.context.wire))
                 self.refreshed.add(layout)
         outputs = code.run(self.recorder, inputs)
         self.saved[i] = {name: outputs[k] for k, name in code.saved.items() if isinstance(outputs[k], torch.Tensor)}

@@ -56,8 +56,7 @@ def _checked_closure(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     groups = _groups_in(optimizer)
-    sharings = {shards.sharing for shards in groups}
-    for name in {ranks.name for sharing in sharings for ranks in (sharing.weights, sharing.replicas) if ranks}:
+    for name in _watched(groups):
         check(name)
     for shards in groups:
         if shards.has_kept():
@@ -73,9 +72,12 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
     for shards in groups:
         shards.weights.note_write()
-    sharings = {shards.sharing for shards in groups}
-    for name in {ranks.name for sharing in sharings for ranks in (sharing.weights, sharing.replicas) if ranks}:
+    for name in _watched(groups):
         stepped(name)
+
+
+def _watched(groups: list[ShardGroup]) -> set[str]:
+    return set().union(*(sharing.watched for sharing in {shards.sharing for shards in groups}))
 
 
 def _groups_in(optimizer: torch.optim.Optimizer) -> list[ShardGroup]:

@@ -107,6 +107,11 @@ class Sharing:
         """Whether replicas share the optimizer's state: each rank updates a part of the shard that it holds."""
         return self.replicas is not None and self.optimizer.size > self.weights.size
 
+    @property
+    def watched(self) -> set[str]:
+        """The names of the process groups that have a watchdog of their own."""
+        return {ranks.name for ranks in (self.weights, self.replicas) if ranks is not None}
+
     def by(self, sharding: Sharding | None) -> Sharing:
         """The same ranks, by the option ``sharding``. On one dimension ``"shard"`` and ``"all"`` are the same."""
         return self

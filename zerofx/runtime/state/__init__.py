@@ -9,7 +9,7 @@ gathered      whole buffers that outlive what gathered them
 home          where state lives: a seam, with one case so far
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host
-row_copy    a corner: optimizer state that replicas of a module share
+row_copy      on a mesh of two dimensions: optimizer state that replicas of a module share
 ============  ==================================================================
 
 Imports `zerofx.runtime.ranks` and what is below it::
