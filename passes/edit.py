@@ -39,7 +39,12 @@ def values(arguments: Any) -> Any:
 
 def tagged(graph: Graph, *kinds: str) -> list[Node]:
     """The nodes that zerofx inserted with one of ``kinds``, in graph order."""
-    return [n for n in graph.nodes if "zerofx" in n.meta and n.meta["zerofx"].kind in kinds]
+    return [n for n in graph.nodes if is_kind(n, *kinds)]
+
+
+def is_kind(node: Node, *kinds: str) -> bool:
+    """Whether zerofx inserted the node, with one of ``kinds``."""
+    return "zerofx" in node.meta and node.meta["zerofx"].kind in kinds
 
 
 def by_group(nodes: Iterable[Node]) -> dict[str, list[Node]]:

@@ -53,14 +53,20 @@ def find_gathers(graph: Graph) -> tuple[list[Gather], list[Gather]]:
     by_group = edit.by_group(edit.tagged(graph, "wait"))
     opens = [order[waits[0]] for waits in by_group.values()]
 
-    def describe(buffers: list[Node]) -> Gather:
+    def describe(waits: list[Node]) -> Gather:
+        buffers = list(map(_read_of, waits))
         ends = [order.get(edit.last_use(node, order), len(order)) for node in buffers]  # type: ignore[arg-type]
         values = [node.meta["val"] for node in buffers]
         nbytes = sum(value.numel() * value.dtype.itemsize for value in values)
-        return Gather(buffers, nbytes, bisect_right(opens, max(ends)))
+        return Gather(waits, nbytes, bisect_right(opens, max(ends)))
 
     held = [describe([node]) for node in edit.tagged(graph, "gathered")]
     return [describe(waits) for waits in by_group.values()], held
+
+
+def _read_of(wait: Node) -> Node:
+    """The gathered buffer: what ``wait`` yields, or what is read of the codes that it yields (`compress`)."""
+    return next((user for user in wait.users if edit.is_kind(user, "decode")), wait)
 
 
 def groups_ahead(graph: Graph) -> dict[Node, int]:

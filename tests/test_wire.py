@@ -332,6 +332,16 @@ def test_a_listing_shows_what_is_written_in_codes_and_read() -> None:
         assert line in found, found
 
 
+def test_why_a_gather_stands_where_it_does_is_said_of_the_buffer_and_not_of_its_codes() -> None:
+    said = []
+    for wire in (None, SMALL):
+        options: dict[str, Any] = {"stage": 3, "groups": EACH_LAYER, "backend": "gloo", "executor": "eager"}
+        record = zerofx.dry_run(Wide(), torch.ones(2, 256), world_size=2, memory_budget=600_000, wire=wire, **options)
+        lines = str(record.explain("all_gather layers.2")).splitlines()
+        said.append([line for line in lines if "stands" in line or "earlier" in line])
+    assert said[0] and said[0] == said[1]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("block", [32, 256, 1000])
 def test_a_layout_keeps_blocks_of_large_parameters_whole_on_every_number_of_ranks(world_size: int, block: int) -> None:
