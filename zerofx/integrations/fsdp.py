@@ -72,7 +72,7 @@ def fully_shard(
 
     Args:
         module: a layer, which becomes a group of its own, or the whole model; or a list of layers.
-        mesh: a 1-D mesh, the same for all modules of a model; None: all ranks.
+        mesh: of one dimension, or of two (replicas, shards); the same for all modules of a model. None: all ranks.
         reshard_after_forward: False for all layers keeps all weights gathered from forward to backward. For some of
             them it is a hint that zerofx does not need: it keeps the last layers gathered as far as its budget goes.
         mp_policy: of one ``param_dtype`` and ``reduce_dtype`` for all modules of a model.
