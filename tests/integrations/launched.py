@@ -70,7 +70,7 @@ def forget() -> None:
         state.GradientState._reset_state()
 
 
-def close(found: Any, expected: Any, tolerance: float = 2e-4) -> None:
+def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
     """Numbers in nestings of dictionaries and lists are equal but for the order of sums; all else is equal."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
