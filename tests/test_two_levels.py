@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerofx
@@ -375,3 +376,11 @@ def test_a_plan_of_a_mesh_has_its_replicas() -> None:
         assert int(b.traffic.collectives) == int(a.traffic.collectives) + 1
     assert float(two.stages[0].traffic.total) == pytest.approx(2 * 11 / 12 * 4e6)
     assert "3 replicas of 4 ranks" in str(two) and "between replicas" in str(two)
+
+
+def test_a_listing_shows_sums_over_replicas() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    options: dict[str, Any] = {"groups": zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0), "executor": "eager"}
+    found = str(zerofx.dry_run(model, torch.ones(2, 64), world_size=(2, 2), stage=3, **options))
+    lines = [" ".join(line.split()) for line in found.splitlines()]
+    assert "3 sums over replicas take" in found and "sum 2 8.3 kB" in lines and "summed 2" in lines, found

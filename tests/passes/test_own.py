@@ -532,3 +532,10 @@ def test_updates_in_backward_come_behind_what_reads_their_gradient(executor: str
         readers = [n for n in gradient.users if n in ops and ops[n].node.meta["zerofx"].kind == "norms"]
         assert readers and all(order[n] < order[step] for n in readers)
         assert executor == "eager" or set(readers) <= {*ops[step].after, *ops[step].inputs}
+
+
+def test_every_kind_of_ours_is_a_name_that_no_pass_of_a_user_may_have() -> None:
+    table = (Tag.__doc__ or "").split("======================  ===")[2]
+    first = [line[4:28].strip() for line in table.splitlines()[1:]]
+    kinds = {kind for cell in first if cell and "(" not in cell for kind in cell.split(", ")} | {"all_reduce"}
+    assert kinds == KINDS
