@@ -74,7 +74,7 @@ def test_the_example_of_a_gpt_writes_nothing_to_stderr() -> None:
 
 def test_a_warning_that_all_ranks_have_reason_for_is_printed_once(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    use = "for _ in range(3):\n    model.layers[2].weight @ torch.ones(16)\nloss = torch.zeros(())\n"
+    use = "for _ in range(3):\n    model.layers[2].weight @ torch.ones(16)\nx, y = loader[0]\n"
     program.write_text(BEFORE + "zerofx.compile(model, executor='eager')\n" + use + AFTER)
     done = run(program)
     assert done.returncode == 0, done.stderr
