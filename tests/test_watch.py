@@ -19,6 +19,7 @@ from torch import nn
 
 import zerofx
 from tests.workers import Workers
+from zerofx import _torch
 from zerofx.runtime.ranks import agree, watch
 from zerofx.runtime.ranks.agree import Collective, OutOfStepError, Schedule, difference
 
@@ -310,6 +311,18 @@ def test_publishing_waits_for_nobody_and_compares_with_who_was_there() -> None:
     agree.publish(store, schedule("b", "a"), "another graph", 0, 4)
     with pytest.raises(OutOfStepError, match=r"ranks 0 and 1 .*number 1: rank 0 has .*'b'.*rank 1 has .*'a'"):
         agree.publish(store, schedule("b", "a"), "graph", 0, 4)
+
+
+def test_a_later_process_group_finds_nothing_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives process groups."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for group in range(2):
+        default = dist.PrefixStore("default", server)
+        monkeypatch.setattr(_torch.distributed, "default_store", lambda default=default: default)
+        mine, same = _torch.numbered_store("zerofx/0"), _torch.numbered_store("zerofx/0")
+        assert not mine.check(["failed"])
+        mine.set("failed", f"in group {group}")
+        assert same.get("failed") == f"in group {group}".encode()
 
 
 def compile_alone() -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ options       their options, checked
 checks        what is checked before a module is sharded
 shard         a module is sharded, group by group
 initialize    values for modules of the meta device
+wrappers      wrappers that would train the module in parallel once more
 backend       the ``torch.compile`` backend
 captured      what is done with Dynamo's graph
 pair          forward and backward of one graph: contexts, passes, executor

@@ -53,6 +53,7 @@ class CompiledGraph:
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
             _check_claimable(tensor)
+        _check_one_module(list(sharded.values()))
         self.sharded: dict[int, ParameterRef] = {
             i: ParameterRef(x._group.graph_layout, x._slot) for i, x in sharded.items()
         }
@@ -323,6 +324,17 @@ def _fixed(ctx: Context, kept: Sequence[int], static: Sequence[int]) -> list[int
     """Which inputs of the rewritten graph stay where they are in memory: those that did, and the groups' buffers."""
     fixed = [k for k, i in enumerate(kept) if i in set(static)]
     return [*fixed, *range(len(kept), len(kept) + len(ctx.shards))]
+
+
+def _check_one_module(tensors: Sequence[ShardedTensor | ReplicatedParameter]) -> None:
+    """A graph's collectives, stage and dtypes are those of one module; groups of two may have one name."""
+    other = next((x for x in tensors if x._group.family is not tensors[0]._group.family), None)
+    if other is not None:
+        raise RuntimeError(
+            f"one graph reads {tensors[0]._slot.name!r} and {other._slot.name!r} of two modules that were sharded one "
+            "by one. Put both into one nn.Module and shard that; or compile each with zerofx.compile, and leave the code "
+            "around them uncompiled."
+        )
 
 
 def _check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zerofx.compiler.wrappers  # it hears of every wrapper
 import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state/doors.py)
 import zerofx.runtime.optim.hooks  # noqa: F401  # they concern every optimizer from now on
 from zerofx.checkpoint import load

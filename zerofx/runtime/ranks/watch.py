@@ -71,7 +71,7 @@ class Watch:
         self.names: set[str] = {name}  # and those of process groups that share the watch
         self.others: list[Watch] = []  # of process groups that fail with this one
         self.default_store: dist.Store = _torch.default_store()
-        self.store: dist.Store = dist.PrefixStore(f"zerofx/{name}", self.default_store.clone())  # type: ignore[attr-defined]  # the stubs lack it
+        self.store: dist.Store = _torch.numbered_store(f"zerofx/{name}")
         self.timeout: float | None = None
         self.failure: str = ""
         self.stepped: bool = False
