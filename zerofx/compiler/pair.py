@@ -332,8 +332,8 @@ def _check_one_module(tensors: Sequence[ShardedTensor | ReplicatedParameter]) ->
     if other is not None:
         raise RuntimeError(
             f"one graph reads {tensors[0]._slot.name!r} and {other._slot.name!r} of two modules that were sharded one "
-            "by one. Put both into one nn.Module and shard that; or compile each with zerofx.compile, and leave the code "
-            "around them uncompiled."
+            "by one. Put both into one nn.Module and shard that; or compile each with zerofx.compile, and leave the "
+            "code around them uncompiled."
         )
 
 
