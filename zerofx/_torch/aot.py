@@ -48,7 +48,7 @@ def compile_with_aot_autograd(
     Normalisation over the batch is decomposed, as for Inductor. Whole, it reads the running statistics in backward too,
     where nothing comes of them. A checkpointed one would save them, and backward refuse to run after another forward.
 
-    ``partition``: what cuts the joint graph, if not AOTAutograd's own, which recomputes what checkpoints mark and no more.
+    ``partition``: what cuts the joint graph, if not AOTAutograd's own, which recomputes what checkpoints mark, no more.
     """
     from torch._decomp import get_decompositions
     from torch._dynamo.backends.common import aot_autograd

@@ -1,4 +1,4 @@
-"""What zerofx asks of AOTAutograd's partitioner: what forward would save under one budget or another (2.11, 2.13, 2.15).
+"""What zerofx asks of AOTAutograd's partitioner: what forward saves under one budget or another (2.11, 2.13, 2.15).
 
 The partitioner takes ``activation_memory_budget``, a fraction. It lets a knapsack choose what may be recomputed, and a
 minimum cut decide what is saved then. Three things about that fraction are not what a budget for activations needs:
@@ -33,7 +33,9 @@ class Cut:
         forward: the nodes that forward computes, in order.
     """
 
-    def __init__(self, choose: Callable[..., list[Node]], graph: Graph, info: Any, cost: Callable[[Node], float]) -> None:
+    def __init__(
+        self, choose: Callable[..., list[Node]], graph: Graph, info: Any, cost: Callable[[Node], float]
+    ) -> None:
         self.graph, self._choose, self._cost = graph, choose, cost
         # Whoever called forward has its inputs: to save one takes no memory.
         self._info = replace(info, inputs=[], static_lifetime_input_nodes=info.inputs)
@@ -119,7 +121,7 @@ def saving(choose: Callable[[Cut], Sequence[Node]], cost: Callable[[Node], float
 
 
 def minimum_cut(on_joint: Callable[[GraphModule], Any]) -> Callable[..., tuple[GraphModule, GraphModule]]:
-    """The partitioner that can recompute, for AOTAutograd without Inductor; ``on_joint`` gets the joint graph before."""
+    """The partitioner that can recompute, for AOTAutograd without Inductor; ``on_joint`` gets the joint graph first."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
