@@ -117,6 +117,10 @@ def combined() -> dict[str, tuple[list[float], list[float]]]:
         "bfloat16": (losses(compiled(Net, 0.2, **low)), losses(compiled(Net, None, **low))),
     }
     found["checkpoints"] = losses(compiled(partial(Net, 1), 0.3)), losses(compiled(partial(Net, 1), None))
+    enough = [compiled(partial(Net, n), 1e12) for n in (0, LAYERS)]
+    found["a checkpoint stays"] = losses(enough[0]), losses(enough[1])
+    saved = [choice(net).saved_bytes for net in enough]
+    assert saved[1] < 0.8 * saved[0], saved
     found["attention"] = losses(compiled(gpt, 0, memory_budget=math.inf)), losses(compiled(gpt, None))
     return found
 

@@ -38,7 +38,8 @@ class Cut:
     ) -> None:
         self.graph, self._choose, self._cost = graph, choose, cost
         # Whoever called forward has its inputs: to save one takes no memory.
-        self._info = replace(info, inputs=[], static_lifetime_input_nodes=info.inputs)
+        free = type(info.static_lifetime_input_nodes)(info.inputs)
+        self._info = replace(info, inputs=[], static_lifetime_input_nodes=free)
         self._solved: dict[Any, tuple[list[Node], Any]] = {}
         self._costs: dict[Node, float] = {}
         self.inputs: frozenset[Node] = frozenset(info.inputs)
@@ -93,6 +94,12 @@ class Cut:
                 found.add(node)
                 todo += node.all_input_nodes
         return [node for node in self.forward if node in found and node.op == "call_function"]
+
+    def has_checkpoints(self) -> bool:
+        """Whether `torch.utils.checkpoint` has marked nodes of forward that are to be recomputed."""
+        from torch._functorch.partitioners import must_recompute
+
+        return any(map(must_recompute, self.forward))
 
     def read_by_backward(self) -> list[Node]:
         """What forward saves without a partitioner that recomputes: all of its own that backward reads."""

@@ -78,7 +78,7 @@ def choose(
     Args:
         budget: of `zerofx.compiler.options.Options`: a fraction up to 1, or bytes.
         fuses: whether the executor fuses pointwise operations, so that without a budget the partitioner would save what
-            is cheapest for that; else all that backward reads would be saved.
+            is cheapest for that; else all that backward reads would be saved, but for what checkpoints recompute.
         elsewhere: bytes that other graphs of the module save.
         share: of what they leave of a budget in bytes, the part that this graph may have; others are to come.
         save_entries: marks what enters a block, of the nodes that forward computes.
@@ -86,7 +86,7 @@ def choose(
     Raises:
         ValueError: a budget in bytes that is too small.
     """
-    whole = cut.saved(1) if fuses else cut.read_by_backward()
+    whole = cut.saved(1) if fuses or cut.has_checkpoints() else cut.read_by_backward()
     most = _nbytes(whole, cut)
     target = share * (budget - elsewhere) if budget > 1 else budget * most
     if most <= target:

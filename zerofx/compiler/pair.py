@@ -189,7 +189,8 @@ class CompiledGraph:
         if self.activations is None:
             return None
         outputs, names, family = edit.output_values(trace.before.graph), self.names, weakref.ref(self.family)
-        saved = [i for i in sorted(trace.context.saved - others) if outputs[i].op != "placeholder"]
+        computed = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder"]
+        saved = sorted((trace.context.saved - others).intersection(computed))
 
         def count(values: list[Any]) -> None:
             family().note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
