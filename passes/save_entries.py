@@ -70,7 +70,9 @@ def _given(forward: Sequence[Node]) -> dict[Node, Node]:
 
 def _beginnings(forward: Sequence[Node], parameters: Mapping[str, ParameterRef]) -> list[tuple[int, int]]:
     """Of each group: the place of the last reader of a parameter before its first reader, and that one's place."""
-    given, seen, beginnings, last = _given(forward), set(), [], 0
+    given, last = _given(forward), 0
+    seen: set[str] = set()
+    beginnings = []
     for i, node in enumerate(forward):
         read = {given[x].name for x in node.all_input_nodes if x in given} if node not in given else set()
         groups = {parameters[name].layout.name for name in read if name in parameters}

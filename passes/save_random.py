@@ -44,5 +44,5 @@ def _draws(node: Node) -> bool:
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return given != 0
+            return bool(given != 0)
     return True
