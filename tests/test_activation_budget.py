@@ -226,6 +226,24 @@ def test_the_choice_is_shown_and_explained(workers2: Workers) -> None:
     assert f"backward: {name}" in explained and "activation_budget" in explained
 
 
+def at_least(marked: bool, budget: float | None = 0) -> int:
+    """The predicted peak of a GPT of 8 layers; ``marked``: with what enters a block."""
+    with torch.device("meta"):
+        net, x = GPT(8, 64, 4, VOCAB, 32), torch.zeros(8, 32, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patched:
+        if not marked:
+            patched.setattr("zerofx.compiler.pair.save_entries", lambda forward, parameters: 0)
+        groups = zerofx.Grouping(min_bytes=0)
+        record = zerofx.dry_run(net, x, x, world_size=2, groups=groups, activation_budget=budget)
+    return zerofx.predict(record).peak_bytes
+
+
+@pytest.mark.slow
+def test_without_what_enters_a_block_a_small_budget_makes_the_peak_larger() -> None:
+    none, alone, ours = at_least(False, None), at_least(False), at_least(True)
+    assert alone > none > ours
+
+
 CHOICE = """
 import torch, zerofx
 from tests.models import GPT
