@@ -2,7 +2,7 @@
 
     python benchmarks/activations.py                                  # all models, eager, ten budgets each
     python benchmarks/activations.py --models gpt-8 --executor inductor --budgets 1 0.5 0
-    python benchmarks/activations.py --plot                           # draws what benchmarks/results has
+    python benchmarks/activations.py --plot                           # draws docs/pictures/activations.svg
 
 Two gloo ranks, one core each. What is asked for at each budget: the peak that is measured (the allocator's, over
 forward and backward), the one that `zerofx.predict(probe=True)` says, what forward saves, the losses of a few steps,
@@ -240,7 +240,7 @@ def plot() -> None:
         axis.set(title=name, xlabel="peak, MB", ylabel="step, ms", ylim=(0, None))
         axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(RESULTS / "activations.svg")
+    figure.savefig(ROOT / "docs" / "pictures" / "activations.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
