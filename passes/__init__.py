@@ -46,7 +46,9 @@ from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.replicate import replicate
+from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_parameters import save_parameters
+from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.passes.step import step
@@ -120,7 +122,9 @@ __all__ = [
     "reduce",
     "rematerialize",
     "replicate",
+    "save_entries",
     "save_parameters",
+    "save_random",
     "save_reads",
     "spare_gathers",
     "step",

@@ -148,6 +148,27 @@ class Meanings:
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Activations:
+    """What forward saves for backward within ``activation_budget`` (`zerofx.compiler.activations`).
+
+    Attributes:
+        budget: the option: a fraction up to 1, or bytes.
+        saved_bytes: what forward saves, by the shapes that were captured. Parameters and the batch are not in it.
+        whole_bytes: what it would save without a budget.
+        least_bytes: the least that it could save.
+        recomputed: the nodes of forward that backward computes once more.
+        flops: of these.
+    """
+
+    budget: float
+    saved_bytes: int
+    whole_bytes: int
+    least_bytes: int
+    recomputed: frozenset[str]
+    flops: int
+
+
 class _Chain:
     def __repr__(self) -> str:
         return "CHAIN"
@@ -236,6 +257,8 @@ class Context:
     published: list[str] = field(default_factory=list)
     """Set by a user's passes: under what names a graph's outputs go to `zerofx.published`. These outputs stand behind
     the model's own, and in front of ``reductions``."""
+    activations: Activations | None = None
+    """What was saved and recomputed within a budget; None: there is none, or it leaves everything as it is."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
 

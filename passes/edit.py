@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx._torch import OpOverload, is_tangent, pytree
+from zerofx._torch import OpOverload, is_tangent, pytree, without_symbols
 from zerofx.passes.context import Context, Tag
 
 
@@ -192,6 +193,12 @@ def aliases(node: Node) -> list[Node]:
                 found[user] = None
                 todo.append(user)
     return list(found)
+
+
+def hinted_nbytes(value: torch.Tensor) -> int:
+    """Bytes of a fake tensor's elements; dimensions that are symbols as they were when it was captured."""
+    numel: int = math.prod(without_symbols(tuple(value.shape)))
+    return numel * value.dtype.itemsize
 
 
 def behind_tangents(graph: Graph) -> set[Node]:

@@ -7,6 +7,7 @@ file                 what it asks
 ===================  ==================================================================
 dynamo               how frames become graphs; of which code, from which inputs
 aot                  forward apart from backward; what each input and output of them is
+partition            what forward saves, and what backward recomputes
 inductor             code for a graph, in the order that the passes decided
 autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
@@ -90,6 +91,7 @@ from zerofx._torch.inductor import (
     taken_apart,
     write_code,
 )
+from zerofx._torch.partition import LEAST, Cut, minimum_cut, saving
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (

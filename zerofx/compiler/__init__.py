@@ -9,6 +9,7 @@ initialize    values for modules of the meta device
 wrappers      wrappers that would train the module in parallel once more
 backend       the ``torch.compile`` backend
 captured      what is done with Dynamo's graph
+activations   what forward saves, within a budget
 pair          forward and backward of one graph: contexts, passes, executor
 rewriting     one graph on its way through the passes
 runners       what runs at every step

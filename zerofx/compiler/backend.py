@@ -67,15 +67,16 @@ class Backend:
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
         unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
-        with _torch.functorch_config(lazy_backward=self.pretend is None, fused=self.options.executor == "inductor"):
-            if self.options.executor == "inductor":
+        lazy, fused = self.pretend is None, self.options.executor == "inductor"
+        with _torch.functorch_config(lazy_backward=lazy, fused=fused), unit.saving() as budgeted:
+            if fused:
                 compiled = _torch.compile_with_inductor(
                     gm, example_inputs, unit.compile_inner, unit.before_cut, whole_lookups=self.options.lookups
                 )
             else:
-                compiled = _torch.compile_with_aot_autograd(
-                    gm, example_inputs, unit.compile_forward, unit.compile_backward, unit.compile_inference
-                )
+                compilers = unit.compile_forward, unit.compile_backward, unit.compile_inference
+                partition = _torch.minimum_cut(unit.before_cut) if budgeted else None
+                compiled = _torch.compile_with_aot_autograd(gm, example_inputs, *compilers, partition)
         return refuse_double_backward(compiled)
 
 

@@ -85,6 +85,7 @@ _ALIKE = (
     "buckets",
     "leaf_modules",
     "memory_budget",
+    "activation_budget",
     "executor",
     "reduce_group",
     "one_copy",

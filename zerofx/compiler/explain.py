@@ -152,7 +152,7 @@ class Reasons:
         """What there is to say of ``node``, in the order to read it."""
         tag = node.meta.get("zerofx")
         if tag is None and node.name not in self.history.made:
-            return [("is", "the model's own, or AOTAutograd's"), *self._line(node)]
+            return [("is", "the model's own, or AOTAutograd's"), *self._saving(node), *self._line(node)]
         said: Why = []
         tag = tag or Tag("", "")
         kind = KINDS.get(tag.kind, Kind())
@@ -184,6 +184,16 @@ class Reasons:
     def _line(self, node: Node) -> Why:
         place = place_of(node).replace("\0", "  ")
         return [("for", place)] if place else []
+
+    def _saving(self, node: Node) -> Why:
+        """What an `activation_budget` has to do with a node of the model's."""
+        chosen, phase = self.context.activations, self.context.phase
+        if chosen is None or node.name not in chosen.recomputed:
+            return []
+        budget = format_bytes(chosen.budget) if chosen.budget > 1 else f"{chosen.budget:g}"
+        if phase == "forward":
+            return [("then", f"it is not saved: backward computes it again (activation_budget={budget})")]
+        return [("again", f"forward has not saved it (activation_budget={budget})")]
 
     def _index(self, group: str) -> int:
         return next(i for i, gather in enumerate(self.gathers) if gather.group == group)

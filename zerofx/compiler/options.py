@@ -57,6 +57,8 @@ class Options:
             starts two groups ahead. What is left of the budget keeps the last groups gathered from forward to backward.
             The rest starts gathers earlier. None: what two groups ahead take, and a quarter of the largest group.
             ``math.inf``: all stay gathered.
+        activation_budget: what forward may save for backward, which recomputes the rest: a fraction, up to 1, of what
+            it would save; or bytes, for all graphs of the module together. None: all (docs/activations.md).
         groups: see `zerofx.model.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"), for modules whose code chooses
             layers by data. They run outside of any graph, and are gathered whole when they are entered. See
@@ -90,6 +92,7 @@ class Options:
     stage: int = 3
     executor: Executor = "inductor"
     memory_budget: float | None = None
+    activation_budget: float | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[LeafRule] | None = None
     lookups: bool = False
@@ -116,6 +119,11 @@ class Options:
             isinstance(self.memory_budget, (int, float)) and self.memory_budget > 0
         ):
             raise ValueError(f"memory_budget={self.memory_budget!r}: expected a number of bytes above 0, or None.")
+        saved = self.activation_budget
+        if saved is not None and not (isinstance(saved, (int, float)) and saved >= 0):
+            raise ValueError(
+                f"activation_budget={saved!r}: expected a fraction from 0 to 1, a number of bytes above that, or None."
+            )
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise ValueError(f"timeout={self.timeout!r}: expected a number of seconds above 0, or None.")
         if self.buckets not in BUCKETS:

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
+from zerofx.compiler.activations import choose as choose_saved
+from zerofx.compiler.activations import cost, is_whole
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
 from zerofx.compiler.progress import Progress, progress_of, wanted
@@ -24,8 +27,10 @@ from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
-from zerofx.passes.context import Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.context import Activations, Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
 from zerofx.passes.proof.code import Promise
+from zerofx.passes.save_entries import save_entries
+from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.runtime.ranks.agree import Schedule, identity
@@ -64,6 +69,7 @@ class CompiledGraph:
         if self.groups:
             remember(list(self.groups.values()), self.record)
         self.number = len(records_of(self.groups.values()))
+        self.activations: Activations | None = None
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings: Meanings = Meanings()
@@ -75,10 +81,42 @@ class CompiledGraph:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
         save_reads(joint)
         if any(group.weights.gathers for group in self.groups.values()):
-            spare_gathers(joint, self._parameters(joint))
+            spare_gathers(joint, self._parameters(joint.graph))
+        if not is_whole(self.options.activation_budget):
+            save_random(joint)
 
-    def _parameters(self, gm: GraphModule) -> dict[str, ParameterRef]:
-        indices = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[bool]:
+        """Graphs that are cut inside save what `activation_budget` says; yields whether it says anything."""
+        budget = self.options.activation_budget
+        if budget is None or is_whole(budget) or not self.groups:
+            yield False
+            return
+
+        def choose(cut: _torch.Cut) -> list[Node]:
+            brought = self._parameters(cut.graph)
+            saved, self.activations = choose_saved(
+                cut,
+                budget,
+                fuses=self.options.executor == "inductor",
+                elsewhere=self.family.saved_elsewhere(self.names),
+                share=self._share(),
+                save_entries=lambda forward: save_entries(forward, brought),
+            )
+            self.family.saves(self.names, self.activations.saved_bytes)
+            return saved
+
+        with _torch.saving(choose, cost):
+            yield True
+
+    def _share(self) -> float:
+        """Of all parameters that no other graph has read, the part that this one does: so much more may be saved."""
+        others = self.family.unread_elsewhere(self.names)
+        ours = sum(layout.numel for layout in self.groups)
+        return ours / (ours + sum(layout.numel for layout in others))
+
+    def _parameters(self, graph: Graph) -> dict[str, ParameterRef]:
+        indices = {node.name: _torch.input_index(node) for node in graph.find_nodes(op="placeholder")}
         return {name: self.sharded[i] for name, i in indices.items() if i in self.sharded}
 
     def compile_inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -143,7 +181,21 @@ class CompiledGraph:
             trained=phase == "forward",
             published=ctx.published,
             publish=self.family.published.update,
+            counted=self._counting(trace, {*saved, *gathered}) if phase == "forward" else None,
         )
+
+    def _counting(self, trace: Trace, others: set[int]) -> Callable[[list[Any]], None] | None:
+        """Tells the family what a forward saves within a budget, but for ``others`` and its own inputs."""
+        if self.activations is None:
+            return None
+        outputs, names, family = edit.output_values(trace.before.graph), self.names, weakref.ref(self.family)
+        computed = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder"]
+        saved = sorted((trace.context.saved - others).intersection(computed))
+
+        def count(values: list[Any]) -> None:
+            family().note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
+
+        return count
 
     def _compile_backward(
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
@@ -260,7 +312,7 @@ class CompiledGraph:
         gradients = _torch.gradient_outputs(output) if phase == "backward" else {}
         return Context(
             phase=phase,
-            parameters=self._parameters(gm),
+            parameters=self._parameters(gm.graph),
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients={position: self.sharded[i] for position, i in gradients.items() if i in self.sharded},
             recipes=self.recipes,
@@ -296,6 +348,7 @@ class CompiledGraph:
             "lookups": self.options.lookups,
             "wire": family.wire,
             "memory_budget": self.options.memory_budget,
+            "activations": self.activations,
             "own": self.options.passes,
         }
 

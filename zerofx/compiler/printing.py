@@ -101,7 +101,16 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
     if "step" in sizes:
         parts.append(f"{len(sizes['step'])} groups updated")
-    return f"{trace.name}: {'; '.join(parts) or 'no collectives'}"
+    return f"{trace.name}: {'; '.join([*parts, *_saving(trace)]) or 'no collectives'}"
+
+
+def _saving(trace: Rewriting) -> Iterator[str]:
+    """What an `activation_budget` has chosen."""
+    chosen, phase = trace.context.activations, trace.context.phase
+    if chosen is not None and phase == "forward":
+        yield f"{format_bytes(chosen.saved_bytes)} of {format_bytes(chosen.whole_bytes)} saved for backward"
+    if chosen is not None and phase == "backward":
+        yield f"{len(chosen.recomputed)} operators of forward recomputed"
 
 
 def _verbs() -> dict[str, str]:

@@ -42,12 +42,13 @@ def forward_runner(
     trained: bool,
     published: Sequence[str],
     publish: Publish,
+    counted: Callable[[list[Any]], None] | None = None,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
     ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
     its backward, needs. ``trained``: a backward is to come. ``published``: under what names its last outputs go to
-    ``publish``.
+    ``publish``. ``counted`` is told the outputs, to count what is saved.
     """
     live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
     left = {i: weakref.ref(group) for i, group in gathered.items()}
@@ -63,6 +64,8 @@ def forward_runner(
         if published:
             publish(dict(zip(published, outputs[-len(published) :])))
             del outputs[-len(published) :]
+        if counted is not None:
+            counted(outputs)
         for i, ref in saved_refs.items():
             outputs[i] = ref()
         for i, group in left.items():

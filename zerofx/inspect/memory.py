@@ -23,9 +23,10 @@ gradients        ``.grad``
 kept gradients   what `zerofx.no_sync` keeps back, whole
 optimizer state  all tensors in ``optimizer.state``: moments, masters, counters
 buffers          the module's own buffers
+activations      what forward has saved for backward, where there is an ``activation_budget``
 ===============  =========================================================================================
 
-Activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
+Without such a budget activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "kept gradients": [group.gradients.kept() for group in groups],
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),
+        "activations": [family.saved_now() for family in dict.fromkeys(group.family for group in groups)],
     }
     replicas = [(group.replica, group) for group in groups if group.replica is not None]
     holders = {replica.untyped_storage().data_ptr(): holders_of(replica, group) for replica, group in replicas}

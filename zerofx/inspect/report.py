@@ -106,6 +106,9 @@ def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str
         facts[1] += ", followed as the eager one would run it"
     if context.memory_budget is not None and context.gathers:
         facts.append(f"memory_budget {format_bytes(context.memory_budget)}")
+    if (chosen := context.activations) is not None:
+        saved, whole = format_bytes(chosen.saved_bytes), format_bytes(chosen.whole_bytes)
+        facts.append(f"activation_budget {chosen.budget:g}: {saved} of {whole} saved for backward")
     if context.param_dtype is not None:
         facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")
     return " · ".join([*facts, f"torch {escape(torch.__version__)}"])

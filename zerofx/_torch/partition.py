@@ -1,0 +1,138 @@
+"""What zerofx asks of AOTAutograd's partitioner: what forward saves under one budget or another (2.11, 2.13, 2.15).
+
+The partitioner takes ``activation_memory_budget``, a fraction. It lets a knapsack choose what may be recomputed, and a
+minimum cut decide what is saved then. Three things about that fraction are not what a budget for activations needs:
+
+* it counts inputs, and parameters are inputs. Where weights are more than activations it does nothing;
+* it is a fraction of what the knapsack is given. What the cut saves can be more or less;
+* 0 skips the cut, and with it every mark that something must be saved. Random numbers are drawn anew then.
+
+So a `Cut` leaves inputs out of what the partitioner counts, and is asked for one fraction after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+LEAST = 1e-9
+"""The smallest fraction: the knapsack keeps nothing, and the cut is made."""
+
+
+class Cut:
+    """What PyTorch's partitioner would save of one joint graph; it has not been cut yet.
+
+    Attributes:
+        graph: the joint graph.
+        inputs: of forward: parameters, buffers, the batch. They are there anyway.
+        forward: the nodes that forward computes, in order.
+    """
+
+    def __init__(
+        self, choose: Callable[..., list[Node]], graph: Graph, info: Any, cost: Callable[[Node], float]
+    ) -> None:
+        self.graph, self._choose, self._cost = graph, choose, cost
+        # Whoever called forward has its inputs: to save one takes no memory.
+        free = type(info.static_lifetime_input_nodes)(info.inputs)
+        self._info = replace(info, inputs=[], static_lifetime_input_nodes=free)
+        self._solved: dict[Any, tuple[list[Node], Any]] = {}
+        self._costs: dict[Node, float] = {}
+        self.inputs: frozenset[Node] = frozenset(info.inputs)
+        self.forward: list[Node] = sorted(info.required_fw_nodes, key=info.get_fw_order)
+
+    def saved(self, fraction: float) -> list[Node]:
+        """What forward saves if the partitioner is given ``fraction``: more than 0, and 1 where there is no budget."""
+        import torch._functorch.config
+        from torch._functorch import partitioners
+        from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
+
+        theirs, last = partitioners.solve_min_cut, None
+
+        class Estimator(CustomRuntimeEstimator):
+            def __call__(_, node: Node) -> float:
+                return self._costs.setdefault(node, self._cost(node))
+
+            def uuid(_) -> Any:
+                return "zerofx"
+
+        def solve(graph: Graph, info: Any, options: Any, dont_ban: Any = ()) -> tuple[list[Node], Any]:
+            nonlocal last
+            key = astuple(options), frozenset(dont_ban or ())
+            if key not in self._solved:
+                self._solved[key] = theirs(graph, info, options, dont_ban)
+            last, banned = self._solved[key]
+            return [n for n in last if n not in self.inputs], type(banned)(n for n in banned if n not in self.inputs)
+
+        with (
+            unittest.mock.patch.object(partitioners, "solve_min_cut", solve),
+            torch._functorch.config.patch(
+                activation_memory_budget_runtime_estimator=Estimator(), activation_memory_budget_solver="dp"
+            ),
+        ):
+            self._choose(self.graph, self._info, fraction)
+        assert last is not None, "every answer is a cut"
+        return last
+
+    def marked(self) -> None:
+        """Nodes have been marked to be saved: what was answered before does not hold any more."""
+        self._solved.clear()
+
+    def recomputed(self, saved: Sequence[Node]) -> list[Node]:
+        """What backward computes once more if forward saves ``saved``, in forward's order."""
+        there, ours = self.inputs.union(saved), set(self.forward)
+        late = (node for node in self.graph.nodes if node not in ours and node not in there)
+        todo = [x for node in late for x in node.all_input_nodes]
+        found: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in ours and node not in there and node not in found:
+                found.add(node)
+                todo += node.all_input_nodes
+        return [node for node in self.forward if node in found and node.op == "call_function"]
+
+    def has_checkpoints(self) -> bool:
+        """Whether `torch.utils.checkpoint` has marked nodes of forward that are to be recomputed."""
+        from torch._functorch.partitioners import must_recompute
+
+        return any(map(must_recompute, self.forward))
+
+    def read_by_backward(self) -> list[Node]:
+        """What forward saves without a partitioner that recomputes: all of its own that backward reads."""
+        ours, found = set(self.forward), []
+        for node in self.forward:
+            late = [user for user in node.users if user not in ours]
+            if late and isinstance(node.meta.get("val"), (tuple, list)):  # of several results, those that are read
+                found += late
+            elif late:
+                found.append(node)
+        return found
+
+
+@contextlib.contextmanager
+def saving(choose: Callable[[Cut], Sequence[Node]], cost: Callable[[Node], float]) -> Iterator[None]:
+    """Graphs that are cut inside save what ``choose`` says. ``cost`` of computing a node once more, in any unit."""
+    from torch._functorch import partitioners
+
+    theirs = partitioners.choose_saved_values_set
+
+    def chosen(joint_graph: Graph, node_info: Any, memory_budget: float = 1) -> list[Node]:
+        return list(choose(Cut(theirs, joint_graph, node_info, cost)))
+
+    with unittest.mock.patch.object(partitioners, "choose_saved_values_set", chosen):
+        yield
+
+
+def minimum_cut(on_joint: Callable[[GraphModule], Any]) -> Callable[..., tuple[GraphModule, GraphModule]]:
+    """The partitioner that can recompute, for AOTAutograd without Inductor; ``on_joint`` gets the joint graph first."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        on_joint(joint)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    return partition
