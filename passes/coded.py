@@ -17,7 +17,7 @@ Codes and scales of one part are in one buffer, so a scale cannot be parted from
 room for as many such elements as the row that has most of them. (They have codes too, which nobody reads.)
 
 ``sum_coded`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``: what
-does not travel loses nothing.
+does not travel loses nothing. So ``encode`` leaves this rank's own row of a pack unwritten.
 """
 
 from __future__ import annotations
@@ -81,10 +81,15 @@ def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], proc
     parts, how = flat.detach().view(rows, -1), Code.of(code)
     numel = parts.shape[1]
     out = flat.new_empty(rows, row_nbytes(numel, code, whole, flat.dtype.itemsize), dtype=torch.uint8)
-    wire.encode(parts, how, out)
-    first = resolve_process_group(process_group).rank() if rows == 1 else 0
+    rank = resolve_process_group(process_group).rank()
+    if rows == 1:
+        wire.encode(parts, how, out)
+    else:
+        for others in (slice(0, rank), slice(rank + 1, rows)):
+            if parts[others].numel():
+                wire.encode(parts[others], how, out[others])
     for i, part in enumerate(parts):
-        for where, sent in _as_they_are(out[i], first + i, numel, how, whole, flat.dtype):
+        for where, sent in _as_they_are(out[i], rank if rows == 1 else i, numel, how, whole, flat.dtype):
             sent.copy_(part[where])
     return out.view(-1)
 
