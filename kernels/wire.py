@@ -70,6 +70,13 @@ def add(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
     _read(wire, code, out, add=True)
 
 
+def subtract(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
+    """Take away from ``out``, float32 [rows, n], what ``wire`` stands for: what is left was cut off."""
+    read = torch.empty_like(out)
+    decode(wire, code, read)
+    out.sub_(read)
+
+
 def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     codes, scales = code.parts(wire, out.shape[1])
     blocks = out.unflatten(1, (-1, code.block))
