@@ -125,7 +125,13 @@ def stages_agree(wire: zerofx.Wire) -> bool:
 
 @pytest.mark.parametrize(
     "wire",
-    [SMALL, FEEDBACK, zerofx.Wire("bf16", "bf16"), zerofx.Wire("fp8", "fp8", block=64), zerofx.Wire(None, "int8")],
+    [
+        SMALL,
+        FEEDBACK,
+        zerofx.Wire("bf16", "bf16", block=32),
+        zerofx.Wire("fp8", "fp8", block=64),
+        zerofx.Wire(None, "int8"),
+    ],
     ids=str,
 )
 def test_every_stage_computes_the_same_bits(workers2: Workers, wire: zerofx.Wire) -> None:

@@ -163,6 +163,7 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
     lookups = recipe.lookups and recipe.stage == 3 and not uneven
     mesh = mesh_of(recipe.rows) if recipe.rows > 1 and world % recipe.rows == 0 else None
     sharding = SCHEMES[recipe.scheme] if mesh is not None and recipe.stage == 3 else None
+    one_copy = recipe.one_copy and recipe.stage == 3 and not lookups and sharding is None
     budgets: dict[str, Any] = {"none": None, "inf": math.inf, "some": some}
     zerofx.compile(
         net,
@@ -170,8 +171,8 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
         executor=recipe.executor,
         groups=GROUPINGS[recipe.grouping],
         lookups=lookups,
-        one_copy=recipe.one_copy and recipe.stage == 3 and not lookups and sharding is None,
-        wire=wire_of(recipe),
+        one_copy=one_copy,
+        wire=wire_of(recipe, one_copy),
         mesh=mesh,
         sharding=sharding,
         memory_budget=budgets[recipe.budget],

@@ -28,12 +28,12 @@ WIRES = {
 }
 
 
-def wire_of(recipe: Recipe) -> zerofx.Wire | None:
-    """What a case is compiled with."""
+def wire_of(recipe: Recipe, one_copy: bool = False) -> zerofx.Wire | None:
+    """What a case is compiled with. ``one_copy``: no weights travel."""
     wire = WIRES.get(recipe.wire)
     if wire is None or recipe.stage == 0 or recipe.rows > 1:
         return None
-    if recipe.one_copy and recipe.stage == 3 and not recipe.lookups:
+    if one_copy:
         return zerofx.Wire(None, wire.gradients, wire.block, error_feedback=wire.error_feedback)
     return wire
 
