@@ -39,6 +39,11 @@ def _packs(gm: GraphModule, ctx: Context) -> list[Node]:
     return [] if ctx.wire is not None and ctx.wire.error_feedback else found
 
 
+def _made_for_it(gm: GraphModule, ctx: Context) -> list[Node]:
+    """What writes codes of a buffer that nobody else has; a pack of one gradient is that gradient."""
+    return [n for n in _calls("encode", pinned=False)(gm, ctx) if "reshape" not in str(n.args[0].target)]  # type: ignore[union-attr]
+
+
 def _other(code: str) -> str:
     return {"int8": "int4", "int4": "int8"}[code[:4]] + code[4:]
 
@@ -125,7 +130,7 @@ def codes_that_are_read_twice(gm: GraphModule, ctx: Context, node: Node) -> None
     like(node.args[0], node.target, *node.args, tag=node.meta["zerofx"])  # type: ignore[arg-type]
 
 
-@breaks("wire", _calls("encode", pinned=False))
+@breaks("wire", _made_for_it)
 def a_buffer_that_travels_as_it_is_and_is_read_as_codes(gm: GraphModule, ctx: Context, node: Node) -> None:
     bypass(node)
 
