@@ -94,6 +94,11 @@ def deepspeed(stage: int) -> Wrap:
     return wrap
 
 
+def in_codes(stage: int, weights: str | None, gradients: str | None) -> Wrap:
+    """``zerofx.Wire``, made when zerofx is there."""
+    return lambda model: zerofx(stage, wire=importlib.import_module("zerofx").Wire(weights, gradients))(model)
+
+
 def ranks_per_host() -> int:
     """How many ranks a host has: as torchrun says; without it all are on one, of which half play another."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", max(1, dist.get_world_size() // 2)))
@@ -199,6 +204,20 @@ def ddp(compiled: bool) -> Wrap:
     return wrap
 
 
+def ddp_with_hook(hook: str, **settings: Any) -> Wrap:
+    """DistributedDataParallel whose gradients travel as PyTorch's ``hook`` says, a module and a function of it."""
+
+    def wrap(model: GPT) -> Any:
+        module, _, name = hook.partition(".")
+        hooks = importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{module}")
+        state = hooks.PowerSGDState(None, **settings) if settings else None
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel.register_comm_hook(state, getattr(hooks, name))
+        return parallel
+
+    return wrap
+
+
 BETWEEN = {"gradients": "all", "optimizer": "all"}
 NEAR = {"weights": "all", **BETWEEN}
 """`zerofx.Sharding`: replicas share the optimizer's work; backward gathers inside of a host."""
@@ -247,6 +266,18 @@ CONTENDERS: dict[str, Wrap] = {
 BUDGETS: dict[str, Wrap] = {f"zerofx-3-{mb}MB": zerofx(3, memory_budget=1e6 * mb) for mb in range(4, 132, 4)}
 """Stage 3 with a `memory_budget`: contenders to be named, not in every run."""
 
+POWER = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
+CODED: dict[str, Wrap] = {
+    **{
+        f"zerofx-{stage}-{'-'.join(codes)}": in_codes(stage, *codes)
+        for stage in (2, 3)
+        for codes in (("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int8", "int4"))
+    },
+    "ddp+fp16": ddp_with_hook("default_hooks.fp16_compress_hook"),
+    "ddp+powersgd": ddp_with_hook("powerSGD_hook.powerSGD_hook", **POWER),
+}
+"""What travels is not what was computed: contenders to be named, whose losses are compared apart."""
+
 
 class Contender:
     """A model and its optimizer, which remembers what every step cost and gave."""
@@ -255,7 +286,7 @@ class Contender:
         torch.manual_seed(0)
         model = GPT(args.layers, args.dim, args.heads, args.vocab, args.length).to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.model = (CONTENDERS | BUDGETS)[name](model)
+        self.model = (CONTENDERS | BUDGETS | CODED)[name](model)
         self.engine = name.startswith("deepspeed")  # brings its own backward and optimizer
         self.steps_in_backward = name.startswith("zerofx") and name.endswith("-step")
         if not self.engine:
@@ -433,7 +464,7 @@ def processor(device: str) -> str:
 
 def spread_of_losses(contenders: dict[str, Any]) -> float:
     """The largest relative difference between contenders at any step; not a number where a loss is not."""
-    losses = [c["losses"] for name, c in contenders.items() if not name.startswith("alone")]
+    losses = [c["losses"] for name, c in contenders.items() if not name.startswith("alone") and name not in CODED]
     if not losses:
         return 0.0
     table = torch.tensor(losses, dtype=torch.float64)
@@ -472,8 +503,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/step-<device>-<world>.json")
     args = parser.parse_args()
-    if not set(args.contenders) <= {*CONTENDERS, *BUDGETS}:
-        parser.error(f"the contenders are {', '.join([*CONTENDERS, *BUDGETS])}")
+    if not set(args.contenders) <= {*CONTENDERS, *BUDGETS, *CODED}:
+        parser.error(f"the contenders are {', '.join([*CONTENDERS, *BUDGETS, *CODED])}")
     out = args.out or ROOT / "benchmarks" / "results" / f"step-{args.device}-{args.world}.json"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

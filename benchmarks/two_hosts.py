@@ -87,7 +87,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--answer", help=argparse.SUPPRESS)  # of a rank: where its results go
     parser.add_argument("--device", default="cpu", choices=("cpu",))
     args = parser.parse_args()
-    for name, known in (("contenders", step.CONTENDERS | step.BUDGETS), ("models", MODELS), ("rates", RATES)):
+    contenders = step.CONTENDERS | step.BUDGETS | step.CODED
+    for name, known in (("contenders", contenders), ("models", MODELS), ("rates", RATES)):
         if not set(getattr(args, name)) <= set(known):
             parser.error(f"--{name}: expected some of {', '.join(known)}")
     return args

@@ -37,13 +37,13 @@ class Code:
     stochastic: bool = False
 
     def __str__(self) -> str:
-        return self.name + f"/{self.block}" * (self.name != "bf16") + "?" * self.stochastic
+        return f"{self.name}/{self.block}" + "?" * self.stochastic
 
     @staticmethod
     def of(text: str) -> Code:
         """What ``str`` made text of."""
         name, _, block = text.rstrip("?").partition("/")
-        return Code(name, int(block or 256), text.endswith("?"))  # type: ignore[arg-type]
+        return Code(name, int(block), text.endswith("?"))  # type: ignore[arg-type]
 
     def shortens(self, dtype: torch.dtype) -> bool:
         """Whether elements of ``dtype`` take fewer bytes so."""

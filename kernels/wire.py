@@ -49,12 +49,13 @@ def encode(x: torch.Tensor, code: Code, out: torch.Tensor) -> None:
     blocks = x.unflatten(1, (-1, code.block))
     if code.name == "bf16":
         codes.view(torch.bfloat16).copy_(blocks)
-    elif code.name == "fp8":
-        _encode_fp8(blocks, codes, scales)
-    elif x.is_cuda:
+    elif x.is_cuda and code.name != "fp8":
         _triton().encode(blocks, code, codes, scales)
     else:
-        found = _compiled(_encode)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
+        if code.name == "fp8":
+            found = _formula(_encode_fp8, x)(blocks)
+        else:
+            found = _formula(_encode, x)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
         for part, value in zip((codes, scales), found):  # not in place: they are views of one memory in two dtypes
             part.copy_(value)
 
@@ -69,35 +70,51 @@ def add(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
     _read(wire, code, out, add=True)
 
 
+def subtract(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
+    """Take away from ``out``, float32 [rows, n], what ``wire`` stands for: what is left was cut off."""
+    read = torch.empty_like(out)
+    decode(wire, code, read)
+    out.sub_(read)
+
+
 def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     codes, scales = code.parts(wire, out.shape[1])
     blocks = out.unflatten(1, (-1, code.block))
-    if code.name in ("bf16", "fp8"):
-        value = codes.view(torch.bfloat16) if code.name == "bf16" else codes.view(torch.float8_e4m3fn).float() * scales
+    if code.name == "bf16":
+        value = codes.view(torch.bfloat16)
         blocks.add_(value) if add else blocks.copy_(value)
+    elif code.name == "fp8":
+        _formula(_decode_fp8, out)(codes, scales, blocks, add)
     elif out.is_cuda:
         _triton().decode(codes, scales, code, blocks, add)
     else:
-        _compiled(_decode)(codes, scales, blocks, code.name == "int4", add)
+        _formula(_decode, out)(codes, scales, blocks, code.name == "int4", add)
 
 
 # ---- the formulas ---------------------------------------------------------------------------------------------------
 
 
 def _encode(x: torch.Tensor, largest: float, halves: bool, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x``: [rows, blocks, L]. Codes, uint8 [rows, blocks, L, or L/2 in ``halves``], and scales [rows, blocks, 1]."""
+    """``x``: [rows, blocks, L]. Codes, uint8 [rows, blocks, L, or L/2 in ``halves``], and scales [rows, blocks, 1].
+
+    A code is put together as a float: from that to int8 Inductor has a vectorized conversion, from an int32 it has not.
+    """
     x = x.float()
     scale = _scales(x, largest)
-    scaled = x * torch.where(scale > 0, scale.reciprocal(), 0.0)
-    if stochastic:
-        rounded = (scaled + _uniform(x.shape, scale)).floor()
-    else:
-        rounded = scaled.round()
-    rounded = torch.where(scaled == scaled, rounded, 0.0).clamp(-largest, largest).to(torch.int32)
+    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
+    half = x.shape[2] // 2 if halves else x.shape[2]
+    parts = []
+    for start in range(0, x.shape[2], half):
+        scaled = x[..., start : start + half] * inverse
+        if stochastic:
+            rounded = (scaled + _uniform(x.shape, start, half, scale)).floor()
+        else:
+            rounded = scaled.round()
+        parts.append(torch.where(scaled == scaled, rounded, 0.0).clamp(-largest, largest))
+    signed = parts[0]
     if halves:
-        low, high = rounded.chunk(2, dim=-1)
-        rounded = (low & 15) | ((high & 15) << 4)
-    return (rounded & 255).to(torch.uint8), scale
+        signed = torch.where(signed < 0, signed + 16, signed) + parts[1] * 16
+    return signed.to(torch.int8).view(torch.uint8), scale
 
 
 def _decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, halves: bool, add: bool) -> None:
@@ -115,10 +132,13 @@ def _scales(x: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.where(most < TINY, 0.0, most) * (1 / largest)
 
 
-def _uniform(shape: torch.Size, scale: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1), 24 bits each: an integer hash (lowbias32, C. Wellons 2018) of position and scale."""
-    rows, blocks, length = (torch.arange(n, dtype=torch.int32, device=scale.device) for n in shape)
-    position = (rows[:, None, None] * shape[1] + blocks[:, None]) * shape[2] + length
+def _uniform(shape: torch.Size, start: int, length: int, scale: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), 24 bits each: an integer hash (lowbias32, C. Wellons 2018) of position and scale.
+
+    For elements ``start`` to ``start + length`` of each block of ``shape``.
+    """
+    rows, blocks, lanes = (torch.arange(n, dtype=torch.int32, device=scale.device) for n in (*shape[:2], length))
+    position = (rows[:, None, None] * shape[1] + blocks[:, None]) * shape[2] + (lanes + start)
     bits = _hash(position ^ _hash(scale.view(torch.int32)))
     return (bits & 0xFFFFFF).float() * 2.0**-24
 
@@ -129,12 +149,22 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _encode_fp8(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """With PyTorch's own conversion, on every device: Triton has none before sm_89."""
-    scale = _scales(x.float(), LARGEST["fp8"])
-    scales.copy_(scale)
-    scaled = x.float() * torch.where(scale > 0, scale.reciprocal(), 0.0)
-    codes.view(torch.float8_e4m3fn).copy_(scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"]))
+    x = x.float()
+    scale = _scales(x, LARGEST["fp8"])
+    scaled = x * torch.where(scale > 0, scale.reciprocal(), 0.0)
+    return scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    value = codes.view(torch.float8_e4m3fn).float() * scales
+    out.copy_(out + value if add else value)
+
+
+def _formula(formula: Callable[..., Any], x: torch.Tensor) -> Callable[..., Any]:
+    """``formula`` for the device of ``x``: on a GPU, where fp8 alone comes here, as it is."""
+    return formula if x.is_cuda else _compiled(formula)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ ops           zerofx's own operators
 pairwise      the exchange behind two of them
 travel        how a buffer travels between ranks: a seam
 coded         buffers in codes: operators, and a gather outside of graphs
+feedback      what a gradient's code cut off is added to the next: an operator
 kinds         nodes that corners insert
 own           a user's pass, and its place in the pipeline
 adopt         what a user's pass inserted gets tags and values

@@ -17,7 +17,7 @@ Codes and scales of one part are in one buffer, so a scale cannot be parted from
 room for as many such elements as the row that has most of them. (They have codes too, which nobody reads.)
 
 ``sum_coded`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``: what
-does not travel loses nothing.
+does not travel loses nothing. So ``encode`` leaves this rank's own row of a pack unwritten.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def row_nbytes(numel: int, code: str, whole: Sequence[int], itemsize: int) -> in
     return -(-(Code.of(code).nbytes(numel) + elements * itemsize) // ALIGNMENT) * ALIGNMENT
 
 
-def _as_they_are(
+def as_they_are(
     sent: torch.Tensor, row: int, numel: int, code: Code, whole: Sequence[int], dtype: torch.dtype
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Where elements of row number ``row`` travel as they are, and the views of ``sent``, its bytes, where they do."""
@@ -81,10 +81,15 @@ def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], proc
     parts, how = flat.detach().view(rows, -1), Code.of(code)
     numel = parts.shape[1]
     out = flat.new_empty(rows, row_nbytes(numel, code, whole, flat.dtype.itemsize), dtype=torch.uint8)
-    wire.encode(parts, how, out)
-    first = resolve_process_group(process_group).rank() if rows == 1 else 0
+    rank = resolve_process_group(process_group).rank()
+    if rows == 1:
+        wire.encode(parts, how, out)
+    else:
+        for others in (slice(0, rank), slice(rank + 1, rows)):
+            if parts[others].numel():
+                wire.encode(parts[others], how, out[others])
     for i, part in enumerate(parts):
-        for where, sent in _as_they_are(out[i], first + i, numel, how, whole, flat.dtype):
+        for where, sent in as_they_are(out[i], rank if rows == 1 else i, numel, how, whole, flat.dtype):
             sent.copy_(part[where])
     return out.view(-1)
 
@@ -103,7 +108,7 @@ def decode_into(out: torch.Tensor, arrived: torch.Tensor, rows: int, code: Code,
     out, read = out.view(rows, -1), arrived.view(rows, -1)
     wire.decode(read, code, out)
     for row in range(rows):
-        for where, sent in _as_they_are(read[row], row, out.shape[1], code, whole, out.dtype):
+        for where, sent in as_they_are(read[row], row, out.shape[1], code, whole, out.dtype):
             out[row, where] = sent
 
 
@@ -121,14 +126,15 @@ def _sum_coded(
         if other == rank:
             total += own[rank]
             continue
-        sums = [(where, total[0, where] + x) for where, x in _as_they_are(row, rank, numel, how, whole, pack.dtype)]
+        sums = [(where, total[0, where] + x) for where, x in as_they_are(row, rank, numel, how, whole, pack.dtype)]
         wire.add(row.unsqueeze(0), how, total)
         for where, value in sums:
             total[0, where] = value
     return total[0]
 
 
-def _encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
+def encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
+    """The shape of `zerofx.encode`'s result."""
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
     return flat.new_empty(rows * nbytes, dtype=torch.uint8)
 
@@ -146,7 +152,7 @@ def _summed(
 
 
 for _name, _run, _shape in (
-    ("encode", _encode, _encoded),
+    ("encode", _encode, encoded),
     ("decode", _decode, _decoded),
     ("sum_coded", _sum_coded, _summed),
 ):

@@ -19,6 +19,8 @@ What a rank reads of its own weights is what it has sent, so that all ranks comp
 of a gradient does not travel, and is added as it is. A reduction of codes is an exchange: a process group cannot add
 them. The sum is of float32, and rounded no more than it would be without codes.
 
+With ``Wire(error_feedback=True)`` a pack is written by ``zerofx.encode_rest`` (`feedback`).
+
 Parts of a shard that `narrow` sends by themselves, and rows of tables (`lookup`), travel as they are: they are small.
 
 Sound because encode and decode are given the same description, which follows from the layout and the option alone. The
@@ -38,8 +40,8 @@ from torch.fx import GraphModule, Node
 
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
-from zerofx.model.wire import sent_whole
-from zerofx.passes import edit
+from zerofx.model.wire import Wire, sent_whole
+from zerofx.passes import edit, feedback  # noqa: F401  # its operator
 from zerofx.passes.coded import flattened
 from zerofx.passes.context import Context, Tag
 
@@ -85,7 +87,10 @@ def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, cod
     ranks, group = layout.world_size, layout.name
     whole, process_group = flattened(sent_whole(layout)), cast(str, start.args[3])
     args: tuple[Any, ...] = (pack, ranks, str(code), whole, process_group)
-    rows = _insert(gm, start, _zerofx.encode.default, args, Tag("encode", group))
+    target = _zerofx.encode.default
+    if cast(Wire, ctx.wire).error_feedback:
+        target, args = _zerofx.encode_rest.default, (*args, group)
+    rows = _insert(gm, start, target, args, Tag("encode", group))
 
     def call(target: Callable, *args: Any) -> Node:
         return _insert(gm, start, target, args, Tag("reduce_scatter", group))

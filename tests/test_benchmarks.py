@@ -40,6 +40,18 @@ def test_a_training_step_is_timed_and_losses_agree(tmp_path: Path) -> None:
     assert 1.0 <= sent["alone+bytes-3"] / sent["fsdp2"] < 1.2  # what ZeRO-3 sends; FSDP2 keeps the last group
 
 
+def test_held_out_losses_are_taken_with_and_without_codes(tmp_path: Path) -> None:
+    out = tmp_path / "curves.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "curves.py"), "--contenders", "none", "int4, feedback"]
+    command += ["--seeds", "3", "--steps=2", f"--out={out}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    curves = json.loads(out.read_text())["curves"]
+    (plain,), (coded,) = curves["none"]["3"], curves["int4, feedback"]["3"]
+    assert plain[0] == coded[0] == 2 and 4 < plain[1] < 6
+    assert 0 < abs(coded[1] / plain[1] - 1) < 0.02
+
+
 def test_saving_and_loading_are_timed(tmp_path: Path) -> None:
     found = run(tmp_path, "checkpoint", f"--folder={tmp_path}")
     assert {name: set(row) for name, row in found["contenders"].items()} == {

@@ -157,6 +157,32 @@ def test_what_stage_3_gathers_at_once_is_what_the_compiled_graph_does(world_size
     assert stage.gathered == record.forward.context.gathered_bytes
 
 
+def test_codes_are_planned_with_the_bytes_of_their_rows_and_the_time_they_take_to_write_and_read() -> None:
+    model, wire = nn.Sequential(*(nn.Linear(256, 256, device="meta") for _ in range(4))), zerofx.Wire("int8", "int4")
+    options: dict[str, Any] = {"world_size": 2, "groups": zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)}
+    options |= {"bandwidth": 1e6, "flops": 1e9, "tokens": 1.0, "stages": (1, 3)}
+    plain, coded = zerofx.plan(model, **options), zerofx.plan(model, **options, wire=wire)
+    for a, b in zip(plain.stages, coded.stages, strict=True):
+        for now, before, code in (
+            (b.traffic.gathered, a.traffic.gathered, 8),
+            (b.traffic.reduced, a.traffic.reduced, 4),
+        ):
+            bits = code + 32 / 256  # and room for the bias, which travels as it is, in either rank's row
+            assert float(now / before) == pytest.approx((65792 * bits + 2 * 256 * 32) / (65792 * 32), rel=0.01)
+        assert b.time is not None and a.time is not None and float(b.time.wire) < 0.27 * float(a.time.wire)
+        assert b.time.compute == a.time.compute
+    slow = zerofx.plan(model, **options, wire=wire, memory_bandwidth=1e9)
+    fast = [float(each.time.compute) for each in coded.stages if each.time]
+    gather, reduction = (4 * 65792 * x / 1e9 for x in (1.5 * 5.02, 0.5 * (4 + 1.04 + 8 + 12)))
+    taken = [float(each.time.compute) - before for each, before in zip(slow.stages, fast) if each.time]
+    assert taken == pytest.approx([gather + reduction, 2 * gather + reduction], rel=0.02)
+    fed = zerofx.plan(model, **options, wire=zerofx.Wire("int8", "int4", error_feedback=True))
+    extra = [float(x.memory.gradients - y.memory.gradients) for x, y in zip(fed.stages, plain.stages)]
+    assert extra == [4 * 4 * 65792 / 2] * 2
+    with pytest.raises(ValueError, match="with 2 replicas: sums over replicas have no codes yet"):
+        zerofx.plan(model, world_size=(2, 2), wire=wire)
+
+
 def test_a_module_without_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         zerofx.plan(nn.ReLU(), world_size=2)

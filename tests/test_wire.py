@@ -19,6 +19,7 @@ from zerofx.model.wire import sent_whole
 
 CODES = zerofx.Wire("int8", "int8", stochastic=False)
 SMALL = zerofx.Wire("int8", "int4")
+FEEDBACK = zerofx.Wire("int8", "int4", error_feedback=True)
 INT8_GRADIENTS = zerofx.Wire(None, "int8")
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 
@@ -124,7 +125,13 @@ def stages_agree(wire: zerofx.Wire) -> bool:
 
 @pytest.mark.parametrize(
     "wire",
-    [SMALL, zerofx.Wire("bf16", "bf16"), zerofx.Wire("fp8", "fp8", block=64), zerofx.Wire(None, "int8")],
+    [
+        SMALL,
+        FEEDBACK,
+        zerofx.Wire("bf16", "bf16", block=32),
+        zerofx.Wire("fp8", "fp8", block=64),
+        zerofx.Wire(None, "int8"),
+    ],
     ids=str,
 )
 def test_every_stage_computes_the_same_bits(workers2: Workers, wire: zerofx.Wire) -> None:
@@ -237,7 +244,7 @@ def test_groups_that_are_updated_in_backward_are_refreshed_in_codes(workers2: Wo
     assert workers2.run(steps_inside) == [True, True]
 
 
-def goes_on(folder: str) -> bool:
+def goes_on(folder: str, wire: zerofx.Wire) -> bool:
     def run(model: Any, optimizer: Any, steps: range) -> None:
         for step in steps:
             model(batch(step, dist.get_rank())).backward()
@@ -245,7 +252,7 @@ def goes_on(folder: str) -> bool:
             optimizer.zero_grad()
 
     def fresh() -> tuple[Any, Any]:
-        model = zerofx.compile(Net(), stage=2, executor="eager", wire=SMALL)
+        model = zerofx.compile(Net(), stage=2, executor="eager", wire=wire)
         return model, zerofx.AdamW(model.parameters(), lr=0.05)
 
     model, optimizer = fresh()
@@ -253,13 +260,35 @@ def goes_on(folder: str) -> bool:
     zerofx.save(folder, model, optimizer)
     run(model, optimizer, range(2, 4))
     again, its_optimizer = fresh()
-    zerofx.load(folder, again, its_optimizer)
+    assert set(zerofx.load(folder, again, its_optimizer)) == {"step", "path"}
     run(again, its_optimizer, range(2, 4))
     return equal([p.full_tensor() for p in model.parameters()], [p.full_tensor() for p in again.parameters()])
 
 
-def test_a_checkpoint_has_the_exact_weights_and_goes_on_with_the_same_bits(workers2: Workers, tmp_path: Path) -> None:
-    assert workers2.run(goes_on, str(tmp_path / "step")) == [True, True]
+@pytest.mark.parametrize("wire", [SMALL, FEEDBACK], ids=str)
+def test_a_checkpoint_has_the_exact_weights_and_goes_on_with_the_same_bits(
+    workers2: Workers, tmp_path: Path, wire: zerofx.Wire
+) -> None:
+    assert workers2.run(goes_on, str(tmp_path / "step"), wire) == [True, True]
+
+
+def drops_the_rest(folder: str) -> tuple[int, int]:
+    model = zerofx.compile(Net(), stage=3, executor="eager", wire=FEEDBACK)
+    model(batch(0, dist.get_rank())).backward()
+    kept = zerofx.memory_summary(model).nbytes["cut off"]
+    if dist.get_world_size() == 2:
+        zerofx.save(folder, model)
+    else:
+        zerofx.load(folder, model, rng=False)
+    return kept, zerofx.memory_summary(model).nbytes["cut off"]
+
+
+def test_what_was_cut_off_is_dropped_where_another_number_of_ranks_loads(
+    workers2: Workers, workers3: Workers, tmp_path: Path
+) -> None:
+    saved = workers2.run(drops_the_rest, str(tmp_path / "step"))
+    assert all(before == after > 0 for before, after in saved)
+    assert all(before > 0 == after for before, after in workers3.run(drops_the_rest, str(tmp_path / "step")))
 
 
 def skips_a_step() -> bool:
@@ -276,6 +305,67 @@ def skips_a_step() -> bool:
 
 def test_a_gradient_that_is_not_finite_is_seen_through_codes_on_every_rank(workers2: Workers) -> None:
     assert workers2.run(skips_a_step) == [True, True]
+
+
+# ---- error feedback -------------------------------------------------------------------------------------------------
+
+
+class Slope(nn.Module):
+    """Its gradient is what it is called with, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() + (self.bias * x[0]).sum()
+
+
+def slope(rank: int) -> torch.Tensor:
+    return torch.randn(80, 80, generator=torch.Generator().manual_seed(rank))
+
+
+def added_up(wire: zerofx.Wire, stage: int, backwards: int) -> list[tuple[float, float, float, int]]:
+    """Of the sum of so many gradients, for each: how far it is off, of the weight and of the bias; bytes kept."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = zerofx.compile(Slope(), stage=stage, executor="eager", wire=wire)
+    exact = sum(slope(r).double() for r in range(ranks)) / ranks
+    found = []
+    for n in range(1, backwards + 1):
+        model(slope(rank)).backward()
+        off = [(p.grad.full_tensor() - n * x).abs() for p, x in zip(model.parameters(), (exact, exact[0]))]
+        kept = zerofx.memory_summary(model).nbytes["cut off"]
+        found.append((float(off[0].max()), float(off[0].mean()), float(off[1].max()), kept))
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_cut_off_of_a_gradient_is_in_the_next(workers2: Workers, stage: int) -> None:
+    nearest = zerofx.Wire(gradients="int4", stochastic=False)
+    fed = zerofx.Wire(gradients="int4", error_feedback=True)
+    largest = max(float(slope(rank).abs().max()) for rank in range(2))
+    without, with_it = (workers2.run(added_up, wire, stage, 12)[0] for wire in (nearest, fed))
+    assert without[0][:3] == with_it[0][:3]  # nothing was cut off before
+    assert without[11][0] == pytest.approx(12 * without[0][0], rel=1e-4)
+    for most, _, of_bias, kept in with_it:
+        assert most < 1.2 * largest / 14 / 2  # what the last code cut off, in the mean of two ranks
+        assert of_bias < 1e-5
+        assert kept == 4 * (80 * 81 + 176) // 2  # the other rank's half of the flat buffer
+    assert with_it[11][1] < without[11][1] / 8
+
+
+def skips_a_block() -> tuple[bool, bool]:
+    model = zerofx.compile(Slope(), stage=3, executor="eager", wire=zerofx.Wire(gradients="int4", error_feedback=True))
+    x = slope(dist.get_rank())
+    for value in (x, x.clone().fill_(torch.nan), x):
+        model.zero_grad()
+        model(value).backward()
+    rests = [p._group.gradients.rest for p in model.parameters()]
+    return all(p.grad.to_local().isfinite().all() for p in model.parameters()), all(r.isfinite().all() for r in rests)
+
+
+def test_nothing_is_left_of_a_gradient_that_is_not_finite(workers2: Workers) -> None:
+    assert workers2.run(skips_a_block) == [(True, True)] * 2
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -369,6 +459,9 @@ def test_a_layout_keeps_blocks_of_large_parameters_whole_on_every_number_of_rank
         ({"weights": "int7"}, r"Wire\(weights='int7'\): expected one of 'bf16', 'fp8', 'int8', or None"),
         ({"gradients": "fp4"}, r"Wire\(gradients='fp4'\): expected one of 'bf16', 'fp8', 'int8', 'int4', or None"),
         ({"block": 33}, r"Wire\(block=33\): expected an even number of elements, 32 or more"),
+        ({"error_feedback": 1, "gradients": "int8"}, r"Wire\(error_feedback=1\): expected True or False"),
+        ({"error_feedback": True}, "of gradients as they are nothing is cut off"),
+        ({"error_feedback": True, "gradients": "int4", "stochastic": True}, "Leave one of both out"),
         ({"stochastic": "no"}, r"Wire\(stochastic='no'\): expected True, False or None"),
     ],
 )

@@ -21,7 +21,7 @@ from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
 from zerofx.passes.coded import flattened
-from zerofx.passes.proof.facts import DECODE, ENCODE, SUM_CODED, Flat, Pack, Started
+from zerofx.passes.proof.facts import DECODE, ENCODE, ENCODE_REST, SUM_CODED, Flat, Pack, Started
 from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import EXCHANGES
@@ -29,7 +29,7 @@ from zerofx.passes.travel import EXCHANGES
 
 def read_coded(known: Known, op: Op, fact: Any) -> None:
     """One of the three operators; ``fact`` is of what it reads."""
-    {ENCODE: _encode, DECODE: _decode, SUM_CODED: _sum}[op.target](known, op, fact)
+    {ENCODE: _encode, ENCODE_REST: _encode_rest, DECODE: _decode, SUM_CODED: _sum}[op.target](known, op, fact)
 
 
 def _encode(known: Known, op: Op, fact: Any) -> None:
@@ -44,6 +44,30 @@ def _encode(known: Known, op: Op, fact: Any) -> None:
         return
     if fact is not None:
         known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a shard, or a pack of gradients, once")
+    if wire is not None and wire.error_feedback:
+        known.fail("wire", op.node, "what its code cuts off is lost", "the rest kept, for error_feedback=True")
+    _encode_pack(known, op)
+
+
+def _encode_rest(known: Known, op: Op, fact: Any) -> None:
+    source, *_, group = op.args
+    wire = known.ctx.wire
+    if fact is not None:
+        known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a pack of gradients, once")
+    if wire is None or not wire.error_feedback:
+        known.fail("wire", op.node, "it adds what was cut off before", "gradients as they are")
+    layout = known.layout_of(known.pack(source), op.node)
+    if group != layout.name:
+        known.fail("wire", op.node, f"it adds what was cut off of {group!r}", f"of {layout.name!r}")
+    if group in known.rests:
+        known.fail("wire", op.node, f"{known.rests[group].name!r} has added the rest of {group!r}", "each rest once")
+    known.rests[group] = op.node
+    _encode_pack(known, op)
+
+
+def _encode_pack(known: Known, op: Op) -> None:
+    source, rows, code, whole, process_group = op.args[:5]
+    how, wire = (code, whole), known.ctx.wire
     pack = known.pack(source)
     layout = known.layout_of(pack, op.node)
     if pack.numel != layout.numel:

@@ -14,6 +14,7 @@ from zerofx.model.layout import GroupLayout
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
 ENCODE, DECODE, SUM_CODED = _zerofx.encode.default, _zerofx.decode.default, _zerofx.sum_coded.default
+ENCODE_REST = _zerofx.encode_rest.default
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 

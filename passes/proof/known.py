@@ -40,6 +40,7 @@ class Known:
         updates: the operations that change these.
         arrived: the waits that yield whole groups in codes, and the starts of these gathers.
         decoded: of those that are read, by what.
+        rests: what adds the rest of a group's gradient, by group.
         apart: the starts of a corner's collectives, which neither gather a shard nor reduce a pack.
         own: what a user's passes inserted; and
         fresh: of these, what has memory of its own.
@@ -70,6 +71,7 @@ class Known:
         self.updates: list[Op] = []
         self.arrived: dict[Node, Node] = {}
         self.decoded: dict[Node, Node] = {}
+        self.rests: dict[str, Node] = {}
         self.apart: set[Node] = set()
         self.own: set[Node] = set()
         self.fresh: set[Node] = set()

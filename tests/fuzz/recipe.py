@@ -101,6 +101,9 @@ class Recipe:
             "linear" (module classes), "rule" (a function of the name).
         lookups: stage 3 in which rows of tables travel; not where ranks have batches of two shapes.
         one_copy: stage 3 with weights that the ranks have in common.
+        wire: stages 1 to 3 without a mesh, what travels in codes: "none", "small" (nothing, for all parameters are as
+            small as those that travel as they are), "bf16", "fp8", "int8", "int4" (weights in int8), "feedback" (the
+            same, with error feedback).
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
         buckets: of stage 0.
@@ -124,6 +127,7 @@ class Recipe:
     grouping: str = "each"
     lookups: bool = False
     one_copy: bool = False
+    wire: str = "none"
     budget: str = "none"
     precision: str = "full"
     buckets: str = "group"

@@ -52,6 +52,7 @@ def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, si
         grouping=draw(st.sampled_from(["each", "merged", "split", "linear", "rule"])),
         lookups=draw(st.booleans()),
         one_copy=draw(st.booleans()),
+        wire=draw(st.sampled_from(["none", "none", "none", "small", "bf16", "fp8", "int8", "int4", "feedback"])),
         budget=draw(st.sampled_from(["none", "some", "inf"])),
         precision=draw(st.sampled_from(["full", "full", "low", "reduce"])),
         buckets=draw(st.sampled_from(["group", "parameter", "all"])),

@@ -41,6 +41,7 @@ from zerofx.passes.schedule import groups_ahead
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
 CODES = zerofx.Wire("int8", "int4", block=32)
+FEEDBACK = zerofx.Wire("int8", "int4", block=32, error_feedback=True)
 RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3": (2, {"stage": 3}),
     "stage 3, 16 bits": (3, {"stage": 3, "mixed_precision": BF16}),
@@ -49,7 +50,7 @@ RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3, lookups, 16 bits": (3, {"stage": 3, "lookups": True, "mixed_precision": BF16}),
     "stage 3, codes": (2, {"stage": 3, "wire": CODES}),
     "stage 2": (2, {"stage": 2}),
-    "stage 2, codes, 16 bits": (3, {"stage": 2, "wire": CODES, "mixed_precision": BF16}),
+    "stage 2, codes, 16 bits": (3, {"stage": 2, "wire": FEEDBACK, "mixed_precision": BF16}),
     "stage 1, 16 bits": (2, {"stage": 1, "mixed_precision": BF16}),
     "stage 0": (3, {"stage": 0}),
     "one rank": (1, {"stage": 3}),

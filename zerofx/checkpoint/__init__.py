@@ -9,6 +9,7 @@ dcp           torch.distributed.checkpoint's protocol, and its index read safely
 ranks         an error of one rank is an error of all
 folder        a checkpoint is whole or not there
 state         module and optimizer by name
+cut_off       what codes cut off of gradients
 extra         random generators, schedulers, plain values
 saving        from states to a folder
 sources       what can be loaded: four formats in one view

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.checkpoint import cut_off
 from zerofx.checkpoint import extra as extras
 from zerofx.checkpoint import folder as folders
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
@@ -83,7 +84,7 @@ def load(
     result: dict[str, Any] = {"step": source.mark.step if source.mark else None, "path": found}
     try:
         ranks.together(what, read)
-        ranks.together(what, lambda: result.update(apply()))
+        ranks.together(what, lambda: result.update(cut_off.restore(module, apply())))
     except CheckpointError as e:
         raise CheckpointError(f"{e} This was found late: what is loaded is a mixture. Do not go on with it.") from e
     return result

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from zerofx._torch import DCP_VERSION, StorageInfo
 from zerofx.checkpoint import extra as extras
 from zerofx.checkpoint import folder as folders
+from zerofx.checkpoint.cut_off import cut_off
 from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
@@ -115,7 +116,7 @@ def save(
 
     with at_hand(module):
         ranks.together(f"Saving to {target}", collect)
-        run = _Run(target, ranks, state, extras.collect(extra, ranks), step, keep)
+        run = _Run(target, ranks, state, extras.collect(extra | cut_off(module), ranks), step, keep)
         if not background:
             return run()
         run.ranks, run.state, run.background = ranks.aside(), _copied(state), True

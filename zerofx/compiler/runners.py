@@ -22,6 +22,7 @@ import torch
 
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
+from zerofx.passes.feedback import feeding
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.watch import skip_collective
@@ -134,7 +135,8 @@ class BackwardCode:
         gathered.clear()
         for ref in self.uses:
             ref().pending -= 1  # type: ignore[union-attr]
-        with stepping(self if self.steps else None), _reading(self.groups, "backward", written=False):
+        reading = _reading(self.groups, "backward", written=False)
+        with stepping(self if self.steps else None), feeding(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)
         if self.published:
@@ -163,6 +165,10 @@ class BackwardCode:
             live.weights.refresh(inside=True)
         else:
             skip_collective(live.sharing.weights.name)
+
+    def rest(self, group: str, others: int, numel: int) -> torch.Tensor:
+        """`zerofx.passes.feedback.Keeper`"""
+        return self._reduced(group)[0].gradients.rest_of(others, numel)
 
     def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...]]:
         for ref, slots in self.reductions:

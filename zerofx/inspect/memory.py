@@ -21,6 +21,7 @@ kept gathered    stage 3, whole groups that a forward left for its backward (``m
                  leaf modules that run, or whose weights autograd holds
 gradients        ``.grad``
 kept gradients   what `zerofx.no_sync` keeps back, whole
+cut off          with ``Wire(error_feedback=True)``, what codes cut off of the last gradients
 optimizer state  all tensors in ``optimizer.state``: moments, masters, counters
 buffers          the module's own buffers
 activations      what forward has saved for backward, where there is an ``activation_budget``
@@ -96,6 +97,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "kept gathered": [group.gathered.now() for group in groups],
         "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
         "kept gradients": [group.gradients.kept() for group in groups],
+        "cut off": [group.gradients.rest for group in groups],
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),
         "activations": [family.saved_now() for family in dict.fromkeys(group.family for group in groups)],

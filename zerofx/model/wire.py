@@ -42,13 +42,17 @@ class Wire:
         gradients: what a rank sends of its gradients. What arrives is summed in float32, in the order of ranks; a rank
             adds its own part as it is.
         block: elements that share a scale: even, 32 or more.
-        stochastic: round gradients in int8 and int4 up with the probability of what is cut off. None: in int4 alone.
+        stochastic: round gradients in int8 and int4 up with the probability of what is cut off. None: in int4 alone,
+            without ``error_feedback``.
+        error_feedback: add what a gradient's code cut off to the rank's next gradient. A rank keeps that:
+            4 N (M - 1)/M bytes.
     """
 
     weights: WeightCode | None = None
     gradients: GradientCode | None = None
     block: int = 256
     stochastic: bool | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("weights", _WEIGHTS), ("gradients", _GRADIENTS)):
@@ -66,6 +70,21 @@ class Wire:
             raise ValueError(f"Wire(block={self.block!r}): expected an even number of elements, 32 or more.")
         if self.stochastic is not None and not isinstance(self.stochastic, bool):
             raise ValueError(f"Wire(stochastic={self.stochastic!r}): expected True, False or None.")
+        self._check_feedback()
+
+    def _check_feedback(self) -> None:
+        if not isinstance(self.error_feedback, bool):
+            raise ValueError(f"Wire(error_feedback={self.error_feedback!r}): expected True or False.")
+        if self.error_feedback and self.gradients is None:
+            raise ValueError(
+                "Wire(error_feedback=True) without gradients=: of gradients as they are nothing is cut off. "
+                'Choose a code for them, gradients="int4" for one.'
+            )
+        if self.error_feedback and self.stochastic:
+            raise ValueError(
+                "Wire(error_feedback=True, stochastic=True): what is cut off is in the next gradient already, and "
+                "to round at random would only make it more. Leave one of both out."
+            )
 
     @property
     def weight_code(self) -> Code | None:
@@ -78,6 +97,7 @@ class Wire:
         if self.gradients is None:
             return None
         stochastic = self.gradients == "int4" if self.stochastic is None else self.stochastic
+        stochastic = stochastic and not self.error_feedback
         return Code(self.gradients, self.block, stochastic and self.gradients.startswith("int"))
 
 

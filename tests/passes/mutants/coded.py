@@ -33,6 +33,17 @@ def _pairs(name: str) -> Places:
     return places
 
 
+def _packs(gm: GraphModule, ctx: Context) -> list[Node]:
+    """Packs in codes, without error feedback."""
+    found = [n for n in tagged(gm, "encode") if n.target is _zerofx.encode.default and n.args[1] != 1]
+    return [] if ctx.wire is not None and ctx.wire.error_feedback else found
+
+
+def _made_for_it(gm: GraphModule, ctx: Context) -> list[Node]:
+    """What writes codes of a buffer that nobody else has; a pack of one gradient is that gradient."""
+    return [n for n in _calls("encode", pinned=False)(gm, ctx) if "reshape" not in str(n.args[0].target)]  # type: ignore[union-attr]
+
+
 def _other(code: str) -> str:
     return {"int8": "int4", "int4": "int8"}[code[:4]] + code[4:]
 
@@ -58,6 +69,32 @@ def rows_of_another_number_of_ranks(gm: GraphModule, ctx: Context, node: Node) -
 @breaks("wire", _calls("encode", pinned=False))
 def codes_of_codes(gm: GraphModule, ctx: Context, node: Node) -> None:
     instead(node, _zerofx.encode.default, *node.args[1:])
+
+
+@breaks("wire", _calls("encode_rest"))
+def the_rest_of_another_group(gm: GraphModule, ctx: Context, node: Node) -> None:
+    set_arg(inner(gm, node), 5, "another")
+
+
+@breaks("wire", _calls("encode_rest"))
+def a_rest_in_other_bits(gm: GraphModule, ctx: Context, node: Node) -> None:
+    call = inner(gm, node)
+    set_arg(call, 2, _other(call.args[2]))  # type: ignore[arg-type]
+
+
+@breaks("wire", _calls("encode_rest", pinned=False))
+def a_rest_that_is_lost(gm: GraphModule, ctx: Context, node: Node) -> None:
+    node.target, node.args = _zerofx.encode.default, node.args[:5]
+
+
+@breaks("wire", _packs)
+def a_rest_that_nobody_asked_for(gm: GraphModule, ctx: Context, node: Node) -> None:
+    node.target, node.args = _zerofx.encode_rest.default, (*node.args, node.meta["zerofx"].group)
+
+
+@breaks("wire", _calls("encode_rest", pinned=False))
+def a_rest_that_is_added_twice(gm: GraphModule, ctx: Context, node: Node) -> None:
+    like(node, node.target, *node.args, tag=node.meta["zerofx"])  # type: ignore[arg-type]
 
 
 @breaks("wire", _calls("decode", pinned=False))
@@ -93,7 +130,7 @@ def codes_that_are_read_twice(gm: GraphModule, ctx: Context, node: Node) -> None
     like(node.args[0], node.target, *node.args, tag=node.meta["zerofx"])  # type: ignore[arg-type]
 
 
-@breaks("wire", _calls("encode", pinned=False))
+@breaks("wire", _made_for_it)
 def a_buffer_that_travels_as_it_is_and_is_read_as_codes(gm: GraphModule, ctx: Context, node: Node) -> None:
     bypass(node)
 

@@ -4,6 +4,7 @@
 plan           what training would cost, by formulas: no process group, no graph
 cost           those formulas
 speed          seconds of a plan: links and floating-point operations
+wires          codes on the wire in a plan: bytes, and seconds to write and read them
 flops          floating-point operations per token
 shapes         well-known models on the meta device
 predict        what the compiled graphs will take
@@ -18,5 +19,5 @@ dry_run        graphs for any number of ranks, on one machine
 Imports every room below `zerofx.inspect`::
 
     recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate
-    flops ◀── speed ◀── plan ──▶ cost
+    flops ◀── speed ◀── plan ──▶ cost ◀── wires ◀── plan
 """

@@ -33,10 +33,12 @@ from torch import nn
 
 from zerofx.inspect.predict import cost
 from zerofx.inspect.predict.speed import Speed
+from zerofx.inspect.predict.wires import coded
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.units import format_bytes, format_seconds
+from zerofx.model.wire import Wire
 from zerofx.runtime.ranks.sharing import OneGroup, Sharing, pretended
 
 MOST_RANKS = 2**20
@@ -173,12 +175,14 @@ def plan(
     memory: float | None = None,
     mixed_precision: MixedPrecision | None = None,
     groups: Any = None,
+    wire: Wire | None = None,
     micro_batches: int = 1,
     no_sync: bool = False,
     bandwidth: float | None = None,
     node_bandwidth: float | None = None,
     ranks_per_node: int | None = None,
     latency: float | None = None,
+    memory_bandwidth: float | None = None,
     flops: float | None = None,
     tokens: float | None = None,
     sequence_length: int | None = None,
@@ -196,10 +200,13 @@ def plan(
         memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
             (`zerofx.Grouping`); on gloo there are more, which are smaller.
+        wire: what travels in codes in stages 1 to 3, as it would be given to `zerofx.compile`. Writing and reading
+            codes takes time if there is a ``memory_bandwidth``.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
         bandwidth, node_bandwidth, ranks_per_node, latency: of the links, as in `zerofx.inspect.predict.speed`; without
             ``bandwidth`` there are no times.
+        memory_bandwidth: bytes per second that a rank reads or writes (``zerofx.Rates.memory_bytes_per_s``).
         flops: floating-point operations per second that a rank reaches (less than its peak); without it, times are the
             wire's alone.
         tokens, sequence_length, flops_per_token: of one micro-batch on one rank, as in `zerofx.inspect.predict.speed`.
@@ -215,8 +222,11 @@ def plan(
             raise ValueError(f"{name}={number}: expected 1 or more.")
     if memory is not None and not memory > 0:
         raise ValueError(f"memory={memory}: expected bytes, more than 0.")
-    ranks = sharing(world_size)
-    layouts = [layout for layout, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups))]
+    if wire is not None and replicas > 1:
+        raise ValueError(f"wire={wire!r} with {replicas} replicas: sums over replicas have no codes yet. Leave it out.")
+    ranks, block = sharing(world_size), 1 if wire is None else wire.block
+    planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)
+    layouts = [layout for layout, _ in planned]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     speed = Speed.of(
@@ -226,12 +236,13 @@ def plan(
         node_bandwidth=node_bandwidth,
         ranks_per_node=ranks_per_node,
         latency=latency,
+        memory_bandwidth=memory_bandwidth,
         flops=flops,
         tokens=tokens,
         sequence_length=sequence_length,
         flops_per_token=flops_per_token,
     )
-    costs = _costs(layouts, mixed_precision, micro_batches, no_sync)
+    costs = _costs(layouts, mixed_precision, micro_batches, no_sync, wire)
     least = None
     if memory is not None:
         least = _least(lambda number: costs(3, sharing(number)).needed < memory)
@@ -240,7 +251,11 @@ def plan(
 
 
 def _costs(
-    layouts: list[GroupLayout], precision: MixedPrecision | None, micro_batches: int, no_sync: bool
+    layouts: list[GroupLayout],
+    precision: MixedPrecision | None,
+    micro_batches: int,
+    no_sync: bool,
+    wire: Wire | None = None,
 ) -> Callable[..., StageCost]:
     """A function of stage and sharing; and, for one with times, of speed."""
     dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
@@ -255,9 +270,15 @@ def _costs(
         else:
             memory = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
         numbers: dict[str, float] = {"N": _numel(trained), "n": len(trained), "k": micro_batches}
-        memory, traffic = memory.at(**numbers), cost.traffic(stage, sizes, **options).at(**numbers)
+        travels = coded(layouts, wire if stage else None, sizes, precision, sharing.weights.size)
+        memory, traffic = memory.at(**numbers), cost.traffic(stage, travels.sizes, **options).at(**numbers)
         parts = sharing.weights.size if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
+        if wire is not None and wire.error_feedback and travels.reduction:
+            rests = 4 * _numel(trained) * (1 - 1 / sharing.gradients.size)
+            memory = replace(memory, gradients=memory.gradients + rests)
+        if stage in (1, 2) and travels.gather and not sizes.mixed and dtype.itemsize > 2:  # the replica is not exact
+            memory = replace(memory, master=memory.master + _numel(trained) * dtype.itemsize / sharing.optimizer.size)
         gathered = _three(layouts, int(sizes.weight)) if stage == 3 else 0
         packed = _three(trained, int(sizes.gradient)) if stage else 0
         time = None
@@ -265,8 +286,12 @@ def _costs(
             raise ValueError("no parameter requires a gradient: there is no training step to time.")
         if speed is not None:
             rates = {"b": speed.bandwidth, "a": speed.latency, "c": speed.flops or 1.0}
-            numbers |= rates | {"F": speed.forward, "B": speed.backward}
-            time = cost.time(stage, sizes, **options).at(**numbers)
+            gathers, reductions = speed.codes(travels.gather), speed.codes(travels.reduction)
+            # Stages 1 and 2 gather in the first of the forwards alone.
+            forward = speed.forward + gathers / (1 if stage == 3 else micro_batches)
+            backward = speed.backward + (gathers if stage == 3 else 0.0) + reductions
+            numbers |= rates | {"F": forward, "B": backward}
+            time = cost.time(stage, travels.sizes, **options).at(**numbers)
         return StageCost(stage, memory, traffic, gathered, packed, time)
 
     return of

@@ -346,6 +346,7 @@ def _held(module: nn.Module) -> int:
             tensors = [group.shard] if group.replica is None else [group.shard, group.replica]
         else:
             tensors = [group.parameter(slot) for slot in group.layout.slots]
+        tensors += [] if group.gradients.rest is None else [group.gradients.rest]
         for tensor in tensors:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes() // holders_of(tensor, group)
@@ -367,6 +368,8 @@ def _held_by(records: list[GraphRecord]) -> int:
             code = context.wire.weight_code if context.wire and layout.world_size > 1 and not context.one_copy else None
             held += whole // (layout.world_size if context.one_copy else 1)
             held += shard if dtype != layout.dtype or (code and code.shortens(dtype)) else 0
+        if context.wire is not None and context.wire.error_feedback and layout.world_size > 1:
+            held += 4 * (layout.numel - layout.shard_numel)
     return held
 
 

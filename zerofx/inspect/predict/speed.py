@@ -27,6 +27,7 @@ _NEEDS = {
     "node_bandwidth": ("bandwidth", "ranks_per_node"),
     "ranks_per_node": ("bandwidth", "node_bandwidth"),
     "latency": ("bandwidth",),
+    "memory_bandwidth": ("bandwidth",),
     "flops": ("bandwidth", "tokens"),
     "tokens": ("bandwidth", "flops"),
     "sequence_length": ("tokens",),
@@ -44,6 +45,7 @@ class Speed:
         latency: seconds that a collective takes without any bytes.
         flops: floating-point operations per second of a rank; None: only the wire takes time.
         forward, backward: operations of a micro-batch on a rank.
+        memory: bytes per second that a rank reads or writes; None: what is bound by memory takes no time.
     """
 
     bandwidth: float
@@ -51,6 +53,11 @@ class Speed:
     flops: float | None = None
     forward: float = 0.0
     backward: float = 0.0
+    memory: float | None = None
+
+    def codes(self, nbytes: float) -> float:
+        """Reading and writing so many bytes, as operations that take as long."""
+        return 0.0 if self.memory is None else nbytes / self.memory * (self.flops or 1.0)
 
     @staticmethod
     def of(
@@ -61,6 +68,7 @@ class Speed:
         node_bandwidth: float | None = None,
         ranks_per_node: int | None = None,
         latency: float | None = None,
+        memory_bandwidth: float | None = None,
         flops: float | None = None,
         tokens: float | None = None,
         sequence_length: int | None = None,
@@ -75,6 +83,7 @@ class Speed:
             node_bandwidth: bytes per second that a rank receives inside of its node.
             ranks_per_node: how many ranks share a node; None: one.
             latency: seconds that a collective takes without any bytes.
+            memory_bandwidth: bytes per second that a rank reads or writes: how long codes on the wire take it.
             flops: floating-point operations per second that a rank reaches.
             tokens: of one micro-batch on one rank.
             sequence_length: tokens that attend to each other; None: attention is not counted.
@@ -89,6 +98,7 @@ class Speed:
             "node_bandwidth": node_bandwidth,
             "ranks_per_node": ranks_per_node,
             "latency": latency,
+            "memory_bandwidth": memory_bandwidth,
             "flops": flops,
             "tokens": tokens,
             "sequence_length": sequence_length,
@@ -102,9 +112,9 @@ class Speed:
             bandwidth = node_bandwidth if ranks <= ranks_per_node else min(bandwidth, node_bandwidth)
         latency = latency if latency and ranks > 1 else 0.0
         if flops is None or tokens is None:
-            return Speed(bandwidth, latency)
+            return Speed(bandwidth, latency, memory=memory_bandwidth)
         forward, backward = _work(module, sequence_length, flops_per_token)
-        return Speed(bandwidth, latency, flops, tokens * forward, tokens * backward)
+        return Speed(bandwidth, latency, flops, tokens * forward, tokens * backward, memory_bandwidth)
 
     def __str__(self) -> str:
         text = f"{format_bytes(self.bandwidth)}/s, {format_seconds(self.latency)} per collective"

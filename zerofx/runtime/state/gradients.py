@@ -59,6 +59,8 @@ class Gradients:
 
     Attributes:
         kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
+        rest: what codes cut off of this rank's last gradient, for each other rank (`zerofx.passes.feedback`); None: no
+            gradient was written with error feedback yet.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Gradients:
         self.members = members
         self.home = home
         self.kept_unevenly: bool = False
+        self.rest: torch.Tensor | None = None
         self._kept: dict[Slot, torch.Tensor] = {}
 
     # ---- what leaves a backward -------------------------------------------------------------------------------------
@@ -181,6 +184,12 @@ class Gradients:
             arrived = _wait(travel.scatter(run, flat, ranks.size, ranks.name))
             wider = max(self.layout.dtype, pack.dtype, key=lambda dtype: dtype.itemsize)
             return travel.summed(run, flat, arrived, pack.shape[1], ranks.size, ranks.name, wider)
+
+    def rest_of(self, others: int, numel: int) -> torch.Tensor:
+        """`rest`, made where there is none yet."""
+        if self.rest is None:
+            self.rest = torch.zeros(others, numel, dtype=torch.float32, device=self.weights.device)
+        return self.rest
 
     # ---- kept back --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,88 @@
+"""Gradients in codes whose rest is kept: what a code cut off is added to the next gradient of the same rank.
+
+::
+
+    rest += pack                      the others' rows; this rank's own does not travel
+    rows  = encode(rest)
+    rest -= decode(rows)              0 where that is not finite, and where elements travel as they are
+
+``zerofx.encode_rest(pack, rows, code, whole, process_group, group)`` is ``zerofx.encode`` of a pack, and does that. The
+rest is state of the group named ``group``: float32, a row for each other rank. Whoever runs the graph has it
+(`feeding`). Error feedback: Seide et al. 2014; Karimireddy et al. 2019.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from zerofx._torch import resolve_process_group
+from zerofx.kernels import wire
+from zerofx.kernels.code import Code
+from zerofx.passes.coded import as_they_are, encoded, row_nbytes
+
+_library = torch.library.Library("zerofx", "FRAGMENT")
+_library.define("encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group) -> Tensor")
+
+
+class Keeper(Protocol):
+    """Who has the rests of a graph's groups."""
+
+    def rest(self, group: str, others: int, numel: int) -> torch.Tensor:
+        """Float32, [others, numel]: zeros at first, and afterwards what was written to it."""
+
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def feeding(keeper: Keeper) -> Iterator[None]:
+    """A graph runs inside, in this thread, and ``keeper`` has its groups' rests."""
+    before, _here.keeper = getattr(_here, "keeper", None), keeper
+    try:
+        yield
+    finally:
+        _here.keeper = before
+
+
+@torch.no_grad()
+def _encode_rest(
+    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str
+) -> torch.Tensor:
+    keeper: Keeper | None = getattr(_here, "keeper", None)
+    if keeper is None:
+        raise RuntimeError(
+            f"zerofx.encode_rest of group {group!r} outside of a backward: nobody has what was cut off before. Run the "
+            "graph as that backward does."
+        )
+    parts, how, rank = pack.detach().view(rows, -1), Code.of(code), resolve_process_group(process_group).rank()
+    numel = parts.shape[1]
+    rest = keeper.rest(group, rows - 1, numel)
+    out = pack.new_empty(rows, row_nbytes(numel, code, whole, pack.dtype.itemsize), dtype=torch.uint8)
+    for others, row in ((slice(0, rank), 0), (slice(rank + 1, rows), rank)):
+        if parts[others].numel():
+            mine = rest[row : row + len(parts[others])]
+            mine += parts[others]
+            wire.encode(mine, how, out[others])
+            wire.subtract(out[others], how, mine)
+            mine.nan_to_num_(0, 0, 0)
+    for other in range(rows):
+        if other != rank:
+            for where, sent in as_they_are(out[other], other, numel, how, whole, pack.dtype):
+                sent.copy_(parts[other, where])
+                rest[other - (other > rank), where] = 0
+    return out.view(-1)
+
+
+def _encoded_rest(
+    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str
+) -> torch.Tensor:
+    return encoded(pack, rows, code, whole, process_group)
+
+
+_library.impl("encode_rest", _encode_rest, "CompositeExplicitAutograd")
+_library.impl("encode_rest", _encoded_rest, "Meta")
