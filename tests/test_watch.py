@@ -19,7 +19,6 @@ from torch import nn
 
 import zerofx
 from tests.workers import Workers
-from zerofx import _torch
 from zerofx.runtime.ranks import agree, watch
 from zerofx.runtime.ranks.agree import Collective, OutOfStepError, Schedule, difference
 
@@ -313,16 +312,14 @@ def test_publishing_waits_for_nobody_and_compares_with_who_was_there() -> None:
         agree.publish(store, schedule("b", "a"), "graph", 0, 4)
 
 
-def test_a_later_process_group_finds_nothing_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_process_group_finds_nothing_of_an_earlier_one() -> None:
     """torchrun's store outlives process groups."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for group in range(2):
-        default = dist.PrefixStore("default", server)
-        monkeypatch.setattr(_torch.distributed, "default_store", lambda default=default: default)
-        mine, same = _torch.numbered_store("zerofx/0"), _torch.numbered_store("zerofx/0")
-        assert not mine.check(["failed"])
-        mine.set("failed", f"in group {group}")
-        assert same.get("failed") == f"in group {group}".encode()
+    for group in range(3):
+        zero, one = (watch._own_part(server, "zerofx/0/2", 2) for _ in range(2))
+        assert not zero.check(["failed"]), group
+        zero.set("failed", f"in group {group}")
+        assert one.get("failed") == f"in group {group}".encode()
 
 
 def compile_alone() -> tuple[list[str], list[str]]:

@@ -61,7 +61,6 @@ from zerofx._torch.distributed import (
     gather_into,
     has_backend,
     is_communication_error,
-    numbered_store,
     register_work,
     resolve_process_group,
     timeout_of,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,21 +22,6 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 def default_store() -> dist.Store:
     """The store by which all ranks found each other (2.11, 2.13, 2.15)."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def numbered_store(prefix: str) -> dist.Store:
-    """A part of `default_store` that no earlier process group has written to, over a connection of its own.
-
-    torchrun's store outlives ``destroy_process_group``, and so does what was written there. So the part has a number:
-    of how many default stores this process has seen here. Ranks destroy and make process groups together.
-    """
-    store = default_store()
-    if not _seen or _seen[-1]() is not store:
-        _seen.append(weakref.ref(store))
-    return dist.PrefixStore(f"{prefix}/{len(_seen)}", store.clone())  # type: ignore[attr-defined]  # the stubs lack it
-
-
-_seen: list[weakref.ref[dist.Store]] = []
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:

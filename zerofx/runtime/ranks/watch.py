@@ -71,7 +71,7 @@ class Watch:
         self.names: set[str] = {name}  # and those of process groups that share the watch
         self.others: list[Watch] = []  # of process groups that fail with this one
         self.default_store: dist.Store = _torch.default_store()
-        self.store: dist.Store = _torch.numbered_store(f"zerofx/{name}")
+        self.store: dist.Store = _own_part(self.default_store, f"zerofx/{name}/{self.world_size}", self.world_size)
         self.timeout: float | None = None
         self.failure: str = ""
         self.stepped: bool = False
@@ -273,6 +273,18 @@ class _Watched(_torch.PythonWork):
             for work in works:
                 work.wait()
         return True
+
+
+def _own_part(default: dist.Store, prefix: str, world_size: int) -> dist.Store:
+    """The part of ``default`` that belongs to one process group, over a connection of its own.
+
+    torchrun's store outlives ``destroy_process_group``, and a later process group may have the same name. So ranks are
+    counted as they come: the first ``world_size`` of them share part 0, the next part 1. A count in each process would
+    not do: processes differ in how many process groups they have seen.
+    """
+    store = default.clone()  # type: ignore[attr-defined]  # the stubs lack it
+    part = (store.add(f"{prefix}/came", 1) - 1) // world_size
+    return dist.PrefixStore(f"{prefix}/{part}", store)
 
 
 _watches: dict[str, Watch] = {}
