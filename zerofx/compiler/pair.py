@@ -99,11 +99,11 @@ class CompiledGraph:
                 cut,
                 budget,
                 fuses=self.options.executor == "inductor",
-                elsewhere=self.family.saved_elsewhere(self.names),
+                elsewhere=self.family.held.saved_elsewhere(self.names),
                 share=self._share(),
                 save_entries=lambda forward: save_entries(forward, brought),
             )
-            self.family.saves(self.names, self.activations.saved_bytes)
+            self.family.held.saves(self.names, self.activations.saved_bytes)
             return saved
 
         with _torch.saving(choose, cost):
@@ -111,9 +111,10 @@ class CompiledGraph:
 
     def _share(self) -> float:
         """Of all parameters that no other graph has read, the part that this one does: so much more may be saved."""
-        others = self.family.unread_elsewhere(self.names)
+        layouts = {group.layout.name: group.layout for group in self.family.groups()}
+        others = self.family.held.unread_elsewhere(self.names, frozenset(layouts))
         ours = sum(layout.numel for layout in self.groups)
-        return ours / (ours + sum(layout.numel for layout in others))
+        return ours / (ours + sum(layouts[name].numel for name in others))
 
     def _parameters(self, graph: Graph) -> dict[str, ParameterRef]:
         indices = {node.name: _torch.input_index(node) for node in graph.find_nodes(op="placeholder")}
@@ -167,7 +168,7 @@ class CompiledGraph:
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)
         if phase == "forward":
-            self.family.keeps(self.names, sum(x.nbytes for x in self.kept_gathered.values() if x.ranks == 1))
+            self.family.held.keeps(self.names, sum(x.nbytes for x in self.kept_gathered.values() if x.ranks == 1))
         saved = {i: self.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.groups.items()}
         gathered = {value.position: by_name[name] for name, value in self.kept_gathered.items()}
@@ -193,7 +194,7 @@ class CompiledGraph:
         saved = sorted((trace.context.saved - others).intersection(computed))
 
         def count(values: list[Any]) -> None:
-            family().note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
+            family().held.note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
 
         return count
 
@@ -320,7 +321,7 @@ class CompiledGraph:
             meanings=self.meanings,
             sync=sync,
             steps=steps,
-            held_elsewhere=self.family.held_elsewhere(self.names, phase),
+            held_elsewhere=self.family.held.gathered_elsewhere(self.names, phase),
             largest_elsewhere=max(
                 (g.gathered_nbytes for g in self.family.groups() if g.graph_layout not in self.groups), default=0
             ),

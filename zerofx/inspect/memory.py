@@ -100,7 +100,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "cut off": [group.gradients.rest for group in groups],
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),
-        "activations": [family.saved_now() for family in dict.fromkeys(group.family for group in groups)],
+        "activations": [family.held.saved_now() for family in dict.fromkeys(group.family for group in groups)],
     }
     replicas = [(group.replica, group) for group in groups if group.replica is not None]
     holders = {replica.untyped_storage().data_ptr(): holders_of(replica, group) for replica, group in replicas}

@@ -6,6 +6,7 @@ group         a group, and the family of groups of one module
 weights       shard and replica
 gradients     ``.grad``, and what `zerofx.no_sync` keeps back
 gathered      whole buffers that outlive what gathered them
+held          what a module's graphs leave in memory between forward and backward
 home          where state lives: a seam, with one case so far
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host

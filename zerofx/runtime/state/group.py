@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import StorageWeakRef, inside_backward, storage_of
+from zerofx._torch import inside_backward
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.model.wire import Wire
@@ -31,6 +31,7 @@ from zerofx.passes.context import Buckets
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
+from zerofx.runtime.state.held import Held
 from zerofx.runtime.state.home import Home, home_of
 from zerofx.runtime.state.weights import Weights, weights_of
 
@@ -52,6 +53,7 @@ class Family:
         rewritable: whether an operation that needs the whole of a parameter may write it
             (`zerofx.compiler.initialize`).
         published: what a user's passes published when their graphs ran last, by name.
+        held: what the module's graphs leave in memory between forward and backward.
     """
 
     def __init__(
@@ -74,51 +76,8 @@ class Family:
         self.casts: Casts | None = None
         self.rewritable: bool = False
         self.published: dict[str, torch.Tensor] = {}
-        self._gathered: dict[frozenset[str], int] = {}
-        self._saved: dict[frozenset[str], int] = {}
-        self._activations: dict[frozenset[str], list[StorageWeakRef]] = {}
-        self._unread: dict[frozenset[str], list[GroupLayout]] = {}
-        self._elsewhere: dict[tuple[frozenset[str], str], int] = {}
+        self.held: Held = Held()
         self._groups: list[weakref.ref[ShardGroup]] = []
-
-    def keeps(self, names: frozenset[str], nbytes: int) -> None:
-        """The graph of the groups ``names`` leaves so much gathered between forward and backward."""
-        self._gathered[names] = nbytes
-
-    def held_elsewhere(self, names: frozenset[str], phase: str) -> int:
-        """Bytes that graphs of other groups than ``names`` leave gathered.
-
-        As it was when this was first asked for these groups: a rank that compiles a graph anew, for a shape that it
-        alone has met, must come to the schedule that the others go on with.
-        """
-        others = sum(nbytes for other, nbytes in self._gathered.items() if other != names)
-        return self._elsewhere.setdefault((names, phase), others)
-
-    def saves(self, names: frozenset[str], nbytes: int) -> None:
-        """The graph of the groups ``names`` saves so many bytes of activations."""
-        self._saved[names] = nbytes
-
-    def note_saved(self, names: frozenset[str], values: Iterable[Any]) -> None:
-        """A forward of this graph saves ``values`` now."""
-        refs = [StorageWeakRef(x.untyped_storage()) for x in values if isinstance(x, torch.Tensor)]
-        self._activations[names] = [ref for ref in self._activations.get(names, ()) if not ref.expired()] + refs
-
-    def saved_now(self) -> list[torch.UntypedStorage]:
-        """What forwards with a budget have saved, as far as it is still there."""
-        refs = [ref for refs in self._activations.values() for ref in refs]
-        return [storage for ref in refs if (storage := storage_of(ref)) is not None]
-
-    def saved_elsewhere(self, names: frozenset[str]) -> int:
-        """Bytes of activations that graphs of other groups than ``names`` save; as `held_elsewhere`."""
-        others = sum(nbytes for other, nbytes in self._saved.items() if other != names)
-        return self._elsewhere.setdefault((names, "saved"), others)
-
-    def unread_elsewhere(self, names: frozenset[str]) -> list[GroupLayout]:
-        """The groups but for ``names`` that no graph read when this was first asked for these; as `held_elsewhere`."""
-        if names not in self._unread:
-            read = names.union(*self._saved)
-            self._unread[names] = [g.graph_layout for g in self.groups() if g.layout.name not in read]
-        return self._unread[names]
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""

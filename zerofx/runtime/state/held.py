@@ -1,0 +1,67 @@
+"""Held: what the graphs of one module leave in memory between forward and backward.
+
+::
+
+    graph of groups {a, b}   gathered 4 kB   saved 10 kB  ┐
+    graph of groups {c}      gathered 0 kB   saved  6 kB  ├──▶ a graph of {d} asks: what do the others hold?
+                                                          ┘     4 kB gathered, 16 kB saved
+
+Each graph of a module is compiled alone, and budgets are the module's. So each tells here what it holds, and asks what
+the others do. A graph is known by the names of the groups that it uses. An answer never changes: a rank that compiles a
+graph anew, for a shape that it alone has met, must come to the schedule that the others go on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zerofx._torch import StorageWeakRef, storage_of
+
+Names = frozenset[str]
+
+
+class Held:
+    """What the graphs of one module hold, in bytes, and what of it is there now."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[Names, int] = {}
+        self._saved: dict[Names, int] = {}
+        self._answers: dict[tuple[Names, str], Any] = {}
+        self._activations: dict[Names, list[StorageWeakRef]] = {}
+
+    def keeps(self, names: Names, nbytes: int) -> None:
+        """The graph of the groups ``names`` leaves so much gathered between forward and backward."""
+        self._gathered[names] = nbytes
+
+    def saves(self, names: Names, nbytes: int) -> None:
+        """The graph of the groups ``names`` saves so many bytes of activations."""
+        self._saved[names] = nbytes
+
+    def gathered_elsewhere(self, names: Names, phase: str) -> int:
+        """Bytes that graphs of other groups than ``names`` leave gathered, as ``phase`` of these was to know it."""
+        return self._answers.setdefault((names, phase), _others(self._gathered, names))
+
+    def saved_elsewhere(self, names: Names) -> int:
+        """Bytes of activations that graphs of other groups than ``names`` save."""
+        return self._answers.setdefault((names, "saved"), _others(self._saved, names))
+
+    def unread_elsewhere(self, names: Names, groups: Names) -> Names:
+        """Those of ``groups`` that no graph with a budget for activations reads, but for ``names``."""
+        return self._answers.setdefault((names, "unread"), groups.difference(names, *self._saved))
+
+    def note_saved(self, names: Names, values: Iterable[Any]) -> None:
+        """A forward of this graph saves ``values`` now."""
+        refs = [StorageWeakRef(x.untyped_storage()) for x in values if isinstance(x, torch.Tensor)]
+        self._activations[names] = [ref for ref in self._activations.get(names, ()) if not ref.expired()] + refs
+
+    def saved_now(self) -> list[torch.UntypedStorage]:
+        """What forwards with a budget for activations have saved, as far as it is still there."""
+        refs = [ref for refs in self._activations.values() for ref in refs]
+        return [storage for ref in refs if (storage := storage_of(ref)) is not None]
+
+
+def _others(nbytes: dict[Names, int], names: Names) -> int:
+    return sum(n for other, n in nbytes.items() if other != names)
