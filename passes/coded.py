@@ -76,6 +76,11 @@ def as_they_are(
         at = end
 
 
+def others_rows(rank: int, rows: int) -> list[slice]:
+    """The rows of a pack that travel: those before this rank's own, and those behind it."""
+    return [part for part in (slice(0, rank), slice(rank + 1, rows)) if part.start < part.stop]
+
+
 @torch.no_grad()
 def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
     parts, how = flat.detach().view(rows, -1), Code.of(code)
@@ -85,9 +90,8 @@ def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], proc
     if rows == 1:
         wire.encode(parts, how, out)
     else:
-        for others in (slice(0, rank), slice(rank + 1, rows)):
-            if parts[others].numel():
-                wire.encode(parts[others], how, out[others])
+        for others in others_rows(rank, rows):
+            wire.encode(parts[others], how, out[others])
     for i, part in enumerate(parts):
         for where, sent in as_they_are(out[i], rank if rows == 1 else i, numel, how, whole, flat.dtype):
             sent.copy_(part[where])

@@ -23,7 +23,7 @@ import torch
 from zerofx._torch import resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import Code
-from zerofx.passes.coded import as_they_are, encoded, row_nbytes
+from zerofx.passes.coded import as_they_are, encoded, others_rows, row_nbytes
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define("encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group) -> Tensor")
@@ -63,13 +63,13 @@ def _encode_rest(
     numel = parts.shape[1]
     rest = keeper.rest(group, rows - 1, numel)
     out = pack.new_empty(rows, row_nbytes(numel, code, whole, pack.dtype.itemsize), dtype=torch.uint8)
-    for others, row in ((slice(0, rank), 0), (slice(rank + 1, rows), rank)):
-        if parts[others].numel():
-            mine = rest[row : row + len(parts[others])]
-            mine += parts[others]
-            wire.encode(mine, how, out[others])
-            wire.subtract(out[others], how, mine)
-            mine.nan_to_num_(0, 0, 0)
+    for others in others_rows(rank, rows):
+        before = int(others.start > rank)  # this rank's own row, which has no rest
+        mine = rest[others.start - before : others.stop - before]
+        mine += parts[others]
+        wire.encode(mine, how, out[others])
+        wire.subtract(out[others], how, mine)
+        mine.nan_to_num_(0, 0, 0)
     for other in range(rows):
         if other != rank:
             for where, sent in as_they_are(out[other], other, numel, how, whole, pack.dtype):
