@@ -1,11 +1,14 @@
-"""Buffers in codes (`zerofx.kernels.wire`): three operators, and a gather outside of graphs.
+"""Buffers in codes (`zerofx.kernels.wire`): four operators, and a gather outside of graphs.
 
-==================================================================  ==================================================
-``zerofx.encode(flat, rows, code, whole, group)``                   uint8 ``[rows * B]``: each row of ``flat`` in codes
-``zerofx.decode(wire, rows, numel, code, whole, dtype)``            ``[rows * numel]`` of ``dtype``: what was written
-``zerofx.sum_coded(pack, arrived, numel, code, whole, group)``      float32 ``[numel]``: the sum over ranks of this
-                                                                    rank's row of their packs, in the order of ranks
-==================================================================  ==================================================
+======================================================================  ===============================================
+``zerofx.encode(flat, rows, code, whole, group, within)``               uint8 ``[rows * B]``: each row of ``flat``
+``zerofx.decode(wire, rows, numel, code, whole, dtype)``                ``[rows * numel]`` of ``dtype``: what was
+                                                                        written
+``zerofx.sum_coded(pack, arrived, numel, code, whole, group, within)``  float32 ``[numel]``: the sum over ranks of this
+                                                                        rank's row of their packs, in rank order
+``zerofx.sum_sent(wire, rows, numel, code, whole, dtype, group)``       float32 ``[numel]``: the sum of rows that all
+                                                                        are of this rank's part, in rank order
+======================================================================  ===============================================
 
 A row is one rank's part of a flat buffer: a shard, which is this rank's, or a row of a pack for each rank. Its B bytes
 are codes, scales, and the elements that are sent as they are::
@@ -16,8 +19,12 @@ Codes and scales of one part are in one buffer, so a scale cannot be parted from
 `zerofx.model.wire.sent_whole`, each as two numbers. They count from the beginning of the flat buffer. Every row has
 room for as many such elements as the row that has most of them. (They have codes too, which nobody reads.)
 
+``within`` is for a mesh of two dimensions. There ``flat`` is a part of the buffer, divided over a column (``group``):
+the part with the number that this rank has in its row, the process group ``within``. "": ``flat`` is the buffer.
+
 ``sum_coded`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``: what
-does not travel loses nothing. So ``encode`` leaves this rank's own row of a pack unwritten.
+what does not travel loses nothing. So ``encode`` leaves this rank's own row of a pack unwritten. ``sum_sent`` reads
+what this rank has sent, too: all ranks get one sum, bit by bit.
 """
 
 from __future__ import annotations
@@ -35,9 +42,16 @@ from zerofx.kernels.code import ALIGNMENT, Code
 from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group) -> Tensor")
+_library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
 _library.define("decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype) -> Tensor")
-_library.define("sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group) -> Tensor")
+_library.define(
+    "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group, str within='')"
+    " -> Tensor"
+)
+_library.define(
+    "sum_sent(Tensor arrived, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group)"
+    " -> Tensor"
+)
 
 
 def flattened(ranges: Iterable[range]) -> list[int]:
@@ -81,19 +95,27 @@ def others_rows(rank: int, rows: int) -> list[slice]:
     return [part for part in (slice(0, rank), slice(rank + 1, rows)) if part.start < part.stop]
 
 
+def first_row(process_group: str, within: str) -> int:
+    """Of the rows that ``process_group`` has in a buffer, the number of the first."""
+    return resolve_process_group(within).rank() * resolve_process_group(process_group).size() if within else 0
+
+
 @torch.no_grad()
-def _encode(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
+def _encode(
+    flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, within: str = ""
+) -> torch.Tensor:
     parts, how = flat.detach().view(rows, -1), Code.of(code)
     numel = parts.shape[1]
     out = flat.new_empty(rows, row_nbytes(numel, code, whole, flat.dtype.itemsize), dtype=torch.uint8)
-    rank = resolve_process_group(process_group).rank()
+    rank, first = resolve_process_group(process_group).rank(), first_row(process_group, within)
     if rows == 1:
         wire.encode(parts, how, out)
     else:
         for others in others_rows(rank, rows):
             wire.encode(parts[others], how, out[others])
     for i, part in enumerate(parts):
-        for where, sent in as_they_are(out[i], rank if rows == 1 else i, numel, how, whole, flat.dtype):
+        row = first + (rank if rows == 1 else i)
+        for where, sent in as_they_are(out[i], row, numel, how, whole, flat.dtype):
             sent.copy_(part[where])
     return out.view(-1)
 
@@ -107,20 +129,29 @@ def _decode(
     return out
 
 
-def decode_into(out: torch.Tensor, arrived: torch.Tensor, rows: int, code: Code, whole: Sequence[int]) -> None:
-    """`zerofx.decode` into memory that is there."""
+def decode_into(
+    out: torch.Tensor, arrived: torch.Tensor, rows: int, code: Code, whole: Sequence[int], first: int = 0
+) -> None:
+    """`zerofx.decode` into memory that is there: of ``rows`` rows from number ``first`` on."""
     out, read = out.view(rows, -1), arrived.view(rows, -1)
     wire.decode(read, code, out)
     for row in range(rows):
-        for where, sent in as_they_are(read[row], row, out.shape[1], code, whole, out.dtype):
+        for where, sent in as_they_are(read[row], first + row, out.shape[1], code, whole, out.dtype):
             out[row, where] = sent
 
 
 @torch.no_grad()
 def _sum_coded(
-    pack: torch.Tensor, arrived: torch.Tensor, numel: int, code: str, whole: Sequence[int], process_group: str
+    pack: torch.Tensor,
+    arrived: torch.Tensor,
+    numel: int,
+    code: str,
+    whole: Sequence[int],
+    process_group: str,
+    within: str = "",
 ) -> torch.Tensor:
     how, rank = Code.of(code), resolve_process_group(process_group).rank()
+    mine = first_row(process_group, within) + rank
     own = pack.detach().view(-1, numel)
     read = list(arrived.view(-1, row_nbytes(numel, code, whole, pack.dtype.itemsize)))
     if len(read) < len(own):
@@ -130,14 +161,40 @@ def _sum_coded(
         if other == rank:
             total += own[rank]
             continue
-        sums = [(where, total[0, where] + x) for where, x in as_they_are(row, rank, numel, how, whole, pack.dtype)]
-        wire.add(row.unsqueeze(0), how, total)
-        for where, value in sums:
-            total[0, where] = value
+        _add_row(total, row, mine, how, whole, pack.dtype)
     return total[0]
 
 
-def encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str) -> torch.Tensor:
+@torch.no_grad()
+def _sum_sent(
+    arrived: torch.Tensor,
+    rows: int,
+    numel: int,
+    code: str,
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    process_group: str,
+) -> torch.Tensor:
+    how, mine = Code.of(code), resolve_process_group(process_group).rank()
+    total = torch.zeros(1, numel, dtype=torch.float32, device=arrived.device)
+    for row in arrived.view(rows, -1):
+        _add_row(total, row, mine, how, whole, dtype)
+    return total[0]
+
+
+def _add_row(
+    total: torch.Tensor, row: torch.Tensor, number: int, how: Code, whole: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Add what was sent to ``total``, float32 [1, numel]: a row with this ``number`` in the buffer."""
+    sums = [(where, total[0, where] + x) for where, x in as_they_are(row, number, total.shape[1], how, whole, dtype)]
+    wire.add(row.unsqueeze(0), how, total)
+    for where, value in sums:
+        total[0, where] = value
+
+
+def encoded(
+    flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, within: str = ""
+) -> torch.Tensor:
     """The shape of `zerofx.encode`'s result."""
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
     return flat.new_empty(rows * nbytes, dtype=torch.uint8)
@@ -149,49 +206,54 @@ def _decoded(
     return arrived.new_empty(rows * numel, dtype=dtype)
 
 
-def _summed(
-    pack: torch.Tensor, arrived: torch.Tensor, numel: int, code: str, whole: Sequence[int], process_group: str
-) -> torch.Tensor:
+def _summed(pack: torch.Tensor, arrived: torch.Tensor, numel: int, *description: Any) -> torch.Tensor:
     return pack.new_empty(numel, dtype=torch.float32)
+
+
+def _sent_summed(arrived: torch.Tensor, rows: int, numel: int, *description: Any) -> torch.Tensor:
+    return arrived.new_empty(numel, dtype=torch.float32)
 
 
 for _name, _run, _shape in (
     ("encode", _encode, encoded),
     ("decode", _decode, _decoded),
     ("sum_coded", _sum_coded, _summed),
+    ("sum_sent", _sum_sent, _sent_summed),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _shape, "Meta")
 
 
 def gather_into(
-    travel: Travel, out: torch.Tensor, shard: torch.Tensor, code: Code, whole: Sequence[int], process_group: str
+    travel: Travel,
+    out: torch.Tensor,
+    shard: torch.Tensor,
+    code: Code,
+    whole: Sequence[int],
+    process_group: str,
+    within: str = "",
 ) -> list[dist.Work]:
     """Start to fill ``out`` with what every rank sends of its ``shard``, itself included; returns what to wait for."""
-    sent = _encode(shard, 1, str(code), whole, process_group)
+    sent = _encode(shard, 1, str(code), whole, process_group, within)
     ranks = out.numel() // shard.numel()
     arrived = sent.new_empty(ranks * sent.numel())
-    return [_Reading(out, arrived, ranks, code, whole, travel.gather_into(arrived, sent, process_group))]
+
+    def read() -> None:
+        decode_into(out.detach(), arrived, ranks, code, whole, first_row(process_group, within))
+
+    return [_Reading(read, travel.gather_into(arrived, sent, process_group))]
 
 
 class _Reading(PythonWork):
-    """The end of a gather of codes: waits for them, and fills ``out``."""
+    """The end of a gather of codes: waits for them, and reads them."""
 
-    def __init__(
-        self,
-        out: torch.Tensor,
-        arrived: torch.Tensor,
-        rows: int,
-        code: Code,
-        whole: Sequence[int],
-        works: list[dist.Work],
-    ) -> None:
+    def __init__(self, read: Callable[[], None], works: list[dist.Work]) -> None:
         super().__init__()
         self._works = works
-        self._read: Callable[[], None] | None = lambda: decode_into(out.detach(), arrived, rows, code, whole)
+        self._read: Callable[[], None] | None = read
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns when ``out`` is what was sent."""
+        """Returns when what was sent is read."""
         with self.ending(), torch.no_grad():
             for work in self._works:
                 work.wait()

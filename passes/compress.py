@@ -19,6 +19,18 @@ What a rank reads of its own weights is what it has sent, so that all ranks comp
 of a gradient does not travel, and is added as it is. A reduction of codes is an exchange: a process group cannot add
 them. The sum is of float32, and rounded no more than it would be without codes.
 
+**Between the replicas of a mesh** (``Wire(between="nodes")``) the sum over a row is what travels in codes, and the
+reduction in a row is left alone. All replicas hold the same shard, so all read all that was sent, their own part too,
+and get one sum, bit by bit::
+
+    total = all_reduce(sums, "sum", replicas)            row = zerofx.encode(sums, 1, "int4/256?", whole, pg)
+    total = wait_tensor(total)                    ─────▶ start = all_gather_into_tensor(row, R, replicas)
+    shard = total * (1 / (R M))                          rows = wait_tensor(start)
+                                                         total = zerofx.sum_sent(rows, R, S, …)
+                                                         shard = total * (1 / (R M))
+
+Replicas that share the optimizer's work exchange codes, as the ranks above do.
+
 With ``Wire(error_feedback=True)`` a pack is written by ``zerofx.encode_rest`` (`feedback`).
 
 Parts of a shard that `narrow` sends by themselves, and rows of tables (`lookup`), travel as they are: they are small.
@@ -33,6 +45,7 @@ Requires ``group``; runs behind all passes that ask how long a gathered buffer l
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -45,20 +58,51 @@ from zerofx.passes import edit, feedback  # noqa: F401  # its operator
 from zerofx.passes.coded import flattened
 from zerofx.passes.context import Context, Tag
 
-_zerofx = torch.ops.zerofx
+_zerofx, _c10d = torch.ops.zerofx, torch.ops._c10d_functional
 
 
 def compress(gm: GraphModule, ctx: Context) -> int:
     """Put codes around the collectives of whole groups; returns around how many."""
-    if ctx.wire is None:
-        return 0
-    edits, layouts = 0, {layout.name: layout for layout in ctx.shards}
+    inside, between, edits = ctx.wire_inside, ctx.wire_between, 0
+    layouts = {layout.name: layout for layout in ctx.shards}
     layouts |= {ref.layout.name: ref.layout for ref in ctx.gradients.values()}
-    for start in edit.tagged(gm.graph, "all_gather"):
-        edits += _gather(gm, start, layouts[start.meta["zerofx"].group], ctx.wire.weight_code)
-    for start in edit.tagged(gm.graph, "reduce_scatter"):
-        edits += _reduce(gm, ctx, start, layouts[start.meta["zerofx"].group], ctx.wire.gradient_code)
+    for start in edit.tagged(gm.graph, "all_gather") if inside else ():
+        edits += _gather(gm, start, layouts[start.meta["zerofx"].group], inside.weight_code)  # type: ignore[union-attr]
+    starts = edit.tagged(gm.graph, "reduce_scatter") if inside else []
+    starts += edit.tagged(gm.graph, "sum_replicas") if between else []
+    for start in starts:
+        way = _Way.of(ctx, start)
+        if way.code is not None and way.code.shortens(start.args[0].meta["val"].dtype):  # type: ignore[union-attr]
+            _reduce(gm, ctx, start, layouts[start.meta["zerofx"].group], way)
+            edits += 1
     return edit.finish(gm, edits)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a sum of gradients travels.
+
+    Attributes:
+        code: what each is written in; None: it travels as it is.
+        kind: of the node that starts it.
+        ranks, process_group: whom it is summed over.
+        within: the process group of a row, if this is between rows.
+        divided: whether each rank gets a part of the sum; else all get all of it.
+    """
+
+    code: Code | None
+    kind: str
+    ranks: int
+    process_group: str
+    within: str = ""
+    divided: bool = True
+
+    @staticmethod
+    def of(ctx: Context, start: Node) -> _Way:
+        code, kind = cast(Wire, ctx.wire).gradient_code, start.meta["zerofx"].kind
+        if kind == "reduce_scatter":
+            return _Way(code, kind, cast(int, start.args[2]), cast(str, start.args[3]))
+        return _Way(code, kind, ctx.replicas, ctx.replica_group, ctx.process_group, ctx.divides_between)
 
 
 def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None) -> bool:
@@ -79,32 +123,34 @@ def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None
     return True
 
 
-def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, code: Code | None) -> bool:
+def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, way: _Way) -> None:
     pack, (wait,) = cast(Node, start.args[0]), start.users
-    value = pack.meta["val"]
-    if code is None or not code.shortens(value.dtype):
-        return False
-    ranks, group = layout.world_size, layout.name
-    whole, process_group = flattened(sent_whole(layout)), cast(str, start.args[3])
-    args: tuple[Any, ...] = (pack, ranks, str(code), whole, process_group)
+    numel, group = pack.meta["val"].numel(), layout.name
+    how: tuple[Any, ...] = (str(way.code), flattened(sent_whole(layout)))
+    within = (way.within,) if way.within else ()
+    args = (pack, way.ranks, *how, way.process_group) if way.divided else (pack, 1, *how, way.within)
     target = _zerofx.encode.default
     if cast(Wire, ctx.wire).error_feedback:
         target, args = _zerofx.encode_rest.default, (*args, group)
-    rows = _insert(gm, start, target, args, Tag("encode", group))
+    rows = _insert(gm, start, target, (*args, *within) if way.divided else args, Tag("encode", group))
 
     def call(target: Callable, *args: Any) -> Node:
-        return _insert(gm, start, target, args, Tag("reduce_scatter", group))
+        return _insert(gm, start, target, args, Tag(way.kind, group))
 
-    exchanged = ctx.travel.exchange(call, rows, rows.meta["val"].numel() // ranks, ranks, process_group)
-    start.replace_all_uses_with(exchanged)
+    if way.divided:
+        row = rows.meta["val"].numel() // way.ranks
+        started = ctx.travel.exchange(call, rows, row, way.ranks, way.process_group)
+        target, args = _zerofx.sum_coded.default, (pack, wait, numel // way.ranks, *how, way.process_group, *within)
+    else:
+        started = call(_c10d.all_gather_into_tensor.default, rows, way.ranks, way.process_group)
+        target, args = _zerofx.sum_sent.default, (wait, way.ranks, numel, *how, pack.meta["val"].dtype, way.within)
+    start.replace_all_uses_with(started)
     gm.graph.erase_node(start)
     _revalue(wait)
     (reader,) = wait.users
-    args = (pack, wait, layout.shard_numel, str(code), whole, process_group)
-    sums = _insert(gm, wait.next, _zerofx.sum_coded.default, args, Tag("decode", group), near=wait)
+    sums = _insert(gm, wait.next, target, args, Tag("decode", group), near=wait)
     reader.replace_input_with(wait, sums)
     _average_in_float32(gm, reader, layout)
-    return True
 
 
 def _average_in_float32(gm: GraphModule, node: Node, layout: GroupLayout) -> None:

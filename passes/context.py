@@ -196,6 +196,8 @@ class Context:
     """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left it (`near`)."""
     near_ranks: int = 1
     """How many ranks are near each other, where that is known."""
+    crosses: bool = False
+    """Whether the ranks of ``process_group`` are of several rows of a mesh."""
     backend: str = "gloo"
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
@@ -269,6 +271,17 @@ class Context:
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
         return self.stage == 3 and not self.one_copy
+
+    @property
+    def wire_inside(self) -> Wire | None:
+        """What travels in codes in ``process_group``."""
+        return self.wire if self.wire is not None and (self.crosses or self.wire.between == "all") else None
+
+    @property
+    def wire_between(self) -> Wire | None:
+        """What travels in codes between the replicas."""
+        between = self.wire is not None and self.wire.between == "nodes"
+        return self.wire if between and self.replicas > 1 else None
 
     def averaged_over(self, layout: GroupLayout) -> int:
         """How many ranks a gradient of ``layout`` is averaged over."""

@@ -2,13 +2,13 @@
 
 ::
 
-    rest += pack                      the others' rows; this rank's own does not travel
+    rest += pack                      the others' rows; this rank's own does not travel, but where it is the only one
     rows  = encode(rest)
     rest -= decode(rows)              0 where that is not finite, and where elements travel as they are
 
-``zerofx.encode_rest(pack, rows, code, whole, process_group, group)`` is ``zerofx.encode`` of a pack, and does that. The
-rest is state of the group named ``group``: float32, a row for each other rank. Whoever runs the graph has it
-(`feeding`). Error feedback: Seide et al. 2014; Karimireddy et al. 2019.
+``zerofx.encode_rest(pack, rows, code, whole, process_group, group, within)`` is ``zerofx.encode`` of a pack, and does
+that. The rest is state of the group named ``group``: float32, a row for each that travels. Whoever runs the graph has
+it (`feeding`). Error feedback: Seide et al. 2014; Karimireddy et al. 2019.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ import torch
 from zerofx._torch import resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import Code
-from zerofx.passes.coded import as_they_are, encoded, others_rows, row_nbytes
+from zerofx.passes.coded import as_they_are, encoded, first_row, others_rows, row_nbytes
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group) -> Tensor")
+_library.define(
+    "encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within='') -> Tensor"
+)
 
 
 class Keeper(Protocol):
     """Who has the rests of a graph's groups."""
 
-    def rest(self, group: str, others: int, numel: int) -> torch.Tensor:
-        """Float32, [others, numel]: zeros at first, and afterwards what was written to it."""
+    def rest(self, group: str, rows: int, numel: int) -> torch.Tensor:
+        """Float32, [rows, numel]: zeros at first, and afterwards what was written to it."""
 
 
 _here = threading.local()
@@ -51,7 +53,7 @@ def feeding(keeper: Keeper) -> Iterator[None]:
 
 @torch.no_grad()
 def _encode_rest(
-    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str
+    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str, within: str = ""
 ) -> torch.Tensor:
     keeper: Keeper | None = getattr(_here, "keeper", None)
     if keeper is None:
@@ -60,26 +62,25 @@ def _encode_rest(
             "graph as that backward does."
         )
     parts, how, rank = pack.detach().view(rows, -1), Code.of(code), resolve_process_group(process_group).rank()
-    numel = parts.shape[1]
-    rest = keeper.rest(group, rows - 1, numel)
+    numel, alone, first = parts.shape[1], rows == 1, first_row(process_group, within)
+    rest = keeper.rest(group, 1 if alone else rows - 1, numel)
     out = pack.new_empty(rows, row_nbytes(numel, code, whole, pack.dtype.itemsize), dtype=torch.uint8)
-    for others in others_rows(rank, rows):
+    for others in [slice(0, 1)] if alone else others_rows(rank, rows):
         before = int(others.start > rank)  # this rank's own row, which has no rest
         mine = rest[others.start - before : others.stop - before]
         mine += parts[others]
         wire.encode(mine, how, out[others])
         wire.subtract(out[others], how, mine)
         mine.nan_to_num_(0, 0, 0)
-    for other in range(rows):
-        if other != rank:
-            for where, sent in as_they_are(out[other], other, numel, how, whole, pack.dtype):
-                sent.copy_(parts[other, where])
-                rest[other - (other > rank), where] = 0
+    for row in [0] if alone else [row for row in range(rows) if row != rank]:
+        for where, sent in as_they_are(out[row], first + (rank if alone else row), numel, how, whole, pack.dtype):
+            sent.copy_(parts[row, where])
+            rest[row - (row > rank), where] = 0
     return out.view(-1)
 
 
 def _encoded_rest(
-    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str
+    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str, within: str = ""
 ) -> torch.Tensor:
     return encoded(pack, rows, code, whole, process_group)
 

@@ -57,7 +57,7 @@ from zerofx._torch import OpOverload, pin_order
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 from zerofx.passes.kinds import travelling
-from zerofx.passes.travel import Call, Travel, communicates
+from zerofx.passes.travel import GATHERS, Call, Travel, communicates
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -74,7 +74,9 @@ def lower(gm: GraphModule, ctx: Context) -> int:
         if node.args[0] not in coded:  # an exchange of codes is spelled already
             edits += _spell_reduction(gm, node, ctx.travel)
     for node in edit.tagged(gm.graph, "sum_replicas"):
-        if ctx.divides_between:
+        if node.args[0] in coded:
+            edits += node.target in GATHERS and _spell_gather(gm, node, ctx.travel)
+        elif ctx.divides_between:
             edits += _spell_reduction(gm, node, ctx.travel)
         elif node.args[0].target is not _aten.reshape.default:  # type: ignore[union-attr]  # memory of its own
             node.target = _c10d.all_reduce_.default
@@ -232,7 +234,7 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     """Start the reduction ``node`` as buffers travel, and sum what arrives; returns whether anything changed."""
     pack, (wait,) = node.args[0], node.users
     world_size, process_group = cast(int, node.args[2]), cast(str, node.args[3])
-    (gradient,) = wait.users  # or what a corner has summed
+    gradient, *more = sorted(wait.users)  # or what a corner has summed; or what writes codes of it, and adds them up
     numel = wait.meta["val"].numel()
     started = travel.scatter(_inserting(gm, node), pack, world_size, process_group)
     wait.meta["val"] = started.meta["val"]
@@ -241,13 +243,14 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     dtype = gradient.meta["val"].dtype
     wider = dtype if dtype.itemsize > wait.meta["val"].dtype.itemsize else None
     tag = gradient.meta["zerofx"]
-    if tag.kind == "sum_replicas":
+    if tag.kind in ("sum_replicas", "encode"):
         tag = Tag("gradient", tag.group)
     call = _inserting(gm, gradient, near=node, tag=tag)
     sums = travel.summed(call, pack, wait, numel, world_size, process_group, wider)
     changed = _take_the_place_of(node, started)
     if sums is not wait:
-        gradient.replace_input_with(wait, sums)
+        for reader in (gradient, *more):
+            reader.replace_input_with(wait, sums)
         if wider is not None:
             gradient.replace_all_uses_with(sums)
             gm.graph.erase_node(gradient)

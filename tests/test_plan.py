@@ -179,8 +179,23 @@ def test_codes_are_planned_with_the_bytes_of_their_rows_and_the_time_they_take_t
     fed = zerofx.plan(model, **options, wire=zerofx.Wire("int8", "int4", error_feedback=True))
     extra = [float(x.memory.gradients - y.memory.gradients) for x, y in zip(fed.stages, plain.stages)]
     assert extra == [4 * 4 * 65792 / 2] * 2
-    with pytest.raises(ValueError, match="with 2 replicas: sums over replicas have no codes yet"):
+    with pytest.raises(ValueError, match="with 2 replicas: a gradient would be written in codes twice"):
         zerofx.plan(model, world_size=(2, 2), wire=wire)
+
+
+def test_codes_between_nodes_change_the_bytes_between_them_alone() -> None:
+    model = nn.Linear(256, 256, device="meta")
+    for replicas in (2, 4):
+        options: Any = {"world_size": (replicas, 2), "stages": (2, 3), "bandwidth": 1e9}
+        wire = zerofx.Wire(None, "int8", error_feedback=True, between="nodes")
+        for a, b in zip(zerofx.plan(model, **options).stages, zerofx.plan(model, **options, wire=wire).stages):
+            assert b.traffic.gathered == a.traffic.gathered and b.traffic.reduced == a.traffic.reduced
+            whole = 65792 * (8 + 32 / 256) + 2 * 256 * 32  # bits; the bias travels as it is
+            assert float(b.traffic.between) == pytest.approx((replicas - 1) * whole / 8 / 2, rel=0.02)
+            assert float(b.memory.gradients - a.memory.gradients) == 4 * 65792 / 2
+            assert a.time is not None and b.time is not None and float(b.time.wire) < float(a.time.wire)
+    with pytest.raises(ValueError, match="on one dimension: which ranks are on one node is not known"):
+        zerofx.plan(model, world_size=4, wire=zerofx.Wire("int8", between="nodes"))
 
 
 def test_a_module_without_parameters_is_refused() -> None:

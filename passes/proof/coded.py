@@ -5,6 +5,7 @@
     shard ─ encode ─ gather ─ wait ─ decode               Flat, Flat in code, ... whole, and a gathered buffer
     pack  ─ encode ─ exchange ─ wait ─ sum_coded          a Pack: "packed", "coded", "coded parts", "shard of M"
         └────────────────────────────────┘
+    sum  ─ encode ─ gather ─ wait ─ sum_sent              a Pack ``of`` a sum over a row: "coded", "coded rows"
 
 What must hold: rows are written and read by one description, that of the option and the layout, and once; only what was
 written in codes is read as codes; the sum is of float32 and of the pack that was sent.
@@ -12,69 +13,92 @@ written in codes is read as codes; the sum is of float32 and of the pack that wa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
 from zerofx.passes.coded import flattened
-from zerofx.passes.proof.facts import DECODE, ENCODE, ENCODE_REST, SUM_CODED, Flat, Pack, Started
+from zerofx.passes.proof.facts import DECODE, ENCODE, ENCODE_REST, SUM_CODED, SUM_SENT, Flat, Pack, Started
 from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Op
-from zerofx.passes.travel import EXCHANGES
+from zerofx.passes.travel import EXCHANGES, GATHERS
 
 
 def read_coded(known: Known, op: Op, fact: Any) -> None:
-    """One of the three operators; ``fact`` is of what it reads."""
-    {ENCODE: _encode, ENCODE_REST: _encode_rest, DECODE: _decode, SUM_CODED: _sum}[op.target](known, op, fact)
+    """One of the operators; ``fact`` is of what it reads."""
+    _READS[op.target](known, op, fact)
 
 
 def _encode(known: Known, op: Op, fact: Any) -> None:
-    source, rows, *how, process_group = op.args
-    wire = known.ctx.wire
+    source, rows, *how, process_group = op.args[:5]
     if isinstance(fact, Flat):
+        wire = known.ctx.wire_inside
         if fact.code or fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")
         _check(known, op, fact.layout, wire.weight_code if wire else None, (rows, *how), 1)
         known.check_collective(op, fact.layout, fact.layout.world_size, process_group, known.ctx.process_group)
         known.facts[op.node] = replace(fact, code=how[0])
         return
-    if fact is not None:
-        known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a shard, or a pack of gradients, once")
-    if wire is not None and wire.error_feedback:
+    if known.ctx.wire is not None and known.ctx.wire.error_feedback:
         known.fail("wire", op.node, "what its code cuts off is lost", "the rest kept, for error_feedback=True")
-    _encode_pack(known, op)
+    _encode_gradients(known, op, fact, op.args[5:])
 
 
 def _encode_rest(known: Known, op: Op, fact: Any) -> None:
-    source, *_, group = op.args
+    group, *within = op.args[5:]
     wire = known.ctx.wire
-    if fact is not None:
-        known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a pack of gradients, once")
     if wire is None or not wire.error_feedback:
         known.fail("wire", op.node, "it adds what was cut off before", "gradients as they are")
-    layout = known.layout_of(known.pack(source), op.node)
+    _encode_gradients(known, op, fact, within)
+    layout = known.layout_of(known.facts[op.node], op.node)
     if group != layout.name:
         known.fail("wire", op.node, f"it adds what was cut off of {group!r}", f"of {layout.name!r}")
     if group in known.rests:
         known.fail("wire", op.node, f"{known.rests[group].name!r} has added the rest of {group!r}", "each rest once")
     known.rests[group] = op.node
-    _encode_pack(known, op)
 
 
-def _encode_pack(known: Known, op: Op) -> None:
+def _encode_gradients(known: Known, op: Op, fact: Any, within: Sequence[str]) -> None:
+    """A pack in codes; or, between replicas, a sum over a row."""
     source, rows, code, whole, process_group = op.args[:5]
-    how, wire = (code, whole), known.ctx.wire
-    pack = known.pack(source)
-    layout = known.layout_of(pack, op.node)
+    ctx, pack = known.ctx, _gradients(known, op, source, fact)
+    layout, between = known.layout_of(pack, op.node), pack.state.startswith("shard")
     if pack.numel != layout.numel:
         known.fail("reduction", op.node, f"it is a pack of {pack.numel} elements", f"{layout.numel}")
-    _check(known, op, layout, wire.gradient_code if wire else None, (rows, *how), layout.world_size)
-    known.check_collective(op, layout, layout.world_size, process_group, known.ctx.reduce_group)
-    known.facts[op.node] = replace(pack, state="coded")
+    wire = ctx.wire_between if between else ctx.wire_inside
+    ranks = layout.world_size if not between else ctx.replicas if ctx.divides_between else 1
+    _check(known, op, layout, wire.gradient_code if wire else None, (rows, code, whole), ranks)
+    if not between:
+        known.check_collective(op, layout, layout.world_size, process_group, ctx.reduce_group)
+        known.facts[op.node] = replace(pack, state="coded")
+        return
+    over = (ctx.replica_group, ctx.process_group) if ctx.divides_between else (ctx.process_group,)
+    _check_over(known, op, (process_group, *within), over)
+    known.facts[op.node] = Pack((), source.meta["val"].numel(), pack.dtype, "coded", of=pack)
+
+
+def _gradients(known: Known, op: Op, source: Node, fact: Any) -> Pack:
+    """What is written in codes: a pack, or a sum over a row that no replica has added to."""
+    ctx = known.ctx
+    if fact is None:
+        pack = known.pack(source)
+        alone = ctx.wire_between is not None and known.layout_of(pack, op.node).world_size == 1
+        return replace(pack, state="shard") if alone else pack  # one rank's shard is the whole
+    fresh = isinstance(fact, Pack) and fact.state.startswith("shard") and fact.replicas == 1 and not fact.narrowed
+    if not fresh or ctx.wire_between is None or fact.scale != 1.0:
+        known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a shard, or a pack of gradients, once")
+    return fact
+
+
+def _check_over(known: Known, op: Op, found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    if found != wanted:
+        known.fail("group", op.node, f"it is of ranks of {found}", f"of {wanted}")
 
 
 def _check(
@@ -87,17 +111,23 @@ def _check(
 
 
 def start_exchange(known: Known, op: Op, pack: Pack) -> None:
-    """The exchange of rows in codes."""
-    if op.target not in EXCHANGES:
+    """The exchange of rows in codes; or, where all replicas get all of a sum, their gather."""
+    ctx = known.ctx
+    gathers = pack.of is not None and not ctx.divides_between
+    if op.target not in (GATHERS if gathers else EXCHANGES):
         known.fail("wire", op.node, "it does something else with codes", "their exchange")
     layout, (_, *sizes, process_group) = known.layout_of(pack, op.node), op.args
-    part = op.inputs[0].meta["val"].numel() // layout.world_size
+    over = layout.world_size if pack.of is None else ctx.replicas
+    part = op.inputs[0].meta["val"].numel() // over
     ranks = sizes[0]
     if len(sizes) == 2:  # as `all_to_all_single` takes it
         even = list(sizes[0]) == list(sizes[1]) == [part] * len(sizes[0])
         ranks = len(sizes[0]) if even else -1
-    known.check_collective(op, layout, ranks, process_group, known.ctx.reduce_group)
-    known.facts[op.node] = Started(op.node, replace(pack, state="coded parts"))
+    if pack.of is None:
+        known.check_collective(op, layout, ranks, process_group, ctx.reduce_group)
+    else:
+        _check_over(known, op, (ranks, process_group), (over, ctx.replica_group))
+    known.facts[op.node] = Started(op.node, replace(pack, state="coded rows" if gathers else "coded parts"))
     known.waits[op.node] = []
 
 
@@ -108,7 +138,7 @@ def _decode(known: Known, op: Op, fact: Any) -> None:
     if arrived in known.decoded:
         known.fail("wire", op.node, f"{known.decoded[arrived].name!r} reads them too", "each gather read once")
     known.decoded[arrived] = op.node
-    layout, wire = fact.layout, known.ctx.wire
+    layout, wire = fact.layout, known.ctx.wire_inside
     was = fact.dtypes[-1] if fact.dtypes else layout.dtype
     wanted = (layout.world_size, layout.shard_numel, was)
     _check(known, op, layout, wire.weight_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
@@ -116,19 +146,42 @@ def _decode(known: Known, op: Op, fact: Any) -> None:
 
 
 def _sum(known: Known, op: Op, fact: Any) -> None:
-    pack, arrived, numel, code, whole, process_group = op.args
-    sent = known.facts.get(arrived)
+    pack, arrived, numel, code, whole, *over = op.args
+    sent, ctx = known.facts.get(arrived), known.ctx
     if not isinstance(sent, Pack) or sent.state != "coded parts":
         known.fail("wire", op.node, f"it sums {arrived.name!r} as codes", "what ranks have sent in codes")
-    if known.facts.get(pack) is not None or known.pack(pack) != replace(sent, state="packed"):
+    own = known.facts.get(pack)
+    own = known.pack(pack) if own is None else own
+    if own != (replace(sent, state="packed") if sent.of is None else _as_packed(known, pack, sent.of)):
         known.fail("wire", op.node, f"its own part is of {pack.name!r}", "the pack that was sent")
-    layout, wire = known.layout_of(sent, op.node), known.ctx.wire
-    ranks = layout.world_size
-    _check(
-        known, op, layout, wire.gradient_code if wire else None, (ranks, code, whole, numel), ranks, layout.shard_numel
-    )
-    known.check_collective(op, layout, ranks, process_group, known.ctx.reduce_group)
-    known.facts[op.node] = replace(sent, state=f"shard of {ranks}", dtype=torch.float32)
+    layout = known.layout_of(sent, op.node)
+    wire, ranks, right = ctx.wire_inside, layout.world_size, [ctx.reduce_group]
+    if sent.of is not None:
+        wire, ranks, right = ctx.wire_between, ctx.replicas, [ctx.replica_group, ctx.process_group]
+    wanted = ranks, sent.numel // ranks
+    _check(known, op, layout, wire.gradient_code if wire else None, (ranks, code, whole, numel), *wanted)
+    _check_over(known, op, over, right)
+    if sent.of is not None:
+        known.facts[op.node] = replace(sent.of, replicas=ranks, divided=True, dtype=torch.float32)
+    else:
+        known.facts[op.node] = replace(sent, state=f"shard of {ranks}", dtype=torch.float32)
+
+
+def _as_packed(known: Known, node: Node, of: Pack) -> Pack:
+    """A sum over a row as `Known` finds it: of one rank it is the pack itself."""
+    return of if known.facts.get(node) is not None else replace(of, state="packed")
+
+
+def _sum_sent(known: Known, op: Op, fact: Any) -> None:
+    arrived, rows, numel, code, whole, dtype, within = op.args
+    sent, ctx = known.facts.get(arrived), known.ctx
+    if not isinstance(sent, Pack) or sent.state != "coded rows" or sent.of is None:
+        known.fail("wire", op.node, f"it sums {arrived.name!r} as codes", "what all replicas have sent in codes")
+    layout, wire = known.layout_of(sent, op.node), ctx.wire_between
+    wanted = (ctx.replicas, sent.numel, sent.dtype)
+    _check(known, op, layout, wire.gradient_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
+    _check_over(known, op, (within,), (ctx.process_group,))
+    known.facts[op.node] = replace(sent.of, replicas=ctx.replicas, dtype=torch.float32)
 
 
 def check_decoded(known: Known) -> None:
@@ -136,3 +189,12 @@ def check_decoded(known: Known) -> None:
     for wait in known.arrived:
         if wait not in known.decoded:
             known.fail("wire", wait, "nothing reads the codes that it brings", "a decode of them")
+
+
+_READS: dict[Any, Callable[[Known, Op, Any], None]] = {
+    ENCODE: _encode,
+    ENCODE_REST: _encode_rest,
+    DECODE: _decode,
+    SUM_CODED: _sum,
+    SUM_SENT: _sum_sent,
+}

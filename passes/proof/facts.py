@@ -14,7 +14,7 @@ from zerofx.model.layout import GroupLayout
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
 ENCODE, DECODE, SUM_CODED = _zerofx.encode.default, _zerofx.decode.default, _zerofx.sum_coded.default
-ENCODE_REST = _zerofx.encode_rest.default
+ENCODE_REST, SUM_SENT = _zerofx.encode_rest.default, _zerofx.sum_sent.default
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 
@@ -77,7 +77,7 @@ class Pack:
     ``dtype``: of its elements.
     ``state``: "packed", then "shard" (summed, this rank's) or "whole" (summed); or, by way of an exchange, "parts" (of
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
-    and "shard of 4"; in codes "coded", "coded parts", and "shard of 4".
+    and "shard of 4"; in codes "coded", "coded parts" or "coded rows" (of all replicas), and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
     ``replicas``: over how many replicas it was summed.
     ``divided``: of that sum, this is this rank's part.

@@ -26,6 +26,7 @@ from zerofx.passes.proof.facts import (
     REFRESH,
     STEP,
     SUM_CODED,
+    SUM_SENT,
     Flat,
     Pack,
     Share,
@@ -148,7 +149,7 @@ class Reader(Known):
             self.numbers[node] = hash(("update", node.name))
         elif op.target is _WAIT and not self._theirs(node):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
-        elif op.target in (ENCODE, ENCODE_REST, DECODE, SUM_CODED):
+        elif op.target in (ENCODE, ENCODE_REST, DECODE, SUM_CODED, SUM_SENT):
             coded.read_coded(self, op, fact)
         elif isinstance(fact, Pack) and fact.state == "coded":
             coded.start_exchange(self, op, fact)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch.fx import GraphModule
 from torch.testing import FileCheck
 
 from tests.passes.graphs import apply, assert_documented, assert_left_alone, events, mlp_backward, mlp_forward, up_to
+from tests.passes.mutants import another, bypass, inner, instead, set_arg, tagged
+from zerofx.compiler.rewriting import copy_graph
 from zerofx.model.wire import Wire
-from zerofx.passes import Context, compress, step
+from zerofx.passes import PIPELINE, Context, VerificationError, compress, step, verify
+from zerofx.passes.context import Meanings
 
 BEFORE = up_to(step)
 INT8 = Wire("int8", "int4", block=32)
@@ -83,3 +90,136 @@ def test_graphs_without_collectives_or_codes_are_left_alone() -> None:
 
 def test_what_is_as_short_already_travels_as_it_is() -> None:
     left_alone(*mlp_backward(wire=Wire(gradients="bf16"), reduce_dtype=torch.bfloat16))
+
+
+# ---- between the replicas of a mesh ---------------------------------------------------------------------------------
+
+NODES: dict[str, Any] = {"replica_group": "columns", "wire": Wire(None, "int4", block=32, between="nodes")}
+ROWS = NODES | {"replicas": 3}
+DIVIDED = NODES | {"replicas": 2, "divides_between": True}
+c10d, zero = torch.ops._c10d_functional, torch.ops.zerofx
+
+
+def test_the_sum_of_a_row_is_written_once_and_all_that_replicas_sent_is_added_up() -> None:
+    gm, ctx = mlp_backward(layers="ab", **ROWS)
+    found = apply(gm, ctx, *BEFORE, compress)
+    assert found.edits == 2
+    assert_documented(found.inserted)
+    for start in tagged(gm, "reduce_scatter"):
+        assert start.target is c10d.reduce_scatter_tensor.default
+    for start in tagged(gm, "sum_replicas"):
+        assert (start.target, start.args[1:]) == (c10d.all_gather_into_tensor.default, (3, "columns"))
+        row = start.args[0]
+        assert row.args[1:3] == (1, "int4/32?") and row.args[0].meta["zerofx"].kind == "wait_grad"
+        (wait,) = start.users
+        (total,) = wait.users
+        assert total.target is zero.sum_sent.default and total.meta["val"].dtype == torch.float32
+    assert [e[:-2] for e in events(gm, "encode", "sum_replicas", "wait_replicas", "decode") if e[-1] == "b"] == [
+        "encode",
+        "sum_replicas",
+        "wait_replicas",
+        "decode",
+    ]
+
+
+def test_replicas_that_share_the_optimizers_work_exchange_parts_of_a_sum() -> None:
+    gm, ctx = mlp_backward(layers="ab", **DIVIDED)
+    apply(gm, ctx, *BEFORE, compress)
+    for total in (n for n in tagged(gm, "decode") if n.target is zero.sum_coded.default):
+        sums, wait, numel, *_, group, within = total.args
+        assert sums.meta["zerofx"].kind == "wait_grad" and wait.meta["zerofx"].kind == "wait_replicas"
+        assert (2 * numel, group, within) == (sums.meta["val"].numel(), "columns", "pg")
+
+
+def test_weights_of_several_rows_are_gathered_in_codes_and_near_ones_as_they_are() -> None:
+    wire = Wire("int8", "int4", block=32, between="nodes")
+    assert apply(*mlp_forward(wire=wire, crosses=True), *BEFORE, compress).edits == 3
+    left_alone(*mlp_forward(**{**ROWS, "wire": wire}))
+    left_alone(*mlp_forward(wire=wire))
+    left_alone(*mlp_backward(wire=wire))
+
+
+def the_code_of_another_row(gm: GraphModule, ctx: Context) -> None:
+    _set(_call(gm, "encode"), -1, "columns")
+
+
+def a_sum_that_is_written_twice(gm: GraphModule, ctx: Context) -> None:
+    node = _node(gm, "encode")
+    instead(node, zero.encode.default, *node.args[1:])
+
+
+def codes_that_are_added_up(gm: GraphModule, ctx: Context) -> None:
+    start = _node(gm, "sum_replicas")
+    start.target, start.args = c10d.all_reduce.default, (start.args[0], "sum", "columns")
+
+
+def codes_that_stay_in_the_row(gm: GraphModule, ctx: Context) -> None:
+    _set(_call(gm, "sum_replicas"), -1, "pg")
+
+
+def a_sum_of_one_replica_less(gm: GraphModule, ctx: Context) -> None:
+    _set(_call(gm, "sum_replicas"), -2, ctx.replicas - 1)
+
+
+def what_another_rank_of_the_row_has_sent(gm: GraphModule, ctx: Context) -> None:
+    _set(_call(gm, "decode"), -1, "columns")
+
+
+def codes_of_other_bits(gm: GraphModule, ctx: Context) -> None:
+    call = _call(gm, "decode")
+    _set(call, next(i for i, x in enumerate(call.args) if isinstance(x, str)), "int8/32")
+
+
+def the_sum_of_a_row_in_place_of_all(gm: GraphModule, ctx: Context) -> None:
+    bypass(_node(gm, "decode"), inner(gm, _node(gm, "encode")).args[0])  # type: ignore[arg-type]
+
+
+def a_row_that_travels_in_codes(gm: GraphModule, ctx: Context) -> None:
+    ctx.wire, ctx.crosses = Wire(None, "int4", block=32), False
+
+
+BROKEN: dict[Callable[[GraphModule, Context], None], set[str]] = {
+    the_code_of_another_row: {"group"},
+    a_sum_that_is_written_twice: {"wire"},
+    codes_that_are_added_up: {"wire"},
+    codes_that_stay_in_the_row: {"group"},
+    a_sum_of_one_replica_less: {"group"},
+    what_another_rank_of_the_row_has_sent: {"group"},
+    codes_of_other_bits: {"wire"},
+    the_sum_of_a_row_in_place_of_all: {"reduction"},
+    a_row_that_travels_in_codes: {"wire"},
+}
+
+
+@pytest.mark.parametrize("scheme", [ROWS, DIVIDED], ids=["all of a sum", "a part of it"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_breaks_a_rule_of_codes_between_replicas_is_found(scheme: Any, world_size: int, backend: str) -> None:
+    gm, ctx = mlp_backward(world_size=world_size, backend=backend, **scheme)
+    ctx.before, ctx.meanings = copy_graph(gm), Meanings()
+    apply(gm, ctx, *PIPELINE)
+    wrong = []
+    for mutant, rules in BROKEN.items():
+        broken, known = another((gm, ctx))
+        if mutant is a_sum_of_one_replica_less and scheme is DIVIDED and backend == "nccl":
+            continue  # an exchange says how much it sends each, not how many there are
+        mutant(broken, known)
+        try:
+            verify(broken, known)
+            wrong.append(f"{mutant.__name__} is not found")
+        except VerificationError as error:
+            if error.rule not in rules:
+                wrong.append(f"{mutant.__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _node(gm: GraphModule, kind: str) -> Any:
+    return next(n for n in tagged(gm, kind) if kind != "decode" or n.target is not zero.decode.default)
+
+
+def _call(gm: GraphModule, kind: str) -> Any:
+    return inner(gm, _node(gm, kind))
+
+
+def _set(call: Any, i: int, value: Any) -> None:
+    set_arg(call, i % len(call.args), value)

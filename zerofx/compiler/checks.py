@@ -20,6 +20,7 @@ from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
+from zerofx.model.wire import Wire
 from zerofx.runtime.eager.leaf import leaf_names
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
@@ -62,6 +63,7 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
+    check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
     return plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block)
@@ -145,6 +147,30 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
         )
     if p.grad is not None:
         raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
+
+
+def check_wire(wire: Wire | None, sharing: Sharing, *, one_dimension: bool) -> None:
+    """Refuse codes that would be written of codes, and codes between nodes for what stays inside of one.
+
+    ``one_dimension``: there is no mesh of two that could say which ranks are on one node.
+    """
+    if wire is None:
+        return
+    if wire.between == "all" and sharing.replicas is not None:
+        raise ValueError(
+            f"wire={wire!r} with {sharing.replicas.size} replicas: a gradient would be written in codes twice, inside "
+            'of a node and between nodes. Use Wire(..., between="nodes").'
+        )
+    if wire.between == "nodes" and one_dimension:
+        raise ValueError(
+            'Wire(between="nodes") on one dimension: which ranks are on one node is not known. Give two, nodes and the '
+            "ranks of each: a mesh of two dimensions, or world_size=(nodes, ranks). Or leave between= out."
+        )
+    if wire.weights is not None and sharing.replicas is not None and not sharing.weights_cross:
+        raise ValueError(
+            f'Wire(weights={wire.weights!r}, between="nodes"): each node has the weights whole, and none travel '
+            'between nodes. Leave weights= out, or use sharing=zerofx.Sharding(gradients="all", optimizer="all").'
+        )
 
 
 def _check_init(module: nn.Module, options: Options) -> None:

@@ -185,11 +185,6 @@ class Options:
                 f"wire={self.wire!r} with stage=0: its all-reduce adds up what it is given, and codes cannot be added. "
                 "Use stage=1."
             )
-        if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim == 2 and min(self.mesh.shape) > 1:
-            raise ValueError(
-                f"wire={self.wire!r} with a mesh of {tuple(self.mesh.shape)}: sums over replicas have no codes yet. "
-                "Leave one of both out, or give one dimension of the mesh."
-            )
         if self.one_copy and self.wire.weights is not None:
             raise ValueError(f"wire={self.wire!r} with one_copy=True: no weights travel there. Leave weights= out.")
 

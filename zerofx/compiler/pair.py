@@ -339,6 +339,7 @@ class CompiledGraph:
             "divides_between": group.sharing.divides_between,
             "near_group": "" if group.sharing.near is None else group.sharing.near.name,
             "near_ranks": group.sharing.near_ranks,
+            "crosses": group.sharing.crosses,
             "backend": group.backend,
             "stage": family.stage,
             "one_copy": group.weights.in_common,

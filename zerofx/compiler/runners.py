@@ -166,9 +166,9 @@ class BackwardCode:
         else:
             skip_collective(live.sharing.weights.name)
 
-    def rest(self, group: str, others: int, numel: int) -> torch.Tensor:
+    def rest(self, group: str, rows: int, numel: int) -> torch.Tensor:
         """`zerofx.passes.feedback.Keeper`"""
-        return self._reduced(group)[0].gradients.rest_of(others, numel)
+        return self._reduced(group)[0].gradients.rest_of(rows, numel)
 
     def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...]]:
         for ref, slots in self.reductions:

@@ -26,6 +26,7 @@ from zerofx.model.layout import BLOCKED_NUMEL, GroupLayout
 
 WeightCode = Literal["bf16", "fp8", "int8"]
 GradientCode = Literal["bf16", "fp8", "int8", "int4"]
+Between = Literal["all", "nodes"]
 
 _WEIGHTS = ("bf16", "fp8", "int8")
 _GRADIENTS = ("bf16", "fp8", "int8", "int4")
@@ -46,6 +47,8 @@ class Wire:
             without ``error_feedback``.
         error_feedback: add what a gradient's code cut off to the rank's next gradient. A rank keeps that:
             4 N (M - 1)/M bytes.
+        between: between which ranks codes are used. ``"all"``; or, on a mesh of two dimensions, ``"nodes"``: by the
+            collectives that ranks of several rows take part in. What stays inside of a row travels as it is.
     """
 
     weights: WeightCode | None = None
@@ -53,6 +56,7 @@ class Wire:
     block: int = 256
     stochastic: bool | None = None
     error_feedback: bool = False
+    between: Between = "all"
 
     def __post_init__(self) -> None:
         for name, known in (("weights", _WEIGHTS), ("gradients", _GRADIENTS)):
@@ -70,6 +74,8 @@ class Wire:
             raise ValueError(f"Wire(block={self.block!r}): expected an even number of elements, 32 or more.")
         if self.stochastic is not None and not isinstance(self.stochastic, bool):
             raise ValueError(f"Wire(stochastic={self.stochastic!r}): expected True, False or None.")
+        if self.between not in ("all", "nodes"):
+            raise ValueError(f"Wire(between={self.between!r}): expected 'all' or 'nodes'.")
         self._check_feedback()
 
     def _check_feedback(self) -> None:

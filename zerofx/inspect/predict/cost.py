@@ -106,16 +106,21 @@ class Formulas:
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no letter of the formulas: they have {LETTERS.replace(' ', ', ')}.")
         known = {symbol: sympify(values[symbol.name]) for symbol in SYMBOLS if symbol.name in values}
-        return replace(self, **{field.name: getattr(self, field.name).xreplace(known) for field in fields(self)})
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x if x is None else x.xreplace(known) for name, x in found.items()})
 
 
 @dataclass(frozen=True)
 class Sizes(Formulas):
-    """Bytes of one element. Where weights have the size of masters they are the masters, and are not held twice."""
+    """Bytes of one element. Where weights have the size of masters they are the masters, and are not held twice.
+
+    ``between``: of a gradient that is summed over replicas, where that is not ``gradient``.
+    """
 
     master: Expr = m
     weight: Expr = m
     gradient: Expr = m
+    between: Expr | None = None
 
     @property
     def mixed(self) -> bool:
@@ -321,7 +326,8 @@ def _sums(stage: int, ranks: Ranks) -> Expr:
 
 def _between(stage: int, sizes: Sizes, ranks: Ranks) -> Expr:
     """Bytes that a rank receives of other replicas for each reduction: an all-reduce of its shard."""
-    return _sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * sizes.gradient
+    element = sizes.gradient if sizes.between is None else sizes.between
+    return _sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * element
 
 
 def _sent(ranks: Expr) -> Expr:

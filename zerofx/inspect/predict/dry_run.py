@@ -38,7 +38,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx._torch import ARCHITECTURES, PretendedDevice, compile_module, pretended_cuda, pytree
 from zerofx.compiler.backend import Backend
-from zerofx.compiler.checks import check_module
+from zerofx.compiler.checks import check_module, check_wire
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
@@ -103,6 +103,7 @@ def dry_run(
     with _place(device, architecture) as place:
         module = place.without_memory(module)
         sharing = pretended(replicas, ranks, backend)
+        check_wire(checked.wire, sharing, one_dimension=not isinstance(world_size, tuple))
         groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked)
         compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]

@@ -31,6 +31,7 @@ from typing import Any
 
 from torch import nn
 
+from zerofx.compiler.checks import check_wire
 from zerofx.inspect.predict import cost
 from zerofx.inspect.predict.speed import Speed
 from zerofx.inspect.predict.wires import coded
@@ -214,6 +215,7 @@ def plan(
     Raises:
         ValueError: a stage, or a number of anything, that there cannot be; options that need one another.
     """
+    one_dimension = not isinstance(world_size, tuple)
     replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
     if replicas > 1:
         sharing = partial(pretended, replicas)
@@ -222,9 +224,8 @@ def plan(
             raise ValueError(f"{name}={number}: expected 1 or more.")
     if memory is not None and not memory > 0:
         raise ValueError(f"memory={memory}: expected bytes, more than 0.")
-    if wire is not None and replicas > 1:
-        raise ValueError(f"wire={wire!r} with {replicas} replicas: sums over replicas have no codes yet. Leave it out.")
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
+    check_wire(wire, ranks, one_dimension=one_dimension)
     planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)
     layouts = [layout for layout, _ in planned]
     if not layouts:
@@ -270,12 +271,13 @@ def _costs(
         else:
             memory = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
         numbers: dict[str, float] = {"N": _numel(trained), "n": len(trained), "k": micro_batches}
-        travels = coded(layouts, wire if stage else None, sizes, precision, sharing.weights.size)
+        travels = coded(layouts, wire if stage else None, sizes, precision, sharing)
         memory, traffic = memory.at(**numbers), cost.traffic(stage, travels.sizes, **options).at(**numbers)
         parts = sharing.weights.size if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
         if wire is not None and wire.error_feedback and travels.reduction:
-            rests = 4 * _numel(trained) * (1 - 1 / sharing.gradients.size)
+            own = 1 / sharing.gradients.size  # what a rank reduces; to replicas it sends that, else all but that
+            rests = 4 * _numel(trained) * (1 - own if sharing.replicas is None else own)
             memory = replace(memory, gradients=memory.gradients + rests)
         if stage in (1, 2) and travels.gather and not sizes.mixed and dtype.itemsize > 2:  # the replica is not exact
             memory = replace(memory, master=memory.master + _numel(trained) * dtype.itemsize / sharing.optimizer.size)

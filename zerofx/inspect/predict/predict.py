@@ -343,7 +343,7 @@ def _held(module: nn.Module) -> int:
     storages = {}
     for group in _groups(module):
         if group.family.stage:
-            tensors = [group.shard] if group.replica is None else [group.shard, group.replica]
+            tensors = [group.shard, group.weights.buffer]
         else:
             tensors = [group.parameter(slot) for slot in group.layout.slots]
         tensors += [] if group.gradients.rest is None else [group.gradients.rest]
@@ -359,17 +359,20 @@ def _held_by(records: list[GraphRecord]) -> int:
     held = 0
     for layout in layouts_of(records):
         whole, shard = layout.numel * (context.param_dtype or layout.dtype).itemsize, layout.nbytes // layout.world_size
+        inside, between = context.wire_inside, context.wire_between
         if context.stage == 0:
             held += sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
         elif context.gathers:
             held += shard
         else:  # the shard is a part of the replica, where that holds the parameters exactly
             dtype = context.param_dtype or layout.dtype
-            code = context.wire.weight_code if context.wire and layout.world_size > 1 and not context.one_copy else None
+            code = inside.weight_code if inside and layout.world_size > 1 and not context.one_copy else None
             held += whole // (layout.world_size if context.one_copy else 1)
             held += shard if dtype != layout.dtype or (code and code.shortens(dtype)) else 0
-        if context.wire is not None and context.wire.error_feedback and layout.world_size > 1:
+        if inside is not None and inside.error_feedback and layout.world_size > 1:
             held += 4 * (layout.numel - layout.shard_numel)
+        elif between is not None and between.error_feedback:
+            held += 4 * layout.shard_numel
     return held
 
 

@@ -139,13 +139,13 @@ class _Code:
             ) from error
 
 
-def _sent(layout: GroupLayout, replica: torch.Tensor, wire: Wire | None) -> int:
-    """Bytes that all ranks send so that ``replica`` is up to date."""
+def _sent(layout: GroupLayout, replica: torch.Tensor, ranks: int, wire: Wire | None) -> int:
+    """Bytes that ``ranks`` ranks send so that ``replica``, which is all that they have, is up to date."""
     code = None if wire is None else wire.weight_code
     if code is None or not code.shortens(replica.dtype):
         return nbytes_of(replica)
-    whole = flattened(sent_whole(layout))
-    return layout.world_size * row_nbytes(layout.shard_numel, str(code), whole, replica.dtype.itemsize)
+    whole, part = flattened(sent_whole(layout)), replica.numel() // ranks
+    return ranks * row_nbytes(part, str(code), whole, replica.dtype.itemsize)
 
 
 class _Step:
@@ -166,7 +166,8 @@ class _Step:
                 if layout not in self.refreshed and layout.requires_grad and (layout.world_size > 1 or between):
                     ranks = code.context.replicas if between else layout.world_size
                     about = About(layout.name, "weights", ranks, 1 if between else ranks)
-                    self.recorder.refresh(replica, about, _sent(layout, replica, code.context.wire))
+                    wire = code.context.wire_between if between else code.context.wire_inside
+                    self.recorder.refresh(replica, about, _sent(layout, replica, ranks, wire))
                 self.refreshed.add(layout)
         outputs = code.run(self.recorder, inputs)
         self.saved[i] = {name: outputs[k] for k, name in code.saved.items() if isinstance(outputs[k], torch.Tensor)}

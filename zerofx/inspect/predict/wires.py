@@ -7,6 +7,11 @@ its own part, and reads one part of every other rank, which it adds up in float3
 
     gather       N/M (w + s) + N (s + w)             w, g: bytes of an element where it is; s: where it travels
     reduction    (M - 1)/M N (g + s + s + 8) + N/M (g + 8)
+
+Between R replicas (``between="nodes"``) a rank sends its N/M elements to each of the others, and adds up what all have
+sent, itself included: N/M (R - 1) s bytes travel, where an all-reduce takes 2 (R - 1)/R N/M g::
+
+    sum          N/M (g + s) + R N/M (s + 8)
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes.coded import flattened, row_nbytes
+from zerofx.runtime.ranks.sharing import Sharing
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,11 @@ class Coded:
 
 
 def coded(
-    layouts: list[GroupLayout], wire: Wire | None, sizes: Sizes, precision: MixedPrecision | None, ranks: int
+    layouts: list[GroupLayout], wire: Wire | None, sizes: Sizes, precision: MixedPrecision | None, sharing: Sharing
 ) -> Coded:
-    """With ``wire`` on ``ranks`` ranks; without it, or on one rank, all travels as it is."""
-    if wire is None or ranks == 1:
+    """With ``wire`` on the ranks of ``sharing``; without it, or on one rank, all travels as it is."""
+    ranks, replicas = sharing.weights.size, 1 if sharing.replicas is None else sharing.replicas.size
+    if wire is None or (ranks == 1 if wire.between == "all" else replicas == 1):
         return Coded(sizes)
     precision = precision or MixedPrecision()
     numel, weights, gradients = sum(slot.numel for layout in layouts for slot in layout.slots), 0.0, 0.0
@@ -52,6 +59,12 @@ def coded(
         gradient = precision.reduce_dtype or weight
         weights += _row(layout, wire.weight_code, weight) * ranks
         gradients += _row(layout, wire.gradient_code, gradient) * ranks
+    if replicas > 1:
+        sent, g = gradients / numel, float(sizes.gradient)
+        if sent >= g:
+            return Coded(sizes)
+        added = numel / ranks * (g + sent + replicas * (sent + 8))
+        return Coded(replace(sizes, between=Float(sent * replicas / 2)), reduction=added)
     w, g, gather, reduction = float(sizes.weight), float(sizes.gradient), 0.0, 0.0
     if (sent := weights / numel) < w:
         sizes, gather = replace(sizes, weight=Float(sent)), numel * (1 + 1 / ranks) * (w + sent)

@@ -11,6 +11,7 @@
                          reduced are summed over them too. None where there is one replica
     sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
     sharing.near_ranks   how many of ``weights`` are in a row of a mesh, where that is known
+    sharing.crosses      whether ``weights`` are ranks of several rows of a mesh
 
 Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
 which ranks they deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a
@@ -96,6 +97,12 @@ class Sharing:
     replicas: RankGroup | None = None
     near: RankGroup | None = None
     near_ranks: int = 1
+    crosses: bool = False
+
+    @property
+    def weights_cross(self) -> bool:
+        """Whether weights travel between the rows of a mesh."""
+        return self.crosses or self.divides_between
 
     @property
     def averaged_over(self) -> int:

@@ -59,7 +59,7 @@ class TwoLevels(OneGroup):
             return self
         if sharding.one_dimension or (sharding.gathers_near and self.weights.size == 1):
             one = OneGroup(self.everyone, self._reductions)
-            one.near_ranks = self.weights.size
+            one.near_ranks, one.crosses = self.weights.size, True
             return one
         if sharding.gathers_near:
             return Near(self.everyone, self.weights)
@@ -93,7 +93,7 @@ class Near(OneGroup):
     def __init__(self, everyone: RankGroup, row: RankGroup) -> None:
         super().__init__(everyone)
         self.near: RankGroup = row
-        self.near_ranks = row.size
+        self.near_ranks, self.crosses = row.size, True
 
     def meet(self, device: torch.device) -> None:
         super().meet(device)

@@ -59,8 +59,8 @@ class Gradients:
 
     Attributes:
         kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
-        rest: what codes cut off of this rank's last gradient, for each other rank (`zerofx.passes.feedback`); None: no
-            gradient was written with error feedback yet.
+        rest: what codes cut off of this rank's last gradient, a row for each that travels
+            (`zerofx.passes.feedback`); None: no gradient was written with error feedback yet.
     """
 
     def __init__(
@@ -185,10 +185,19 @@ class Gradients:
             wider = max(self.layout.dtype, pack.dtype, key=lambda dtype: dtype.itemsize)
             return travel.summed(run, flat, arrived, pack.shape[1], ranks.size, ranks.name, wider)
 
-    def rest_of(self, others: int, numel: int) -> torch.Tensor:
+    @property
+    def rest_shape(self) -> tuple[int, int]:
+        """Of `rest`: rows of a pack for other ranks; or this rank's shard, which goes to all replicas alike."""
+        replicas, layout = self.sharing.replicas, self.layout
+        if replicas is None:
+            return layout.world_size - 1, layout.shard_numel
+        return replicas.size - 1 if self.sharing.divides_between else 1, layout.shard_numel
+
+    def rest_of(self, rows: int, numel: int) -> torch.Tensor:
         """`rest`, made where there is none yet."""
         if self.rest is None:
-            self.rest = torch.zeros(others, numel, dtype=torch.float32, device=self.weights.device)
+            assert self.rest_shape == (rows, numel)
+            self.rest = torch.zeros(rows, numel, dtype=torch.float32, device=self.weights.device)
         return self.rest
 
     # ---- kept back --------------------------------------------------------------------------------------------------

@@ -148,7 +148,9 @@ class ShardGroup:
         self.home: Home = home_of(stage, device)
         dtype = precision.param_dtype or layout.dtype
         case = weights_of(stage, family.one_copy, sharing.divides_between)
-        code = None if family.wire is None else family.wire.weight_code
+        wire = family.wire
+        coded = wire is not None and (wire.between == "all" or sharing.weights_cross)
+        code = wire.weight_code if wire is not None and coded else None
         self.weights: Weights = case(layout, sharing, device, dtype, self.home, memory, code)
         self.members: Members = Members()
         self.gradients: Gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)

@@ -12,6 +12,9 @@
 A rank owns its shard, 1/(R S) of the buffer, and has a copy of what its column owns together. After an optimizer's step
 the copies are refreshed, each column by itself, as the replicas of stages 1 and 2 are: the gathers start before the
 forward that reads them, and the graph waits for each where it is read first.
+
+Where weights travel between rows in codes (``Wire(weights=..., between="nodes")``), the copy has what was sent, and the
+shard is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
+from zerofx.passes.coded import gather_into
 from zerofx.passes.pairwise import under_way
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
@@ -46,7 +51,7 @@ class RowCopy(Weights):
         layout = self.layout
         numel = replace(layout, world_size=self.ranks.size).shard_numel
         self.copy = torch.zeros(numel, dtype=layout.dtype, device=self.device)
-        if self.home.away:
+        if self.home.away or self.code is not None:
             self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
         else:  # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's
             self.shard = self.copy.data.narrow(0, self.column.rank * layout.shard_numel, layout.shard_numel)
@@ -54,6 +59,9 @@ class RowCopy(Weights):
     @classmethod
     def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage == 3 and divides_between
+
+    def shortened_by(self, code: Code) -> bool:
+        return code.shortens(self.layout.dtype)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -77,7 +85,10 @@ class RowCopy(Weights):
     def _bring(self) -> list[dist.Work]:
         name, nbytes = self.layout.name, self.copy.nbytes
         with alone(self.column.name, "refresh", "all-gather", name, nbytes, self.shard.dtype):
-            return self.travel.gather_into(self.copy, self.shard, self.column.name)
+            if self.code is None:
+                return self.travel.gather_into(self.copy, self.shard, self.column.name)
+            how = self.code, self.sent_whole, self.column.name, self.ranks.name
+            return gather_into(self.travel, self.copy, self.shard, *how)
 
     def _gather_into(self, out: torch.Tensor, where: str) -> list[dist.Work]:
         self.refresh()

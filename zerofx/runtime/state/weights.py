@@ -74,12 +74,16 @@ class Weights:
         self.home = home
         self.ranks: RankGroup = sharing.weights
         self.travel: Travel = travel_of(self.ranks.backend(device))
-        self.code: Code | None = code if code is not None and self.ranks.size > 1 and code.shortens(dtype) else None
+        self.code: Code | None = code if code is not None and self.shortened_by(code) else None
         self.sent_whole: list[int] = flattened(sent_whole(layout)) if self.code is not None else []
         self.ahead: list[dist.Work] = []
         """Of a refresh: what is still to be waited for."""
         self._refreshed = -1
         self._make(memory)
+
+    def shortened_by(self, code: Code) -> bool:
+        """Whether weights travel, and ``code`` makes what travels shorter."""
+        return self.ranks.size > 1 and code.shortens(self.dtype)
 
     def _make(self, memory: torch.Tensor | None) -> None:
         """Make the shard and the replica, as far as a case has them."""
