@@ -193,7 +193,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(make_workers: Any, tmp_path: Pa
 
 def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int]:
     """Of a step, counted by process group; and as predicted: all, and between rows."""
-    model = compiled(Wide(), (2, 2), sharding, wire)
+    model = compiled(Wide(), (2, 2), sharding, wire, memory_budget=300_000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with count_collectives() as log:
@@ -221,8 +221,8 @@ def test_a_step_sends_the_bytes_of_codes_between_rows_and_whole_numbers_in_them(
         assert sum(found.values()) == total, (found, total)
         assert between == found["column"] if sharding in (None, BETWEEN) else between
     crossing = "column" if sharding in (None, BETWEEN) else "weights"
-    assert 0.25 < coded[0][crossing] / plain[0][crossing] < 0.27
-    assert 0.25 < coded[2] / plain[2] < 0.27
+    assert 0.25 < coded[0][crossing] / plain[0][crossing] < 0.28  # each row has room for a whole bias
+    assert 0.25 < coded[2] / plain[2] < 0.28
     for group in coded[0].keys() - {crossing}:
         assert coded[0][group] == plain[0][group]
 
@@ -259,7 +259,7 @@ def refusals() -> list[str]:
 
 
 def test_codes_that_nothing_could_travel_in_are_refused(make_workers: Any) -> None:
-    wanted = ["on one dimension", "on one dimension", "none travel between nodes", "twice, in its row"]
+    wanted = ["on one dimension", "on one dimension", "none travel between nodes", "twice, inside of a node"]
     for found in make_workers(4).run(refusals):
         assert all(words in message for words, message in zip(wanted, found, strict=True)), found
     with pytest.raises(ValueError, match=r"Wire\(between='rows'\): expected 'all' or 'nodes'"):
