@@ -125,6 +125,7 @@ def combined() -> dict[str, tuple[list[float], list[float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_it_goes_with_checkpoints_mixed_precision_and_a_memory_budget(workers2: Workers) -> None:
     for results in workers2.run(combined, timeout=200):
         for name, (got, wanted) in results.items():

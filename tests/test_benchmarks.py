@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--layers=1", "--dim=16", "--heads=2", "--vocab=64", "--rounds=1"]
 
@@ -40,6 +42,7 @@ def test_a_training_step_is_timed_and_losses_agree(tmp_path: Path) -> None:
     assert 1.0 <= sent["alone+bytes-3"] / sent["fsdp2"] < 1.2  # what ZeRO-3 sends; FSDP2 keeps the last group
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_taken_with_and_without_codes(tmp_path: Path) -> None:
     out = tmp_path / "curves.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "curves.py"), "--contenders", "none", "int4, feedback"]

@@ -99,9 +99,9 @@ def train_both_ways(
     [
         (2, "eager", None, False, False),
         (3, "eager", None, False, False),
-        (2, "inductor", None, False, False),
+        pytest.param(2, "inductor", None, False, False, marks=pytest.mark.slow),
         (2, "eager", LOW, False, False),
-        (2, "inductor", LOW, False, False),
+        pytest.param(2, "inductor", LOW, False, False, marks=pytest.mark.slow),
         (2, "eager", None, True, False),
         (2, "inductor", None, True, False),
         (2, "eager", None, False, True),

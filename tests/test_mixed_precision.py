@@ -205,7 +205,7 @@ def autocast(stage: int, executor: str) -> tuple[float, float, list[torch.dtype]
     return worst, abs(loss - wanted).item(), gathered
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @stages
 def test_autocast_inside_of_the_model_works_and_its_weight_casts_move_before_the_gather(
     workers2, stage: int, executor: str

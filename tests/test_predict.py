@@ -80,7 +80,7 @@ ZOO = [
     ("llama", "inductor", 3, 2),
 ]
 # Stage 1 runs the graphs of stage 2, to the bit: tests/parity/test_stages.py.
-LONG = [ZOO[1], ZOO[-1]]
+LONG = [ZOO[1], ZOO[4], ZOO[-1]]
 CASES = [pytest.param(*case, marks=pytest.mark.slow if case in LONG else ()) for case in ZOO]
 
 

@@ -95,7 +95,7 @@ def compare(shape: tuple[int, int], cases: list[Any], optimizer: str, sharding: 
         assert found == pytest.approx(wanted, rel=1e-5), (how, options)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 2), marks=pytest.mark.slow), (2, 1)])
 def test_training_is_as_on_one_dimension(make_workers: Any, shape: tuple[int, int]) -> None:
     cases = [CASES[i] for i in (0, 4, 8)]
     make_workers(shape[0] * shape[1]).run(compare, shape, cases, "zerofx", timeout=300)
@@ -117,7 +117,7 @@ def test_backward_that_gathers_from_near_ranks_trains_as_one_dimension(make_work
     make_workers(4).run(compare, (2, 2), NEARBY[1:3], "zerofx", NEAR, timeout=300)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_workers: Any, shape: Any) -> None:
     make_workers(shape[0] * shape[1]).run(compare, shape, DIVIDED[1:3], "zerofx", BETWEEN, timeout=300)
 

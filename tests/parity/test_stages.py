@@ -145,7 +145,7 @@ def test_losses_and_norms_are_those_of_data_parallelism(full_precision, exact, w
     check_exact(full_precision(world, stage, "eager"), exact(world))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_the_code_that_inductor_makes_agrees_too(full_precision, exact, stage: int) -> None:
     check_exact(full_precision(2, stage, "inductor"), exact(2))
 
@@ -201,7 +201,8 @@ def test_in_bfloat16_no_stage_is_further_from_float32_than_fsdp2(
     check_as_close(results, fsdp2_runs(world, reduce_dtype), exact(world))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])  # stage 1 runs the graphs of stage 2: see above
+# Stage 1 runs the graphs of stage 2: see above.
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
 def test_inductor_in_bfloat16_stays_as_close(make_workers, exact, fsdp2_runs, stage: int) -> None:
     precision = zerofx.MixedPrecision(BF16, FP32)
     options = {"mixed_precision": precision, "timeout": 200}
