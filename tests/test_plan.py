@@ -187,6 +187,7 @@ def test_codes_between_nodes_change_the_bytes_between_them_alone() -> None:
     model = nn.Linear(256, 256, device="meta")
     for replicas in (2, 4):
         options: Any = {"world_size": (replicas, 2), "stages": (2, 3), "bandwidth": 1e9}
+        options["sharding"] = zerofx.Sharding()
         wire = zerofx.Wire(None, "int8", error_feedback=True, between="nodes")
         for a, b in zip(zerofx.plan(model, **options).stages, zerofx.plan(model, **options, wire=wire).stages):
             assert b.traffic.gathered == a.traffic.gathered and b.traffic.reduced == a.traffic.reduced

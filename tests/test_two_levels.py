@@ -377,12 +377,12 @@ def test_rank_0_writes_for_all_replicas_and_odd_meshes_are_refused(make_workers:
 def test_a_plan_of_a_mesh_has_its_replicas() -> None:
     model = torch.nn.Linear(1000, 1000, bias=False)
     one, two = zerofx.plan(model, world_size=4, memory=1e9), zerofx.plan(model, world_size=(3, 4), memory=1e9)
-    for a, b in zip(one.stages[1:], two.stages[1:], strict=True):
-        assert b.memory == a.memory and b.traffic.gathered == a.traffic.gathered
+    for a, b in zip(one.stages[1:], two.stages[1:4], strict=True):
+        assert b.memory == a.memory and float(b.traffic.gathered) == float(a.traffic.gathered)
         assert float(b.traffic.between) == pytest.approx(2 * 2 / 3 * 4e6 / 4)
         assert int(b.traffic.collectives) == int(a.traffic.collectives) + 1
     assert float(two.stages[0].traffic.total) == pytest.approx(2 * 11 / 12 * 4e6)
-    assert "3 replicas of 4 ranks" in str(two) and "between replicas" in str(two)
+    assert "3 replicas of 4 ranks" in str(two) and "between rows" in str(two)
 
 
 def test_a_listing_shows_sums_over_replicas() -> None:

@@ -4,6 +4,7 @@
     make fuzz ARGS="--minutes 60 --seed 7"
     make fuzz ARGS="--cases 5000 --minutes 600"
     make fuzz ARGS="--executor inductor --minutes 30"
+    make fuzz ARGS="--meshes --minutes 30"     # on meshes of two dimensions alone
     make fuzz ARGS=case.txt                    # what a failing run printed
 
 Cases are drawn in rounds of fifty, each from a seed of its own. Hypothesis cuts a failing one down as far as it
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the first round; default: drawn")
     parser.add_argument("--executor", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--largest-world", type=int, default=4)
+    parser.add_argument("--meshes", action="store_true", help="draw cases on meshes of two dimensions alone")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     processes = Processes()
@@ -69,7 +71,7 @@ def fuzz(args: argparse.Namespace, processes: Processes) -> int:
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         )
-        @hypothesis.given(recipes(args.executor, args.largest_world))
+        @hypothesis.given(recipes(args.executor, args.largest_world, meshes=args.meshes))
         def one_round(recipe: Recipe) -> None:
             nonlocal ran
             if time.monotonic() > end:

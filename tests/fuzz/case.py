@@ -38,6 +38,7 @@ SCHEMES: dict[str, Any] = {
     "shard": None,
     "between": zerofx.Sharding(gradients="all", optimizer="all"),
     "near": zerofx.Sharding(weights="all", gradients="all", optimizer="all"),
+    "all": zerofx.Sharding("all", "all", "all", "all"),
 }
 Values = dict[str, Any]
 
@@ -161,8 +162,8 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
     some = nbytes if recipe.grouping in ("merged", "linear", "rule") else max(2 * nbytes // 3, 8192)
     uneven = any("uneven" in calls for calls in recipe.steps)
     lookups = recipe.lookups and recipe.stage == 3 and not uneven
-    mesh = mesh_of(recipe.rows) if recipe.rows > 1 and world % recipe.rows == 0 else None
-    sharding = SCHEMES[recipe.scheme] if mesh is not None and recipe.stage == 3 else None
+    scheme = recipe.scheme_of_mesh
+    mesh, sharding = mesh_of(recipe.rows) if scheme else None, SCHEMES[scheme or "shard"]
     one_copy = recipe.one_copy and recipe.stage == 3 and not lookups and sharding is None
     budgets: dict[str, Any] = {"none": None, "inf": math.inf, "some": some}
     zerofx.compile(

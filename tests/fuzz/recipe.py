@@ -95,13 +95,13 @@ class Recipe:
         steps: for each optimizer step, the calls that lead to it.
         stage, world, executor: see ``zerofx.compile``; ``world`` is the number of ranks.
         rows: of the mesh that the ranks are, where they divide by it: replicas of the model; 1: there is no mesh.
-        scheme: on a mesh, stage 3: "shard", "between" (replicas share the optimizer's work), "near" (backward gathers
-            in a row).
+        scheme: on a mesh: "shard", "between" (replicas share the optimizer's work), "near" (backward gathers in a row),
+            "all" (one dimension). The two in the middle are for stage 3; in others they are the first.
         grouping: "merged" (all in one), "each" (what automatic grouping finds), "split" (cut at a few bytes),
             "linear" (module classes), "rule" (a function of the name).
         lookups: stage 3 in which rows of tables travel; not where ranks have batches of two shapes.
         one_copy: stage 3 with weights that the ranks have in common.
-        wire: stages 1 to 3 without a mesh, what travels in codes: "none", "small" (nothing, for all parameters are as
+        wire: stages 1 to 3, what travels in codes, on a mesh between its rows: "none", "small" (nothing, as all are as
             small as those that travel as they are), "bf16", "fp8", "int8", "int4" (weights in int8), "feedback" (the
             same, with error feedback).
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
@@ -140,6 +140,13 @@ class Recipe:
     zero: bool = True
     seed: int = 0
     __repr__ = brief
+
+    @property
+    def scheme_of_mesh(self) -> str:
+        """The scheme that it is run with; "" where there is no mesh."""
+        if self.rows == 1 or self.world % self.rows:
+            return ""
+        return self.scheme if self.stage == 3 or self.scheme == "all" else "shard"
 
 
 def kinds(layers: tuple[Layer, ...]) -> set[str]:

@@ -37,18 +37,23 @@ THAWS = [False, False, True] if torch.__version__ >= "2.12" else [False]
 
 
 @st.composite
-def recipes(draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, size: int = 4) -> Recipe:
-    """Any recipe that means the same on ranks as in one process. ``size``: how many layers, and leaves in each."""
+def recipes(
+    draw: st.DrawFn, executor: str = "eager", largest_world: int = 4, size: int = 4, meshes: bool = False
+) -> Recipe:
+    """Any recipe that means the same on ranks as in one process.
+
+    ``size``: how many layers, and leaves in each. ``meshes``: on meshes of two dimensions alone, 2 x 2 in most cases.
+    """
     layers = st.recursive(leaves, containers, max_leaves=size)
     calls = tuples(st.sampled_from(CALLS), max(1, size - 1))
     recipe = Recipe(
         layers=draw(tuples(layers, size)),
         steps=draw(tuples(calls, 2)),
         stage=draw(st.sampled_from([3, 3, 2, 1, 0])),
-        world=min(draw(st.sampled_from([2, 2, 2, 1, 3, 4])), largest_world),
+        world=min(draw(st.sampled_from([4, 4, 2] if meshes else [2, 2, 2, 1, 3, 4])), largest_world),
         executor=executor,
-        rows=draw(st.sampled_from([1, 1, 2, 4])),
-        scheme=draw(st.sampled_from(["shard", "between", "near"])),
+        rows=2 if meshes else draw(st.sampled_from([1, 1, 2, 4])),
+        scheme=draw(st.sampled_from(["shard", "between", "near", "all"])),
         grouping=draw(st.sampled_from(["each", "merged", "split", "linear", "rule"])),
         lookups=draw(st.booleans()),
         one_copy=draw(st.booleans()),

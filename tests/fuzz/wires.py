@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import unittest.mock
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ WIRES = {
 def wire_of(recipe: Recipe, one_copy: bool = False) -> zerofx.Wire | None:
     """What a case is compiled with. ``one_copy``: no weights travel."""
     wire = WIRES.get(recipe.wire)
-    if wire is None or recipe.stage == 0 or recipe.rows > 1:
+    if wire is None or recipe.stage == 0:
         return None
-    if one_copy:
-        return zerofx.Wire(None, wire.gradients, wire.block, error_feedback=wire.error_feedback)
-    return wire
+    if recipe.scheme_of_mesh:
+        wire = replace(wire, between="nodes")
+    return replace(wire, weights=None) if one_copy or recipe.scheme_of_mesh == "shard" else wire
 
 
 def in_codes(recipe: Recipe) -> bool:

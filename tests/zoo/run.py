@@ -13,9 +13,12 @@ from torch import nn
 
 import zerofx
 from tests.zoo.architectures import ARCHITECTURES, make_batch
+from zerofx.model import sharding
 from zerofx.runtime.eager import unshard
 
 STEPS, ROWS = 3, 2
+SCHEMES: dict[str, zerofx.Sharding] = {scheme.name: scheme for scheme in sharding.SCHEMES}
+"""How a mesh is divided (docs/meshes.md)."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,21 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.loss
 
 
-def train(name: str, stage: int, executor: str = "eager") -> Outcome:
-    """On each rank: both runs. One process takes the ranks' rows one after another and the mean of their losses."""
+def train(name: str, stage: int, executor: str = "eager", scheme: str = "") -> Outcome:
+    """On each rank: both runs. One process takes the ranks' rows one after another and the mean of their losses.
+
+    ``scheme``: of `SCHEMES`, on a mesh of two replicas; "": all ranks are one dimension.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     architecture = ARCHITECTURES[name]
     dtype = torch.float64 if architecture.chaotic else torch.float32
     plain = architecture.build(0).to(dtype)
     model = architecture.build(rank).to(dtype)  # rank 0's weights must win
-    zerofx.compile(model, stage=stage, executor=executor, groups=zerofx.Grouping(min_bytes=0))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"stage": stage, "executor": executor, "groups": zerofx.Grouping(min_bytes=0)}
+    if scheme:
+        mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        options |= {"mesh": mesh, "sharding": SCHEMES[scheme]}
+    zerofx.compile(model, **options)
     start = [q.detach().clone() for q in plain.parameters()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
     places, worst = [], 0.0

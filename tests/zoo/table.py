@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.pairwise import EXECUTORS, STAGES
 from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.run import SCHEMES
 
 FOLDER = Path(__file__).parent
 MEASURED, PAGE = FOLDER / "measured.json", FOLDER.parents[1] / "docs" / "zoo.md"
@@ -30,6 +31,14 @@ zerofx. `make zoo ARGS="--models lstm vit --stages 0 --executors eager"` runs a 
 * Anything else is what went wrong.
 
 `mobilenet_v2` is compared in 64 bits, because rounding errors grow in it.
+
+"""
+
+MESHES_HEAD = """
+## On a mesh of two dimensions
+
+Four ranks as 2 x 2, stage 3, the eager executor, against one process ([meshes](meshes.md)).
+`make zoo ARGS="--meshes --models gpt2"` runs a model in every scheme.
 
 """
 
@@ -57,6 +66,11 @@ def cell(model: str, stage: int, executor: str) -> str:
     return f"{model}, stage {stage}, {executor}"
 
 
+def mesh_cell(model: str, scheme: str) -> str:
+    """The same, of a model on a mesh."""
+    return f"{model}, 2 x 2, {scheme}"
+
+
 def read() -> dict[str, Line]:
     return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
 
@@ -79,7 +93,16 @@ def page(lines: dict[str, Line]) -> str:
     ]
     table = "\n".join([row("model", "family", *titles), "|---" * (2 + len(columns)) + "|", *rows])
     steps = [steps_row(name, lines[f"{name}, a step"]) for name in shown if f"{name}, a step" in lines]
-    return f"{HEAD}{table}\n\n{summary(lines, shown)}\n{BYTES_HEAD}" + "\n".join(steps) + "\n"
+    return f"{HEAD}{table}\n\n{summary(lines, shown)}\n{meshes(lines, shown)}{BYTES_HEAD}" + "\n".join(steps) + "\n"
+
+
+def meshes(lines: dict[str, Line], shown: list[str]) -> str:
+    """The models that were run on a mesh; nothing where none was."""
+    found = [(name, [lines.get(mesh_cell(name, scheme), {}) for scheme in SCHEMES]) for name in shown]
+    rows = [row(name, *(line.get("verdict", "not run") for line in cells)) for name, cells in found if any(cells)]
+    if not rows:
+        return ""
+    return MESHES_HEAD + "\n".join([row("model", *SCHEMES), "|---" * (1 + len(SCHEMES)) + "|", *rows]) + "\n"
 
 
 def verdict(lines: dict[str, Line], model: str, stage: int, executor: str) -> str:

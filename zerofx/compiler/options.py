@@ -209,13 +209,17 @@ class Options:
 
 def _check_sharding(options: Options) -> None:
     """Refuse what does not go with ``sharding``."""
-    chosen = options.sharding
+    if options.sharding is not None and options.mesh is None:
+        raise ValueError("sharding= without mesh=: give a mesh of two dimensions, whose rows and columns it is about.")
+    check_scheme(options.sharding, options)
+
+
+def check_scheme(chosen: Sharding | None, options: Options) -> None:
+    """Refuse a ``sharding`` that is none, or goes with none of the other options."""
     if chosen is None:
         return
     if not isinstance(chosen, Sharding):
         raise ValueError(f"sharding={chosen!r}: expected a zerofx.Sharding, or None.")
-    if options.mesh is None:
-        raise ValueError("sharding= without mesh=: give a mesh of two dimensions, whose rows and columns it is about.")
     if chosen == Sharding() or chosen.one_dimension:
         return
     if options.stage != 3:

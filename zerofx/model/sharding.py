@@ -58,6 +58,11 @@ class Sharding:
             )
 
     @property
+    def name(self) -> str:
+        """What the field calls it."""
+        return _NAMES[astuple(self)]
+
+    @property
     def divides_optimizer(self) -> bool:
         """Whether the rows share optimizer state, each rank holding 1/S of the weights."""
         return astuple(self) == _BETWEEN
@@ -77,3 +82,7 @@ _SHARD = ("shard", "shard", "shard", "shard")
 _BETWEEN = ("shard", "shard", "all", "all")
 _NEAR = ("all", "shard", "all", "all")
 _ALL = ("all", "all", "all", "all")
+_NAMES = {_SHARD: "HSDP", _BETWEEN: "ZeRO-1 between replicas", _NEAR: "hpZ", _ALL: "one dimension"}
+
+SCHEMES: tuple[Sharding, ...] = tuple(Sharding(*scheme) for scheme in _NAMES)  # type: ignore[arg-type]
+"""All that there are."""

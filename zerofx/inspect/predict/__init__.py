@@ -3,6 +3,7 @@
 =============  =================================================================
 plan           what training would cost, by formulas: no process group, no graph
 cost           those formulas
+schemes        each scheme of a mesh of two dimensions: bytes by link, and seconds
 speed          seconds of a plan: links and floating-point operations
 wires          codes on the wire in a plan: bytes, and seconds to write and read them
 flops          floating-point operations per token
@@ -19,5 +20,5 @@ dry_run        graphs for any number of ranks, on one machine
 Imports every room below `zerofx.inspect`::
 
     recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate
-    flops ◀── speed ◀── plan ──▶ cost ◀── wires ◀── plan
+    flops ◀── speed ◀── schemes ──▶ cost ◀── wires ◀── plan ──▶ schemes
 """

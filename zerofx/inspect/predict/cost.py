@@ -43,7 +43,7 @@ stage  bytes                  bytes, no_sync          collectives      collectiv
 
 On a mesh of two dimensions, ``R`` replicas of ``M`` ranks each, a gradient that was reduced is summed over replicas:
 ``2 (R - 1)/R N/M g`` bytes and ``n`` collectives more for each reduction (`Traffic.between`). The seconds below take
-both links for one.
+both links for one; those of a plan know two, and the other schemes (`zerofx.inspect.predict.schemes`).
 
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
 backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
@@ -106,21 +106,16 @@ class Formulas:
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no letter of the formulas: they have {LETTERS.replace(' ', ', ')}.")
         known = {symbol: sympify(values[symbol.name]) for symbol in SYMBOLS if symbol.name in values}
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x if x is None else x.xreplace(known) for name, x in found.items()})
+        return replace(self, **{field.name: getattr(self, field.name).xreplace(known) for field in fields(self)})
 
 
 @dataclass(frozen=True)
 class Sizes(Formulas):
-    """Bytes of one element. Where weights have the size of masters they are the masters, and are not held twice.
-
-    ``between``: of a gradient that is summed over replicas, where that is not ``gradient``.
-    """
+    """Bytes of one element. Where weights have the size of masters they are the masters, and are not held twice."""
 
     master: Expr = m
     weight: Expr = m
     gradient: Expr = m
-    between: Expr | None = None
 
     @property
     def mixed(self) -> bool:
@@ -326,8 +321,7 @@ def _sums(stage: int, ranks: Ranks) -> Expr:
 
 def _between(stage: int, sizes: Sizes, ranks: Ranks) -> Expr:
     """Bytes that a rank receives of other replicas for each reduction: an all-reduce of its shard."""
-    element = sizes.gradient if sizes.between is None else sizes.between
-    return _sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * element
+    return _sums(stage, ranks) * 2 * _sent(ranks.replicas) * N / ranks.gradients * sizes.gradient
 
 
 def _sent(ranks: Expr) -> Expr:

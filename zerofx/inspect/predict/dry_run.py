@@ -39,7 +39,7 @@ from torch.fx import GraphModule, Node
 from zerofx._torch import ARCHITECTURES, PretendedDevice, compile_module, pretended_cuda, pytree
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.checks import check_module, check_wire
-from zerofx.compiler.options import Options
+from zerofx.compiler.options import Options, check_scheme
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.passes import edit
@@ -75,7 +75,7 @@ def dry_run(
         code: have Inductor write its code for them, and read it as `zerofx.compile` does; ``trace.code`` is the text.
         architecture: of the CUDA device that code is written for: "sm_80" (A100), "sm_90" (H100).
         call: keyword arguments that it is called with.
-        **options: as they would be given to `zerofx.compile`; no ``mesh``.
+        **options: as they would be given to `zerofx.compile`, ``sharding`` too; no ``mesh``.
 
     Raises:
         ValueError: a module, an option or a number of ranks that cannot be.
@@ -84,7 +84,11 @@ def dry_run(
         torch._dynamo.exc.Unsupported: the module is not one graph. What stands between graphs would run on values that
             are not there.
     """
+    sharding = options.pop("sharding", None)
     checked = Options.of(options)
+    check_scheme(sharding, checked)
+    if sharding is not None and not isinstance(world_size, tuple):
+        raise ValueError(f"sharding= with world_size={world_size}: expected two numbers, (replicas, ranks of each).")
     replicas, ranks = world_size if isinstance(world_size, tuple) else (1, world_size)
     if min(replicas, ranks) < 1:
         raise ValueError(f"world_size={world_size}: expected 1 or more.")
@@ -102,7 +106,7 @@ def dry_run(
     check_module(module)
     with _place(device, architecture) as place:
         module = place.without_memory(module)
-        sharing = pretended(replicas, ranks, backend)
+        sharing = pretended(replicas, ranks, backend, sharding)
         check_wire(checked.wire, sharing, one_dimension=not isinstance(world_size, tuple))
         groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked)
         compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
@@ -169,9 +173,10 @@ def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardG
     """What `zerofx.shard` does, with shards that are nowhere."""
     precision, wire = options.mixed_precision, options.wire
     groups, family = [], Family(options.stage, precision, options.buckets, options.one_copy, wire)
-    ranks, nowhere = sharing.weights, torch.device("meta")
-    backend, block = ranks.backend(nowhere), options.code_block
-    planned = plan_groups(module, ranks.size, Grouping.of(options.groups), backend=backend, code_block=block)
+    nowhere = torch.device("meta")
+    backend, block = sharing.weights.backend(nowhere), options.code_block
+    ranks = sharing.optimizer.size
+    planned = plan_groups(module, ranks, Grouping.of(options.groups), backend=backend, code_block=block)
     for layout, parameters in planned:
         group = ShardGroup(layout, sharing, nowhere, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):

@@ -33,11 +33,14 @@ from torch import nn
 
 from zerofx.compiler.checks import check_wire
 from zerofx.inspect.predict import cost
+from zerofx.inspect.predict.schemes import Held, Mesh
+from zerofx.inspect.predict.schemes import memory as memory_of_mesh
 from zerofx.inspect.predict.speed import Speed
-from zerofx.inspect.predict.wires import coded
+from zerofx.inspect.predict.wires import coded, crossing
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.sharding import SCHEMES, Sharding
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.model.wire import Wire
 from zerofx.runtime.ranks.sharing import OneGroup, Sharing, pretended
@@ -60,6 +63,7 @@ class StageCost:
             quarter of the largest that small ones may have on top.
         packed: stages 1 to 3, gradients on their way: two groups being reduced while the next is filled.
         time: of one optimizer step, if there is a `Speed`.
+        sharding: on a mesh of two dimensions, how it is divided.
     """
 
     stage: int
@@ -68,6 +72,7 @@ class StageCost:
     gathered: int
     packed: int
     time: cost.Time | None = None
+    sharding: Sharding | None = None
 
     @property
     def buffers(self) -> int:
@@ -107,7 +112,7 @@ class Plan:
 
     @property
     def recommended(self) -> StageCost | None:
-        """The fastest of ``stages`` that fits (of those `ALIKE` the lowest), or where there are no times the lowest.
+        """The fastest of ``stages`` that fits (of those `ALIKE` the first), or where there are no times the first.
 
         None if none fits, or nobody said into what.
         """
@@ -138,9 +143,10 @@ class Plan:
         """What is printed of a stage, under its heading."""
         sizes = {"total": each.memory.total, "buffers": each.buffers, "sent per step": each.traffic.total}
         parts = zip(("weights", "gradients", "master", "moments"), astuple(each.memory), strict=True)
-        column = {"stage": str(each.stage)} | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
+        scheme = {} if each.sharding is None else {"divided": each.sharding.name if each.stage else "nothing"}
+        column = {"stage": str(each.stage)} | scheme | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
         if self.replicas > 1:
-            column["between replicas"] = format_bytes(float(each.traffic.between))
+            column["between rows"] = format_bytes(float(each.traffic.between))
         column["collectives"] = f"{int(each.traffic.collectives):,}"
         if each.time is not None and self.speed is not None:
             times = {"on the wire": each.time.wire}
@@ -160,7 +166,8 @@ class Plan:
         if chosen is not None:
             left = format_bytes(self.memory - chosen.needed)
             why = "the lowest that fits" if self.speed is None else "the fastest that fits"
-            return f"recommended: stage {chosen.stage}, {why}; {left} of {memory} are left for activations"
+            stage = f"stage {chosen.stage}" + (f", {chosen.sharding.name}" if chosen.sharding and chosen.stage else "")
+            return f"recommended: {stage}, {why}; {left} of {memory} are left for activations"
         line = f"no stage fits into {memory} on {self._ranks}; "
         if self.least_ranks is None:
             return line + "stage 3 does on no number of ranks: what a step needs whole is too much (smaller groups?)"
@@ -172,6 +179,7 @@ def plan(
     *,
     world_size: int | tuple[int, int],
     sharing: Callable[[int], Sharing] = OneGroup.pretended,
+    sharding: Sharding | None = None,
     stages: Iterable[int] = (0, 1, 2, 3),
     memory: float | None = None,
     mixed_precision: MixedPrecision | None = None,
@@ -182,6 +190,7 @@ def plan(
     bandwidth: float | None = None,
     node_bandwidth: float | None = None,
     ranks_per_node: int | None = None,
+    replica_bandwidth: float | None = None,
     latency: float | None = None,
     memory_bandwidth: float | None = None,
     flops: float | None = None,
@@ -196,7 +205,8 @@ def plan(
             ones). With 16-bit parameters the optimizer is taken to be `zerofx.AdamW`, which keeps float32
             masters and moments; with others, any Adam.
         world_size: a number of ranks; or, as of a mesh of two dimensions, how many replicas there are, and over how
-            many ranks each is sharded.
+            many ranks each is sharded. Then there is a line for each scheme of stage 3 (docs/meshes.md).
+        sharding: of these schemes, this one alone.
         sharing: who shares what, of a number of ranks (`zerofx.runtime.ranks.sharing`): by default all share all.
         memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
@@ -205,8 +215,8 @@ def plan(
             codes takes time if there is a ``memory_bandwidth``.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
-        bandwidth, node_bandwidth, ranks_per_node, latency: of the links, as in `zerofx.inspect.predict.speed`; without
-            ``bandwidth`` there are no times.
+        bandwidth, node_bandwidth, ranks_per_node, replica_bandwidth, latency: of the links, as in
+            `zerofx.inspect.predict.speed`; without ``bandwidth`` there are no times.
         memory_bandwidth: bytes per second that a rank reads or writes (``zerofx.Rates.memory_bytes_per_s``).
         flops: floating-point operations per second that a rank reaches (less than its peak); without it, times are the
             wire's alone.
@@ -219,13 +229,9 @@ def plan(
     replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
     if replicas > 1:
         sharing = partial(pretended, replicas)
-    for name, number in (("world_size", min(replicas, world_size)), ("micro_batches", micro_batches)):
-        if number < 1:
-            raise ValueError(f"{name}={number}: expected 1 or more.")
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory={memory}: expected bytes, more than 0.")
+    _check_numbers(min(replicas, world_size), micro_batches, memory)
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
-    check_wire(wire, ranks, one_dimension=one_dimension)
+    _check(sharding, wire, replicas, world_size, one_dimension)
     planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)
     layouts = [layout for layout, _ in planned]
     if not layouts:
@@ -236,6 +242,7 @@ def plan(
         bandwidth=bandwidth,
         node_bandwidth=node_bandwidth,
         ranks_per_node=ranks_per_node,
+        replica_bandwidth=replica_bandwidth,
         latency=latency,
         memory_bandwidth=memory_bandwidth,
         flops=flops,
@@ -243,12 +250,16 @@ def plan(
         sequence_length=sequence_length,
         flops_per_token=flops_per_token,
     )
-    costs = _costs(layouts, mixed_precision, micro_batches, no_sync, wire)
+    costs = _costs(layouts, mixed_precision, micro_batches, no_sync, wire if replicas == 1 else None)
     least = None
     if memory is not None:
         least = _least(lambda number: costs(3, sharing(number)).needed < memory)
-    made = tuple(costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages)
-    return Plan(_numel(layouts), len(layouts), world_size, made, memory, least, speed, replicas)
+    if replicas == 1:
+        made = [costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages]
+    else:
+        of_mesh = _mesh_costs(layouts, mixed_precision, micro_batches, no_sync, wire, (replicas, world_size), speed)
+        made = [of_mesh(stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
+    return Plan(_numel(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas)
 
 
 def _costs(
@@ -271,13 +282,12 @@ def _costs(
         else:
             memory = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
         numbers: dict[str, float] = {"N": _numel(trained), "n": len(trained), "k": micro_batches}
-        travels = coded(layouts, wire if stage else None, sizes, precision, sharing)
+        travels = coded(layouts, wire if stage else None, sizes, precision, sharing.weights.size)
         memory, traffic = memory.at(**numbers), cost.traffic(stage, travels.sizes, **options).at(**numbers)
         parts = sharing.weights.size if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
         if wire is not None and wire.error_feedback and travels.reduction:
-            own = 1 / sharing.gradients.size  # what a rank reduces; to replicas it sends that, else all but that
-            rests = 4 * _numel(trained) * (1 - own if sharing.replicas is None else own)
+            rests = 4 * _numel(trained) * (1 - 1 / sharing.gradients.size)
             memory = replace(memory, gradients=memory.gradients + rests)
         if stage in (1, 2) and travels.gather and not sizes.mixed and dtype.itemsize > 2:  # the replica is not exact
             memory = replace(memory, master=memory.master + _numel(trained) * dtype.itemsize / sharing.optimizer.size)
@@ -297,6 +307,78 @@ def _costs(
         return StageCost(stage, memory, traffic, gathered, packed, time)
 
     return of
+
+
+def _check_numbers(world_size: int, micro_batches: int, memory: float | None) -> None:
+    for name, number in (("world_size", world_size), ("micro_batches", micro_batches)):
+        if number < 1:
+            raise ValueError(f"{name}={number}: expected 1 or more.")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory={memory}: expected bytes, more than 0.")
+
+
+def _check(sharding: Sharding | None, wire: Wire | None, rows: int, ranks: int, one_dimension: bool) -> None:
+    """Refuse what goes with no mesh, or with no scheme of it."""
+    if sharding is not None and one_dimension:
+        raise ValueError(f"sharding= with world_size={ranks}: expected two numbers, (replicas, ranks of each).")
+    for_all = sharding or Sharding(gradients="all", optimizer="all")
+    check_wire(wire, pretended(rows, ranks, sharding=for_all), one_dimension=one_dimension)
+
+
+def _schemes(stage: int, sharding: Sharding | None, ranks: int) -> tuple[Sharding, ...]:
+    """How a mesh can be divided in a stage: the first scheme, and in stage 3 all that there are."""
+    if sharding is not None or stage != 3:
+        return (sharding if sharding is not None and stage == 3 else Sharding(),)
+    return tuple(each for each in SCHEMES if ranks > 1 or not each.gathers_near)
+
+
+def _mesh_costs(
+    layouts: list[GroupLayout],
+    precision: MixedPrecision | None,
+    micro_batches: int,
+    no_sync: bool,
+    wire: Wire | None,
+    mesh: tuple[int, int],
+    speed: Speed | None,
+) -> Callable[[int, Sharding], StageCost]:
+    """A function of stage and scheme, on a mesh of so many rows of so many ranks."""
+    dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
+    sizes, reductions = cost.Sizes.of(precision, dtype), 1 if no_sync else micro_batches
+    (trained, learns), (frozen, _) = (
+        (Held(_numel(found), len(found)), found)
+        for found in ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
+    )
+
+    def of(stage: int, sharding: Sharding) -> StageCost:
+        sharing = pretended(*mesh, sharding=sharding) if stage else OneGroup.pretended(mesh[0] * mesh[1])
+        accumulating = no_sync and micro_batches > 1
+        held = memory_of_mesh(stage, sizes, sharing, of_16_bit=dtype.itemsize == 2, accumulating=accumulating)
+        held = held.at(N=trained.numel, n=trained.groups, k=micro_batches)
+        parts = sharing.weights.size if stage == 3 else 1
+        far = crossing(layouts, wire if stage else None, sizes, precision, *mesh, sharding)
+        apart = trained.numel * dtype.itemsize / sharing.optimizer.size if far.first else 0.0  # shards beside copies
+        sent_on = trained.numel / (mesh[1] if sharing.replicas else 1)
+        cut_off = 4 * sent_on * _others(sharing) if wire and stage and wire.error_feedback and far.reduction else 0.0
+        held = replace(held, weights=held.weights + frozen.numel * dtype.itemsize / parts, master=held.master + apart)
+        held = replace(held, gradients=held.gradients + cut_off)
+        left = trained.numel * int(sizes.weight) // mesh[1] if stage == 3 and sharding.gathers_near else 0
+        gathered = left + (_three(layouts, int(sizes.weight)) if stage == 3 else 0)
+        packed = _three(learns, int(sizes.gradient)) if stage else 0
+        phases, time = Mesh(*mesh, sharding).sent(stage, sizes, far, trained, frozen), None
+        if speed is not None and not learns:
+            raise ValueError("no parameter requires a gradient: there is no training step to time.")
+        if speed is not None:
+            time = phases.time(speed, far, micro_batches, reductions, len(layouts))
+        return StageCost(stage, held, phases.traffic(micro_batches, reductions), gathered, packed, time, sharding)
+
+    return of
+
+
+def _others(sharing: Sharing) -> float:
+    """What part of what a rank reduces it keeps the rest of, with error feedback."""
+    if sharing.replicas is None:
+        return 1 - 1 / sharing.gradients.size
+    return 1 - 1 / sharing.replicas.size if sharing.divides_between else 1.0
 
 
 def _least(fits: Callable[[int], bool]) -> int | None:

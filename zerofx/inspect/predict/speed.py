@@ -26,6 +26,7 @@ from zerofx.runtime.ranks.sharing import Sharing
 _NEEDS = {
     "node_bandwidth": ("bandwidth", "ranks_per_node"),
     "ranks_per_node": ("bandwidth", "node_bandwidth"),
+    "replica_bandwidth": ("bandwidth",),
     "latency": ("bandwidth",),
     "memory_bandwidth": ("bandwidth",),
     "flops": ("bandwidth", "tokens"),
@@ -46,6 +47,8 @@ class Speed:
         flops: floating-point operations per second of a rank; None: only the wire takes time.
         forward, backward: operations of a micro-batch on a rank.
         memory: bytes per second that a rank reads or writes; None: what is bound by memory takes no time.
+        between: on a mesh of two dimensions, bytes per second that a rank receives from other rows, and ``bandwidth``
+            is of its own row; None: all take one link.
     """
 
     bandwidth: float
@@ -54,6 +57,7 @@ class Speed:
     forward: float = 0.0
     backward: float = 0.0
     memory: float | None = None
+    between: float | None = None
 
     def codes(self, nbytes: float) -> float:
         """Reading and writing so many bytes, as operations that take as long."""
@@ -68,6 +72,7 @@ class Speed:
         node_bandwidth: float | None = None,
         ranks_per_node: int | None = None,
         latency: float | None = None,
+        replica_bandwidth: float | None = None,
         memory_bandwidth: float | None = None,
         flops: float | None = None,
         tokens: float | None = None,
@@ -83,6 +88,8 @@ class Speed:
             node_bandwidth: bytes per second that a rank receives inside of its node.
             ranks_per_node: how many ranks share a node; None: one.
             latency: seconds that a collective takes without any bytes.
+            replica_bandwidth: on a mesh of two dimensions, bytes per second that a rank receives from other rows while
+                all ranks do (``zerofx.Rates.replica_bytes_per_s``). ``bandwidth`` is of a row then.
             memory_bandwidth: bytes per second that a rank reads or writes: how long codes on the wire take it.
             flops: floating-point operations per second that a rank reaches.
             tokens: of one micro-batch on one rank.
@@ -98,6 +105,7 @@ class Speed:
             "node_bandwidth": node_bandwidth,
             "ranks_per_node": ranks_per_node,
             "latency": latency,
+            "replica_bandwidth": replica_bandwidth,
             "memory_bandwidth": memory_bandwidth,
             "flops": flops,
             "tokens": tokens,
@@ -112,12 +120,14 @@ class Speed:
             bandwidth = node_bandwidth if ranks <= ranks_per_node else min(bandwidth, node_bandwidth)
         latency = latency if latency and ranks > 1 else 0.0
         if flops is None or tokens is None:
-            return Speed(bandwidth, latency, memory=memory_bandwidth)
+            return Speed(bandwidth, latency, memory=memory_bandwidth, between=replica_bandwidth)
         forward, backward = _work(module, sequence_length, flops_per_token)
-        return Speed(bandwidth, latency, flops, tokens * forward, tokens * backward, memory_bandwidth)
+        work = tokens * forward, tokens * backward
+        return Speed(bandwidth, latency, flops, *work, memory_bandwidth, replica_bandwidth)
 
     def __str__(self) -> str:
-        text = f"{format_bytes(self.bandwidth)}/s, {format_seconds(self.latency)} per collective"
+        far = "" if self.between is None else f" in a row, {format_bytes(self.between)}/s between rows"
+        text = f"{format_bytes(self.bandwidth)}/s{far}, {format_seconds(self.latency)} per collective"
         if self.flops is None:
             return text
         work = (self.forward + self.backward) / 1e12

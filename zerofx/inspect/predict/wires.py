@@ -8,10 +8,11 @@ its own part, and reads one part of every other rank, which it adds up in float3
     gather       N/M (w + s) + N (s + w)             w, g: bytes of an element where it is; s: where it travels
     reduction    (M - 1)/M N (g + s + s + 8) + N/M (g + 8)
 
-Between R replicas (``between="nodes"``) a rank sends its N/M elements to each of the others, and adds up what all have
-sent, itself included: N/M (R - 1) s bytes travel, where an all-reduce takes 2 (R - 1)/R N/M g::
+On a mesh (``between="nodes"``), of N/S elements that a row of S ranks has reduced, or that R rows have updated::
 
-    sum          N/M (g + s) + R N/M (s + 8)
+    sum over replicas       N/S (g + s) + R N/S (s + 8)
+    a part of it            (R - 1)/R N/S (g + s + s + 8) + N/(R S) (g + 8)
+    what was updated        N/(R S) (m + s) + N/S (s + m)
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from zerofx.inspect.predict.cost import Sizes
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes.coded import flattened, row_nbytes
-from zerofx.runtime.ranks.sharing import Sharing
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,10 @@ class Coded:
 
 
 def coded(
-    layouts: list[GroupLayout], wire: Wire | None, sizes: Sizes, precision: MixedPrecision | None, sharing: Sharing
+    layouts: list[GroupLayout], wire: Wire | None, sizes: Sizes, precision: MixedPrecision | None, ranks: int
 ) -> Coded:
-    """With ``wire`` on the ranks of ``sharing``; without it, or on one rank, all travels as it is."""
-    ranks, replicas = sharing.weights.size, 1 if sharing.replicas is None else sharing.replicas.size
-    if wire is None or (ranks == 1 if wire.between == "all" else replicas == 1):
+    """With ``wire`` on ``ranks`` ranks; without it, or on one rank, all travels as it is."""
+    if wire is None or ranks == 1:
         return Coded(sizes)
     precision = precision or MixedPrecision()
     numel, weights, gradients = sum(slot.numel for layout in layouts for slot in layout.slots), 0.0, 0.0
@@ -59,12 +59,6 @@ def coded(
         gradient = precision.reduce_dtype or weight
         weights += _row(layout, wire.weight_code, weight) * ranks
         gradients += _row(layout, wire.gradient_code, gradient) * ranks
-    if replicas > 1:
-        sent, g = gradients / numel, float(sizes.gradient)
-        if sent >= g:
-            return Coded(sizes)
-        added = numel / ranks * (g + sent + replicas * (sent + 8))
-        return Coded(replace(sizes, between=Float(sent * replicas / 2)), reduction=added)
     w, g, gather, reduction = float(sizes.weight), float(sizes.gradient), 0.0, 0.0
     if (sent := weights / numel) < w:
         sizes, gather = replace(sizes, weight=Float(sent)), numel * (1 + 1 / ranks) * (w + sent)
@@ -79,3 +73,61 @@ def _row(layout: GroupLayout, code: Code | None, dtype: torch.dtype) -> int:
     if code is None or not code.shortens(dtype):
         return layout.shard_numel * dtype.itemsize
     return row_nbytes(layout.shard_numel, str(code), flattened(sent_whole(layout)), dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Of a mesh: bytes of an element as it crosses rows, and of memory for the codes of all groups.
+
+    Attributes:
+        weight, gradient: of an element that is gathered, or reduced.
+        refreshed: of a weight that the rows have updated together.
+        summed: of a gradient that all rows get the sum of: twice its (R - 1)/R is what a rank receives.
+        gather, reduction, first: memory that one gather or reduction takes, or the first forward of a step.
+    """
+
+    weight: float
+    gradient: float
+    refreshed: float
+    summed: float
+    gather: float = 0.0
+    reduction: float = 0.0
+    first: float = 0.0
+
+
+def crossing(
+    layouts: list[GroupLayout],
+    wire: Wire | None,
+    sizes: Sizes,
+    precision: MixedPrecision | None,
+    rows: int,
+    ranks: int,
+    sharding: Sharding,
+) -> Crossing:
+    """With ``wire`` on a mesh of ``rows`` rows of ``ranks`` ranks; without it all travels as it is."""
+    w, g, m = map(float, (sizes.weight, sizes.gradient, sizes.master))
+    plain = Crossing(w, g, m, g)
+    if wire is None:
+        return plain
+    every = rows * ranks
+    if sharding.one_dimension or sharding.gathers_near:
+        found = coded(layouts, wire, sizes, precision, every)
+        sent = float(found.sizes.weight), float(found.sizes.gradient)
+        return replace(plain, weight=sent[0], gradient=sent[1], gather=found.gather, reduction=found.reduction)
+    precision, numel = precision or MixedPrecision(), sum(slot.numel for layout in layouts for slot in layout.slots)
+    divided, shard = sharding.divides_optimizer, numel / ranks
+    parts, updated, reduced = every if divided else ranks, 0.0, 0.0
+    for layout in layouts:
+        layout = replace(layout, world_size=parts)
+        updated += _row(layout, wire.weight_code, layout.dtype) * parts / numel
+        reduced += _row(layout, wire.gradient_code, precision.reduce_dtype or precision.param_dtype or layout.dtype) * (
+            parts / numel
+        )
+    if reduced < g and divided:
+        work = shard / rows * ((rows - 1) * (g + 2 * reduced + 8) + g + 8)
+        plain = replace(plain, gradient=reduced, reduction=work)
+    elif reduced < g:
+        plain = replace(plain, summed=reduced * rows / 2, reduction=shard * (g + reduced + rows * (reduced + 8)))
+    if divided and updated < m:
+        plain = replace(plain, refreshed=updated, first=shard * (1 + 1 / rows) * (m + updated))
+    return plain

@@ -204,12 +204,21 @@ class OneGroup(Sharing):
             )
 
 
-def pretended(replicas: int, ranks: int, backend: str = "") -> Sharing:
-    """Ranks that are not there: ``replicas`` of a module, each divided over ``ranks``."""
+def pretended(replicas: int, ranks: int, backend: str = "", sharding: Sharding | None = None) -> Sharing:
+    """Ranks that are not there: ``replicas`` of a module, each divided over ``ranks``, by ``sharding``."""
+    if replicas == 1:
+        return OneGroup.pretended(ranks, backend)
+    everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
+    if sharding is not None and (sharding.one_dimension or sharding.gathers_near):
+        one = OneGroup(everyone)
+        one.near_ranks, one.crosses = ranks, True
+        if sharding.gathers_near and ranks > 1:
+            one.near = PretendedRanks(ranks, backend, "dry run, near")
+        return one
     sharing = OneGroup.pretended(ranks, backend)
-    if replicas > 1:
-        sharing.replicas = PretendedRanks(replicas, backend, "dry run, replicas")
-        sharing.everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
+    sharing.replicas, sharing.everyone = PretendedRanks(replicas, backend, "dry run, replicas"), everyone
+    if sharding is not None and sharding.divides_optimizer:
+        sharing.optimizer = everyone
     return sharing
 
 
