@@ -12,6 +12,7 @@ ops           zerofx's own operators
 pairwise      the exchange behind two of them
 travel        how a buffer travels between ranks: a seam
 coded         buffers in codes: operators, and a gather outside of graphs
+carry         state that lives elsewhere: operators that bring it and take it away
 feedback      what a gradient's code cut off is added to the next: an operator
 kinds         nodes that corners insert
 own           a user's pass, and its place in the pipeline
@@ -22,7 +23,7 @@ lookups/      a corner: rows of tables that are only looked up
 
 Imports `zerofx._torch`, `zerofx.model` and `zerofx.kernels`::
 
-    _torch, model ◀── pairwise ◀── ops ◀── travel ◀── context, coded ◀── edit ◀── every pass, adopt
+    _torch, model ◀── pairwise ◀── ops ◀── travel ◀── context, coded, carry ◀── edit ◀── every pass, adopt
                                                 own ◀────┘
 """
 
@@ -34,6 +35,7 @@ from zerofx.passes.all_reduce import all_reduce
 from zerofx.passes.compress import compress
 from zerofx.passes.context import Context, ParameterRef, Recipe, Reduction, Tag
 from zerofx.passes.discard import discard
+from zerofx.passes.fetch import fetch
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
 from zerofx.passes.keep import keep
@@ -44,6 +46,7 @@ from zerofx.passes.own import Pass as OwnPass
 from zerofx.passes.own import join
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
+from zerofx.passes.put import put
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.replicate import replicate
@@ -67,8 +70,10 @@ PIPELINE: list[Pass] = [
     near,
     prefetch,
     replicate,
+    fetch,
     discard,
     step,
+    put,
     compress,
     lower,
     verify,
@@ -112,6 +117,7 @@ __all__ = [
     "before_lower",
     "compress",
     "discard",
+    "fetch",
     "gather",
     "group",
     "keep",
@@ -120,6 +126,7 @@ __all__ = [
     "near",
     "pipeline",
     "prefetch",
+    "put",
     "reduce",
     "rematerialize",
     "replicate",

@@ -113,6 +113,8 @@ def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None
     whole, group = flattened(sent_whole(layout)), layout.name
     args: tuple[Any, ...] = (shard, 1, str(code), whole, start.args[2])
     row = _insert(gm, start, _zerofx.encode.default, args, Tag("encode", group))
+    for mark in [user for user in shard.users if edit.is_kind(user, "discard") and start.next is user]:
+        row.append(mark)  # of a shard that was fetched: its codes are sent
     readers = list(wait.users)
     start.args = (row, *start.args[1:])
     _revalue(start, wait)

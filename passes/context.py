@@ -68,6 +68,10 @@ class Tag:
                             rank's part of it, and
     wait_replicas           the wait for it (replicate)
     gradient                what makes the averaged gradient of it
+    fetch, wait_fetch       the start of bringing a shard that lives elsewhere,
+                            and the shard when it has come
+    put, wait_put           the start of taking a gradient away, and the wait
+                            until it has left
     step                    the update of a group in its backward, and
     ahead                   the start of its replicas' refresh after that
     discard                 the end of a gathered buffer
@@ -225,6 +229,10 @@ class Context:
     """What gradients are reduced in; None: the dtype backward returns them in."""
     wire: Wire | None = None
     """What travels in codes; None: nothing."""
+    weights_away: frozenset[str] = frozenset()
+    """Stage 3: the groups whose shards live elsewhere than on the device (`fetch`)."""
+    gradients_away: frozenset[str] = frozenset()
+    """Those whose gradients do (`put`)."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""

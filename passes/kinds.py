@@ -1,4 +1,4 @@
-"""Kinds of nodes that corners insert: how they travel, and what is said of them.
+"""Kinds of nodes that corners, `fetch` and `put` insert: how they travel, and what is said of them.
 
 A corner puts its kinds into `KINDS`. Passes, listings, explanations and predictions look there, so none of them knows
 the corner::
@@ -30,6 +30,7 @@ class Kind:
         first: gathers of weights that could start earlier start behind it.
         verb: its word in a listing; "" leaves it out.
         total: in the head of a listing, the words between the number of such nodes and their bytes.
+        of: the argument whose bytes it is about; None: its own.
         brings: what a prediction counts its bytes as.
         stands: why it stands where it stands; or a function of the graph and the node's group that says so.
     """
@@ -38,12 +39,13 @@ class Kind:
     first: bool = False
     verb: str = ""
     total: str = ""
+    of: int | None = None
     brings: Literal["weights", "gradients", "temporary"] = "temporary"
     stands: str | Callable[[Graph, str], str] = ""
 
 
 KINDS: dict[str, Kind] = {}
-"""Every kind that a corner inserts, by the name in its tag."""
+"""Every such kind, by the name in its tag."""
 
 PICKING: set[str] = set()
 """Operators of corners that read of a large input no more bytes than they write, by name."""

@@ -37,6 +37,9 @@ must not move against each other is therefore made a dependence::
     reduce B                     sum C over the replicas, after reduce B; the next reduction after that; and the wait
     sum C over the replicas      for B after the sum: both links are under way by then
 
+    use a; release a             fetch C, after every use of a; each fetch, and each wait for one, after the one before
+    fetch C;  wait B    ─────▶   it, and a wait for one with the gather that it stands in front of; puts the same
+
 A value that is computed from A and read after ``start C`` is stored before it is first read, so that no later kernel
 goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
 stand. The eager executor runs the graph as it reads, marks included.
@@ -48,6 +51,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -103,13 +107,18 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
     reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
     apart = travelling()
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", *apart, *reductions):
+    carried = ("fetch", "wait_fetch")
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", *carried, *apart, *reductions):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
         elif kind == "reduce_scatter":
             after[node] += previous
             reduced = [node]
+        elif kind in carried:
+            for buffer in dead:
+                _follow(after, node, buffer, order, nodes)
+            after[node] += previous + reduced
         elif kind in apart:
             after[node] += previous
             previous = [*previous, node]
@@ -124,6 +133,9 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
                 waited, ahead, started = node.meta["zerofx"].group, started, []
             after[node] += [start for start in ahead if start is not node.args[0]]
     _order_sums(gm, after)
+    for kinds in (carried, ("put", "wait_put")):
+        for before, node in pairwise(edit.tagged(gm.graph, *kinds)):
+            after[node] += [before] * (before not in node.all_input_nodes)
     _order_steps(gm, after, order, nodes)
     if ctx.own_kinds:
         _order_own(gm, ctx, after)

@@ -27,6 +27,10 @@ order        gathers start in the order they are waited for, reductions too; no 
 wire         what travels in codes is written and read once, by one description, which is the option's and the layout's
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
              that this changes; its replicas at most once, after that; the order is pinned
+fetch        weights that live elsewhere are read by their fetch alone: each is brought once, waited for once, and read;
+             two are on their way at most, in the order of the graph, each behind the readers of what is gone by then
+put          gradients that live elsewhere are taken away once, by the place that the caller knows, and waited for once;
+             two are on their way at most, and nothing writes to one of them
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
 own          what a user's pass inserted behind ours is read by such passes alone, and writes to nothing else; its
@@ -48,6 +52,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from zerofx.passes.context import Context
+from zerofx.passes.proof.carried import check_carried
 from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned, check_read
 from zerofx.passes.proof.outputs import Outputs
 from zerofx.passes.proof.reader import Reader
@@ -65,11 +70,12 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     Outputs(reader).check()
     buffers = list(reader.buffers.values())
     check_read(buffers)
-    check_discards(buffers, reader.nodes, ctx)
+    check_discards([*buffers, *reader.fetched.values()], reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
     waits = {s: w for s, w in reader.waits.items() if s not in reader.apart | reader.own}
     check_order(waits, reader.ops, reader.order, ctx)
     check_steps(reader)
+    check_carried(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order, reader.apart)
     return 0

@@ -42,6 +42,9 @@ class Known:
         decoded: of those that are read, by what.
         rests: what adds the rest of a group's gradient, by group.
         apart: the starts of a corner's collectives, which neither gather a shard nor reduce a pack.
+        carried: the starts of what brings and takes state, and their waits;
+        fetched: what was brought, by its wait; and
+        leaving: what is being taken away, and what shares its memory.
         own: what a user's passes inserted; and
         fresh: of these, what has memory of its own.
     """
@@ -73,6 +76,9 @@ class Known:
         self.decoded: dict[Node, Node] = {}
         self.rests: dict[str, Node] = {}
         self.apart: set[Node] = set()
+        self.carried: dict[Node, list[Node]] = {}
+        self.fetched: dict[Node, Buffer] = {}
+        self.leaving: set[Node] = set()
         self.own: set[Node] = set()
         self.fresh: set[Node] = set()
         self._calls = itertools.count()

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Meanings, ParameterRef, Reduction
+from zerofx.passes.proof.carried import gradient_away
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Original
 from zerofx.passes.proof.own import check_own
@@ -166,7 +167,7 @@ class Outputs:
 
     def _check_reductions(self, extra: list[Any]) -> None:
         ctx, expected = self.ctx, self._expected()
-        for reduction, value in zip(ctx.reductions, extra, strict=True):
+        for i, (reduction, value) in enumerate(zip(ctx.reductions, extra, strict=True)):
             layout, slots = reduction.layout, {slot.offset: slot for slot in reduction.slots if slot.numel}
             if not isinstance(value, Node):
                 self.reader.fail(
@@ -177,6 +178,8 @@ class Outputs:
                 continue
             if ctx.steps and ctx.stage:
                 value = gradient_of(self.reader, value, layout)
+            elif ctx.stage and layout.name in ctx.gradients_away:
+                value = gradient_away(self.reader, value, layout, i)
             share = self._averaged(value, layout)
             pack = share.pack
             inside = [p for p in pack.parts if p.numel and share.offset <= p.offset < share.offset + share.numel]

@@ -17,7 +17,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import coded, own
+from zerofx.passes.proof import carried, coded, own
 from zerofx.passes.proof.facts import (
     ALL_REDUCES,
     DECODE,
@@ -110,7 +110,8 @@ class Reader(Known):
             self.facts[node] = Started(node, flat)
             self.waits[node] = []
         else:
-            self.facts[node] = flat
+            away = sharded and layout.name in ctx.weights_away
+            self.facts[node] = carried.Away(flat) if away else flat
 
     def _sized(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         value = node.meta["val"]
@@ -142,8 +143,13 @@ class Reader(Known):
         for target in op.written():
             if (target in self.weights or isinstance(self.facts.get(target), Flat)) and op.target not in ALL_REDUCES:
                 self.fail("write", node, f"it writes to {target.name!r}, which holds weights", "no write to weights")
+        carried.refuse_writing(self, op)
         if isinstance(fact, Started):
             self._read_started(op, fact)
+        elif op.target in (*carried.STARTS, *carried.WAITS):
+            carried.read_carried(self, op)
+        elif isinstance(fact, (carried.Away, carried.Ticket)):
+            READERS[type(fact)](self, op, fact)
         elif op.target in (STEP, REFRESH):
             self.updates.append(op)
             self.numbers[node] = hash(("update", node.name))
@@ -184,10 +190,10 @@ class Reader(Known):
 
     def _give_back(self, op: Op) -> None:
         (node,) = op.inputs
-        buffer = self.buffers.get(node)
+        buffer = self.buffers.get(node) or self.fetched.get(node)
         if buffer is None:
             self.fail("discard", op.node, f"it gives back {node.name!r}", "a gathered buffer")
-        if (op.target is release) != (buffer.start is node):
+        if (op.target is release) != (buffer.start is node or node in self.fetched):
             self.fail("discard", op.node, "what autograd owns is freed, or what is ours is not", "the other of the two")
         buffer.ends.append(self.order[op.node])
 
@@ -219,6 +225,8 @@ class Reader(Known):
             self.facts[node] = replace(flat, dtypes=(*flat.dtypes, to))
         elif op.target is _aten.slice.Tensor and len(flat.ranges) == 1 and op.args[1] == 0 and len(op.args) == 4:
             self.facts[node] = replace(flat, ranges=(flat.ranges[0][op.args[2] : op.args[3]],))
+            if inputs[0] in self.memory:
+                self.memory[node] = self.memory[inputs[0]]
         elif op.target is _aten.cat.default and all(isinstance(self.facts.get(x), Flat) for x in op.args[0]):
             pieces = [self.facts[x] for x in op.args[0]]
             ranges = tuple(r for piece in pieces for r in piece.ranges)

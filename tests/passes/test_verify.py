@@ -24,6 +24,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     Mutant,
     another,
     buffers,
+    carried,
     coded,
     collectives,
     gradients,
@@ -55,6 +56,8 @@ RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (3, {"stage": 0}),
     "one rank": (1, {"stage": 3}),
 }
+EVERY = frozenset(["scale", "embedding", "table", *(f"blocks.{i}" for i in range(3))])
+AWAY: dict[str, Any] = {"weights_away": EVERY, "gradients_away": EVERY}
 CONTEXTS: dict[str, dict[str, Any]] = {
     "gloo, eager": {"backend": "gloo", "executor": "eager"},
     "gloo, inductor": {"backend": "gloo", "executor": "inductor"},
@@ -65,7 +68,13 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "updated": {"steps": True, "executor": "eager"},
     "updated, inductor": {"steps": True, "executor": "inductor"},
 }
-RULES = "inputs gather wait group slice discard budget saved reduction order step wire write value".split()
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "elsewhere, eager": {"executor": "eager", "memory_budget": 20_000, **AWAY},
+    "elsewhere, inductor": {"executor": "inductor", **AWAY},
+}
+MOVED = "stage 3", "stage 3, autocast", "stage 3, codes", "stage 2", "one rank"
+"""The records of which there are graphs whose state lives elsewhere: for the rules of that alone."""
+RULES = "inputs gather wait group slice discard budget saved reduction order step fetch put wire write value".split()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +87,7 @@ def graphs() -> Iterator[dict[str, Graph]]:
             compiled = record(**options)
         finally:
             dist.destroy_process_group()
-        for context, changes in CONTEXTS.items():
+        for context, changes in (CONTEXTS | (ELSEWHERE if name in MOVED else {})).items():
             if "memory_budget" in changes and "codes" in name:  # groups of four times the bytes
                 changes = {**changes, "memory_budget": 4 * changes["memory_budget"]}
             for phase, graph in rewritten(compiled, **changes).items():
@@ -87,7 +96,7 @@ def graphs() -> Iterator[dict[str, Graph]]:
 
 
 def test_correct_graphs_pass(graphs: dict[str, Graph]) -> None:
-    assert len(graphs) == len(RECORDS) * len(CONTEXTS) * 2
+    assert len(graphs) == 2 * (len(RECORDS) * len(CONTEXTS) + len(MOVED) * len(ELSEWHERE))
     for name, (gm, ctx) in graphs.items():
         code = gm.code
         assert verify(gm, ctx) == 0, name
@@ -99,6 +108,7 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     kinds = Counter(n.meta["zerofx"].kind for gm, _ in graphs.values() for n in gm.graph.nodes if "zerofx" in n.meta)
     wanted = "shard replica kept gathered narrow rebuild all_gather wait refresh weight prepare pack reduce_scatter"
     assert all(kinds[kind] for kind in [*wanted.split(), *"all_reduce wait_grad gradient discard".split()])
+    assert all(kinds[kind] for kind in "fetch wait_fetch put wait_put".split())
     assert kinds["encode"] and kinds["decode"]
     assert all(kinds[kind] for kind in "ask asked answer answered give given rows".split())
     assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
@@ -128,7 +138,7 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
     names = sorted(graphs, key=lambda name: zlib.crc32(f"{mutant.name} {name}".encode()))  # a mixed bag for each
     for name in names:
         places = mutant.places(*graphs[name])
-        if not places:
+        if not places or ("elsewhere" in name and mutant.rule not in ("fetch", "put")):
             continue
         for place in {tried % len(places)} if most < len(names) else {0, len(places) // 2, len(places) - 1}:
             found = verdict(mutant, graphs[name], place)

@@ -183,6 +183,7 @@ class CompiledGraph:
             published=ctx.published,
             publish=self.family.published.update,
             counted=self._counting(trace, {*saved, *gathered}) if phase == "forward" else None,
+            carries=bool(ctx.weights_away),
         )
 
     def _counting(self, trace: Trace, others: set[int]) -> Callable[[list[Any]], None] | None:
@@ -249,6 +250,7 @@ class CompiledGraph:
             reductions=[(ref(r.layout), r.slots) for r in ctx.reductions],
             keeps=sync == "keep",
             steps=steps,
+            carries=bool(ctx.weights_away or ctx.gradients_away),
             published=ctx.published,
             publish=self.family.published.update,
         )
@@ -349,6 +351,10 @@ class CompiledGraph:
             "executor": self.options.executor,
             "lookups": self.options.lookups,
             "wire": family.wire,
+            "weights_away": frozenset(g.layout.name for g in self.groups.values() if g.weights.streams),
+            "gradients_away": frozenset(
+                g.layout.name for g in self.groups.values() if family.stage and "gradient" in g.home.streams
+            ),
             "memory_budget": self.options.memory_budget,
             "activations": self.activations,
             "own": self.options.passes,

@@ -27,7 +27,7 @@ from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
-from zerofx.passes.kinds import KINDS, travelling
+from zerofx.passes.kinds import KINDS, Kind, travelling
 from zerofx.passes.own import KINDS as OURS
 
 _VERBS = {
@@ -119,7 +119,10 @@ def _verbs() -> dict[str, str]:
 
 def whole_bytes(node: Node) -> int:
     """Bytes of the flat buffer that a collective is about, whole."""
-    source = node.args[0] if node.meta["zerofx"].kind in ("reduce_scatter", *travelling("scatter")) else node
+    kind = node.meta["zerofx"].kind
+    of = KINDS.get(kind, Kind()).of
+    first = kind in ("reduce_scatter", *travelling("scatter"))
+    source = node if of is None and not first else node.args[of or 0]
     value = source.meta["val"]  # type: ignore[union-attr]
     return 0 if value is None else value.numel() * value.dtype.itemsize
 
@@ -138,6 +141,7 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
             ops.clear()
 
     verbs, sized = _verbs(), {"all_gather", "refresh", "encode", "decode", *_SIZED, *travelling()}
+    sized |= {name for name, kind in KINDS.items() if kind.of is not None}
     for node in graph.nodes:
         if node.op != "call_function":
             continue

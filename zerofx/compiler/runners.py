@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from zerofx.model.layout import Slot
+from zerofx.passes.carry import carrying
 from zerofx.passes.context import Sync
 from zerofx.passes.feedback import feeding
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.watch import skip_collective
+from zerofx.runtime.state.carriage import Carriage
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -44,12 +46,13 @@ def forward_runner(
     published: Sequence[str],
     publish: Publish,
     counted: Callable[[list[Any]], None] | None = None,
+    carries: bool = False,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
     ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
     its backward, needs. ``trained``: a backward is to come. ``published``: under what names its last outputs go to
-    ``publish``. ``counted`` is told the outputs, to count what is saved.
+    ``publish``. ``counted`` is told the outputs, to count what is saved. ``carries``: it fetches weights.
     """
     live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
     left = {i: weakref.ref(group) for i, group in gathered.items()}
@@ -60,7 +63,8 @@ def forward_runner(
             group().use(trained=trained)  # type: ignore[union-attr]
         for group in live:
             group().weights.refresh()  # type: ignore[union-attr]
-        with _reading(live, "forward", written=True):
+        carriage = Carriage(live) if carries else None
+        with carrying(carriage), _reading(live, "forward", written=True):
             outputs = list(compiled(_inputs(args, kept, live)))
         if published:
             publish(dict(zip(published, outputs[-len(published) :])))
@@ -109,6 +113,7 @@ class BackwardCode:
         reductions: what its extra outputs are.
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
         steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
+        carries: whether the graph fetches weights, or takes gradients away.
         published: under what names the outputs in front of these go to
         publish.
     """
@@ -122,6 +127,7 @@ class BackwardCode:
     reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
     keeps: bool
     steps: bool
+    carries: bool
     published: Sequence[str]
     publish: Publish
 
@@ -136,12 +142,13 @@ class BackwardCode:
         for ref in self.uses:
             ref().pending -= 1  # type: ignore[union-attr]
         reading = _reading(self.groups, "backward", written=False)
-        with stepping(self if self.steps else None), feeding(self), reading:
+        carriage = Carriage([*self.groups, *(ref for ref, _ in self.reductions)]) if self.carries else None
+        with carrying(carriage), stepping(self if self.steps else None), feeding(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)
         if self.published:
             self.publish(dict(zip(self.published, outputs[n_outputs:behind])))
-        for (ref, slots), gradient in zip(self.reductions, outputs[behind:], strict=True):
+        for i, ((ref, slots), gradient) in enumerate(zip(self.reductions, outputs[behind:], strict=True)):
             live = ref()
             assert live is not None
             if self.steps:
@@ -149,7 +156,8 @@ class BackwardCode:
             if self.keeps:
                 live.gradients.keep(slots[0], gradient)
             else:
-                live.accumulate(slots, gradient)
+                away = carriage.gradients.pop(i, None) if carriage is not None else None
+                live.accumulate(slots, gradient if away is None else away, away=away is not None)
         return outputs[:n_outputs]
 
     def step(self, group: str, gradient: torch.Tensor) -> None:

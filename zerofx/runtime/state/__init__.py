@@ -7,6 +7,8 @@ weights       shard and replica
 gradients     ``.grad``, and what `zerofx.no_sync` keeps back
 gathered      whole buffers that outlive what gathered them
 held          what a module's graphs leave in memory between forward and backward
+carriage      what a run of a graph brings to the device and takes away
+host_memory   a home: weights and gradients in the host's memory
 home          where state lives: a seam, with one case so far
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host
@@ -15,5 +17,5 @@ row_copy      on a mesh of two dimensions: optimizer state that replicas of a mo
 
 Imports `zerofx.runtime.ranks` and what is below it::
 
-    ranks ◀── home ◀── weights ◀── gathered, gradients ◀── group ◀── parameter ◀── eager
+    ranks ◀── home ◀── host_memory, weights ◀── gathered, gradients ◀── group ◀── parameter ◀── eager
 """

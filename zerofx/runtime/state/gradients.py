@@ -86,13 +86,16 @@ class Gradients:
 
     # ---- what leaves a backward -------------------------------------------------------------------------------------
 
-    def accumulate(self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False) -> None:
+    def accumulate(
+        self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False, away: bool = False
+    ) -> None:
         """Add averaged gradients to the parameters' ``.grad``.
 
         ``gradient`` is laid out as the shard is; in stage 0 it is the whole gradient of the one slot. A first gradient
         is not copied: ``.grad`` becomes a view of it. Runs inside a backward pass, and accumulates only where the
-        engine would have, unless that was ``checked``. The engine runs the parameters' post-accumulate hooks by itself,
-        once every graph that uses a parameter has been here.
+        engine would have, unless that was ``checked``. ``away``: it is where the home keeps gradients already. The
+        engine runs the parameters' post-accumulate hooks by itself, once every graph that uses a parameter has been
+        here.
         """
         held, new, first = [], [], []
         with DisableTorchFunction():  # for speed: hundreds of parameters, and four questions to each
@@ -109,7 +112,7 @@ class Gradients:
                 with self.home.at_hand():
                     torch._foreach_add_(held, new)
             if first:
-                gradient = self.home.keep("gradient", gradient) if self.stage else gradient
+                gradient = self.home.keep("gradient", gradient) if self.stage and not away else gradient
             for slot, parameter in first:
                 local = self._local(slot, gradient)
                 parameter.grad = local if self.stage == 0 else parameter.like(local)

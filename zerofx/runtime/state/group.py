@@ -231,7 +231,9 @@ class ShardGroup:
             )
         self.pending += trained
 
-    def accumulate(self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False) -> None:
+    def accumulate(
+        self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False, away: bool = False
+    ) -> None:
         """Add averaged gradients to the parameters' ``.grad``: `Gradients.accumulate`.
 
         Raises:
@@ -243,7 +245,7 @@ class ShardGroup:
                 "backward in zerofx.step_in_backward, of a graph kept with retain_graph=True, or of a custom autograd "
                 "function. It is updated now, without that one; take such a step without zerofx.step_in_backward."
             )
-        self.gradients.accumulate(slots, gradient, checked=checked)
+        self.gradients.accumulate(slots, gradient, checked=checked, away=away)
 
     def reduce(self, gradients: dict[Slot, torch.Tensor], *, checked: bool = False) -> None:
         """Average whole gradients over the ranks and add them to ``.grad``; in `zerofx.no_sync` keep them.

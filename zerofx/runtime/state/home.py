@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,13 +35,15 @@ _HERE = contextlib.nullcontext()
 
 
 class Home:
-    """Where one group's state lives. A case overrides the first four.
+    """Where one group's state lives. A case overrides the first four; one that `streams`, `fetch` and `put` as well.
 
     Attributes:
+        streams: what lives elsewhere and is brought and taken by graphs themselves, piece by piece (`fetch`, `put`).
         away: whether state has to be brought to where it is computed with.
         any_away: whether that is so of any home there is.
     """
 
+    streams: frozenset[Kind] = frozenset()
     away = False
     any_away: ClassVar[bool] = False
 
@@ -59,6 +62,17 @@ class Home:
 
     def at_hand(self) -> contextlib.AbstractContextManager[Any]:
         """State can be computed with inside; what is written there stays. May be entered again inside."""
+        raise NotImplementedError
+
+    def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
+        """Start to bring ``state``, 1-D, to memory of its own on the device, where a graph reads it.
+
+        Of a home that `streams` weights.
+        """
+        raise NotImplementedError
+
+    def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
+        """Start to take a graph's ``gradient`` here; the tensor to hold from then on. Of a home that `streams` them."""
         raise NotImplementedError
 
     def lend(self, state: torch.Tensor) -> torch.Tensor:

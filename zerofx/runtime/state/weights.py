@@ -124,6 +124,11 @@ class Weights:
         """Bytes of the whole flat buffer, in what the model computes in."""
         return self.layout.numel * self.dtype.itemsize
 
+    @property
+    def streams(self) -> bool:
+        """Whether graphs fetch the shard from where it lives."""
+        return False
+
     def holders(self, tensor: torch.Tensor) -> int:
         """How many ranks have the memory of ``tensor``, a shard or replica: each counts 1/M of it as its own."""
         return 1
@@ -153,7 +158,7 @@ class Weights:
         cls, weights: Sequence[Weights], phase: str, *, written: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """A graph reads all of ``weights`` inside. ``written``: since a graph read them last, they may have been."""
-        return all_at_hand(each.home for each in weights)
+        return all_at_hand(each.home for each in weights if not each.streams)
 
     def start_gather(self) -> torch.Tensor:
         """Start to bring the whole flat buffer; ``wait_tensor`` of it waits. A collective, outside of any graph.
@@ -202,6 +207,10 @@ class Sharded(Weights):
     def _make(self, memory: torch.Tensor | None) -> None:
         self.shard: torch.Tensor = self.home.new("weights", self.layout.shard_numel, self.layout.dtype, self.device)
 
+    @property
+    def streams(self) -> bool:
+        return "weights" in self.home.streams
+
     @classmethod
     def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
         return stage == 3 and not one_copy and not divides_between
@@ -215,7 +224,8 @@ class Replicated(Weights):
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.replica: torch.Tensor | None = memory.view(self.dtype)
-        if self.dtype == layout.dtype and not self.home.away and self.code is None:
+        here = not self.home.away and "weights" not in self.home.streams
+        if self.dtype == layout.dtype and here and self.code is None:
             # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
             self.shard = self.own_part(self.replica.data)
         else:

@@ -1,0 +1,81 @@
+"""Gradients that live elsewhere leave the device as soon as they are reduced; their memory is free when they have left.
+
+::
+
+    wait for C's reduction                        wait for C's reduction
+    c = sum of its parts / M                      c = sum of its parts / M
+    use B                                         put c                    while B computes
+    wait for B's reduction                        use B
+    b = sum of its parts / M      ─────▶          wait for B's reduction
+    use A                                         b = sum of its parts / M
+    wait for A's reduction                        put b
+    a = sum of its parts / M                      use A
+    return dx, None, …, c, b, a                   wait for A's reduction
+                                                  a = sum of its parts / M
+                                                  wait_put(c)
+                                                  put a
+                                                  wait_put(b)
+                                                  wait_put(a)
+                                                  return dx, None, …, ∅, ∅, ∅
+
+Two are on their way at most: the one before the last is waited for in front of the next. The wait reads the gradient,
+so nobody is given its memory before. The graph returns nothing in its place: who runs the graph has been handed the
+gradient where it lives.
+
+What `zerofx.no_sync` keeps back is not reduced, whole, and stays on the device. In `zerofx.step_in_backward` a gradient
+leaves inside of the update, and there is nothing to do here.
+
+Sound because a put changes nothing: what left is what the graph returned.
+
+Groups of ``ctx.gradients_away``; backward graphs only. Requires ``group``; runs behind what makes gradients.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from zerofx.passes import edit
+from zerofx.passes.carry import PUT, ROOM, WAIT_PUT
+from zerofx.passes.context import Context, Tag
+from zerofx.passes.kinds import KINDS, Kind
+
+
+def put(gm: GraphModule, ctx: Context) -> int:
+    """Insert a put and a wait for each gradient that is to leave; returns how many nodes were inserted."""
+    if ctx.sync == "keep" or ctx.steps or not ctx.reductions:
+        return 0
+    graph, order, outputs = gm.graph, edit.positions(gm.graph), edit.output_values(gm.graph)
+    first = len(outputs) - len(ctx.reductions)
+    leaving = [i for i, r in enumerate(ctx.reductions) if r.layout.name in ctx.gradients_away]
+    leaving.sort(key=lambda i: order[outputs[first + i]])
+    starts: list[tuple[Node, int]] = []
+
+    def wait(before: Node, start: Node, i: int) -> None:
+        gradient, tag = start.args[0], Tag("wait_put", start.meta["zerofx"].group)
+        with graph.inserting_before(before):
+            args = (start, gradient, tag.group, i)
+            outputs[first + i] = edit.insert(graph, WAIT_PUT, args, tag=tag, near=start)
+
+    for i in leaving:
+        gradient, name = outputs[first + i], ctx.reductions[i].layout.name
+        with graph.inserting_after(edit.after_inputs(gradient)):
+            start = edit.insert(graph, PUT, (gradient, name, i), tag=Tag("put", name), near=gradient)
+        starts.append((start, i))
+        if len(starts) > ROOM:
+            wait(start, *starts[-1 - ROOM])
+    for start, i in starts[-ROOM:]:
+        wait(graph.output_node(), start, i)
+    edit.set_output_values(graph, outputs)
+    return edit.finish(gm, 2 * len(starts))
+
+
+KINDS |= {
+    "put": Kind(
+        verb="put",
+        of=0,
+        total="gradients leave the device:",
+        brings="gradients",
+        stands="right behind the gradient: two are on their way at most",
+    ),
+    "wait_put": Kind(verb="left", stands="in front of the put after the next, or at the end"),
+}

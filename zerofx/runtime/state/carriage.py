@@ -1,0 +1,47 @@
+"""What one run of a graph has brought to the device, and taken away from it: `zerofx.passes.carry.Carrier` of homes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import record_function
+
+if TYPE_CHECKING:
+    from zerofx.runtime.state.group import ShardGroup
+
+
+class Carriage:
+    """One run of a graph.
+
+    Attributes:
+        gradients: what has left, where it lives now, by its place among the graph's reductions.
+    """
+
+    def __init__(self, groups: Iterable[weakref.ref[ShardGroup]]) -> None:
+        self.gradients: dict[int, torch.Tensor] = {}
+        self._groups = {group.layout.name: group for ref in groups if (group := ref()) is not None}
+        self._coming: dict[str, Future[torch.Tensor]] = {}
+        self._leaving: dict[int, Future[torch.Tensor]] = {}
+
+    def fetch(self, group: str) -> None:
+        """`zerofx.passes.carry.Carrier`"""
+        one = self._groups[group]
+        self._coming[group] = one.home.fetch(one.shard)
+
+    def fetched(self, group: str) -> torch.Tensor:
+        """`zerofx.passes.carry.Carrier`"""
+        with record_function(f"zerofx: fetch {group}"):
+            return self._coming.pop(group).result()
+
+    def put(self, group: str, place: int, gradient: torch.Tensor) -> None:
+        """`zerofx.passes.carry.Carrier`"""
+        self._leaving[place] = self._groups[group].home.put(gradient)
+
+    def left(self, group: str, place: int) -> None:
+        """`zerofx.passes.carry.Carrier`"""
+        with record_function(f"zerofx: put {group}"):
+            self.gradients[place] = self._leaving.pop(place).result()
