@@ -330,19 +330,6 @@ def test_ranks_with_different_models_all_raise(workers3: Workers, what: str) -> 
         assert "different models" in message or what == "hook", message
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, nn.DataParallel])
-def test_a_wrapper_that_would_average_gradients_again_is_refused(
-    fake_world: Callable[..., None], wrapper: type[nn.Module], stage: int
-) -> None:
-    fake_world(2)
-    model = nn.Sequential(nn.Linear(3, 5), zerofx.shard(Net(), stage=stage))
-    with pytest.raises(ValueError, match=rf"{wrapper.__name__} around Sequential, whose 'first\.weight' zerofx has"):
-        wrapper(model)
-    nn.Sequential(model)  # other modules take it
-    wrapper(nn.Sequential(nn.Linear(3, 5)))  # and others are wrapped
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_one_graph_of_two_sharded_modules_is_refused(fake_world: Callable[..., None], stage: int) -> None:
     """Their groups have equal names and layouts here: the gradient of one went to the other."""

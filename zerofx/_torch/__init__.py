@@ -52,6 +52,7 @@ from zerofx._torch.checkpoint import (
     index_class,
 )
 from zerofx._torch.distributed import (
+    FSDP_MARKS,
     SAME_HOST_ERROR,
     PretendedGroup,
     PythonWork,

@@ -24,6 +24,10 @@ def default_store() -> dist.Store:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+FSDP_MARKS = {"_fsdp_flattened": "FullyShardedDataParallel", "_fsdp_orig_uid": "fully_shard"}
+"""What FSDP asks a parameter for before it takes it, and which kind does (2.13; in 2.11 the first alone)."""
+
+
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
     """``_c10d_functional.wait_tensor`` of ``tensor``, or of a view of it, waits for ``work`` too (2.11, 2.13, 2.15)."""
     torch._C._distributed_c10d._register_work(tensor, work)
