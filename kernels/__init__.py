@@ -10,6 +10,7 @@ cpu           the step in PyTorch, for CPUs
 code          what a code on the wire is, and where it lies
 wire          numbers as codes on the wire, on any device
 quantize      those codes in Triton
+checksum      checksums at the speed of memory
 ============  ==================================================================
 
 Imports nothing of zerofx.

@@ -26,6 +26,7 @@ from zerofx.inspect.predict.plan import plan
 from zerofx.inspect.predict.predict import Prediction, Rates, predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
+from zerofx.model.offload import Offload
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
@@ -38,6 +39,7 @@ from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.step import step_in_backward
 from zerofx.runtime.ranks.agree import OutOfStepError
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor
+from zerofx.runtime.state.state_file import OffloadError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "Grouping",
     "MemorySummary",
     "MixedPrecision",
+    "Offload",
+    "OffloadError",
     "OutOfStepError",
     "Pass",
     "Prediction",

@@ -22,7 +22,7 @@ from torch import nn
 import zerofx
 from tests.checkpoint.nets import EACH_GROUP, Net, batch, differing, digests, full_state, train
 from tests.workers import Workers
-from zerofx.checkpoint.checksum import checksum_of
+from zerofx.kernels.checksum import checksum_of
 
 LIMIT = 30  # seconds, for every rank to hear of it
 

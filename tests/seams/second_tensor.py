@@ -22,7 +22,7 @@ class SecondTensor(Home):
         self._kept: list[tuple[StorageWeakRef, Kind, torch.Tensor]] = []  # by storage: views hold it, nobody else may
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device) -> bool:
+    def takes(cls, stage: int, device: torch.device, file: object) -> bool:
         return stage > 0
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -36,7 +36,7 @@ class SecondTensor(Home):
         return tensor
 
     @contextlib.contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def at_hand(self, *state: torch.Tensor) -> Iterator[None]:
         self._depth += 1
         if self._depth == 1:
             self._kept = [entry for entry in self._kept if storage_of(entry[0]) is not None]

@@ -4,7 +4,6 @@
 file          what it knows
 ============  ======================================================================================
 boxes         a flat slice as rectangles
-checksum      checksums at the speed of memory
 dcp           torch.distributed.checkpoint's protocol, and its index read safely
 ranks         an error of one rank is an error of all
 folder        a checkpoint is whole or not there

@@ -54,34 +54,32 @@ from zerofx.runtime.state.parameter import ShardedTensor
 INDEX = ".metadata"
 
 
-def boxes_of(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
-    """This rank's rectangles of ``tensor``, each with the view of the slice that it is.
+def boxes_of(tensor: ShardedTensor) -> list[tuple[Box, int]]:
+    """This rank's rectangles of ``tensor``, each with where in the slice it begins.
 
     A tensor without elements is one empty rectangle on every rank: so that a checkpoint knows of it.
     """
-    slot, group, local = tensor._slot, tensor._group, tensor._local
+    slot, group = tensor._slot, tensor._group
     if slot.numel == 0:
-        return [(Box((0,) * len(slot.shape), slot.shape), local.view(slot.shape))]
+        return [(Box((0,) * len(slot.shape), slot.shape), 0)]
     piece = group.layout.piece(slot, group.rank)
     found, at = [], 0
     for box in boxes(slot.shape, piece.in_parameter, piece.in_parameter + piece.length):
-        found.append((box, local.narrow(0, at, box.numel).view(box.sizes)))
+        found.append((box, at))
         at += box.numel
     return found
 
 
 def write_items(tensor: ShardedTensor, name: str) -> list[WriteItem]:
     """What torch.distributed.checkpoint is to write of ``tensor`` from this rank."""
-    size = torch.Size(tensor._slot.shape)
+    size, properties = torch.Size(tensor._slot.shape), TensorProperties.create_from_tensor(tensor._local.new_empty(0))
     return [
         WriteItem(
             index=MetadataIndex(name, torch.Size(box.offsets)),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=_chunk(box), properties=TensorProperties.create_from_tensor(view), size=size
-            ),
+            tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=size),
         )
-        for box, view in boxes_of(tensor)
+        for box, _ in boxes_of(tensor)
     ]
 
 
@@ -96,9 +94,9 @@ def tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
     Raises:
         ValueError: this rank has no rectangle there.
     """
-    for box, view in boxes_of(tensor):
+    for box, at in boxes_of(tensor):
         if torch.Size(box.offsets) == index.offset:
-            return tensor._group.home.lend(view)
+            return tensor._group.home.lend(tensor._local).narrow(0, at, box.numel).view(box.sizes)
     raise ValueError(f"this rank holds no rectangle of {index.fqn!r} at {index.offset}: {tensor!r}")
 
 

@@ -180,7 +180,7 @@ def bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None
         return tensor.detach().to("cpu", copy=True)
     if everywhere:
         return tensor.full_tensor().cpu()
-    with tensor._group.home.at_hand():
+    with tensor._group.home.at_hand(tensor._local):
         return _bring_slices(tensor)
 
 

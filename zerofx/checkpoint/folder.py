@@ -42,9 +42,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerofx.checkpoint.checksum import Checksum, checksum_of
 from zerofx.checkpoint.dcp import INDEX, is_plain_name
 from zerofx.checkpoint.ranks import CheckpointError
+from zerofx.kernels.checksum import Checksum, checksum_of
 
 MARK = "zerofx.json"
 FORMAT = 1
@@ -60,7 +60,7 @@ class Mark:
         zerofx, torch: the versions that wrote it.
         step: of training, if one was given.
         world_size: how many ranks wrote it.
-        files: size in bytes and checksum (`zerofx.checkpoint.checksum`) of every other file.
+        files: size in bytes and checksum (`zerofx.kernels.checksum`) of every other file.
     """
 
     zerofx: str

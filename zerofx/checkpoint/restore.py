@@ -31,6 +31,7 @@ from zerofx.checkpoint.sources import Entry, Source
 from zerofx.checkpoint.state import local, names_of, new_like, owned, unwrapped
 from zerofx.kernels.split import join
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 MASTERS = ("master", "remainder")
@@ -62,7 +63,8 @@ class Binding:
         That runs their hooks; a value that was filled in place is recognised, and counted as written on every rank.
         """
         for weight, remainder in self.joins:
-            local(weight).copy_(join(local(weight).bfloat16(), local(remainder)))
+            with at_hand_of([weight, remainder]):
+                local(weight).copy_(join(local(weight).bfloat16(), local(remainder)))
         self._module.load_state_dict(self.values)
         if self._optimizer is not None:
             assert self.numbered is not None

@@ -37,6 +37,7 @@ from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.state import at_hand, model_state, names_of, non_finite, optimizer_state
+from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -296,7 +297,8 @@ def _copied(state: Any) -> Any:
     if isinstance(state, list):
         return [_copied(value) for value in state]
     if isinstance(state, ShardedTensor):
-        return state.like(state._local.to("cpu", copy=True))
+        with at_hand_of([state]):
+            return state.like(state._local.to("cpu", copy=True))
     return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
 
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from zerofx.checkpoint.dcp import is_plain_name, read_index, read_into
 from zerofx.checkpoint.folder import MARK, Mark
 from zerofx.checkpoint.ranks import CheckpointError
+from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 Part = Callable[[int, int], torch.Tensor]
@@ -83,7 +84,8 @@ class Source:
             part: Part = entry.key
             if isinstance(target, ShardedTensor):
                 piece = target._group.layout.piece(target._slot, target._group.rank)
-                target._local.copy_(part(piece.in_parameter, piece.in_parameter + piece.length))
+                with at_hand_of([target]):
+                    target._local.copy_(part(piece.in_parameter, piece.in_parameter + piece.length))
             else:
                 target.copy_(part(0, math.prod(entry.shape)).view(entry.shape))
 

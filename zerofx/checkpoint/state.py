@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zerofx.runtime.state.group import groups_of
-from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.home import all_at_hand, at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -86,7 +86,8 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def new_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of ``dtype`` for each element of ``parameter``, sharded as it is."""
     if isinstance(parameter, ShardedTensor):
-        return parameter.like(torch.empty_like(parameter._local, dtype=dtype))
+        local = parameter._local
+        return parameter.like(parameter._group.home.new("moment", local.numel(), dtype, local.device))
     return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
@@ -107,7 +108,8 @@ def non_finite(state: dict[str, Any]) -> str | None:
     """
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            mine = local(value).detach()
-            if not mine.sum(dtype=torch.float32).isfinite() and not mine.isfinite().all():
-                return name
+            with at_hand_of([value]):
+                mine = local(value).detach()
+                if not mine.sum(dtype=torch.float32).isfinite() and not mine.isfinite().all():
+                    return name
     return None

@@ -20,9 +20,11 @@ from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
+from zerofx.model.offload import Offload
 from zerofx.model.wire import Wire
 from zerofx.runtime.eager.leaf import leaf_names
 from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.state.home import HOMES
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.runtime.state.weights import weights_of
 
@@ -66,7 +68,21 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
-    return plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block)
+    planned = plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block)
+    if (offload := Offload.of(options.offload)) is not None:
+        _check_offload(offload, [layout for layout, _ in planned], device)
+    return planned
+
+
+def _check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
+    """Refuse a home that is not there."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"offload={offload!r} with parameters on {device.type}: it is built for the CPU alone so far. Leave it out."
+        )
+    offload.chosen(layouts)
+    if offload.folder is not None and not any(home.moments_away for home in HOMES):
+        raise ValueError(f"offload={offload!r}: this zerofx has no such home (state/in_file.py). Leave it out.")
 
 
 def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Sharing) -> list[tuple[str, str]]:
@@ -93,6 +109,7 @@ _ALIKE = (
     "one_copy",
     "lookups",
     "wire",
+    "offload",
     "sharding",
 )
 """The options that all ranks must agree on."""

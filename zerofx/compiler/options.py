@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
+from zerofx.model.offload import Offload
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
@@ -81,6 +82,8 @@ class Options:
             process group works with it; else the CPU.
         mixed_precision: see `zerofx.model.precision`.
         wire: stages 1 to 3, what travels in codes of fewer bits; see `zerofx.model.wire`. None: all as it is.
+        offload: stages 1 to 3, a folder for the optimizer's state, or a `zerofx.Offload` (docs/offload.md).
+            None: all is on the device.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
             long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
@@ -105,6 +108,7 @@ class Options:
     device: torch.device | str | None = None
     mixed_precision: MixedPrecision | None = None
     wire: Wire | None = None
+    offload: Offload | str | Path | None = None
     buckets: Buckets = "group"
     timeout: float | None = None
     passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
@@ -115,21 +119,11 @@ class Options:
             raise ValueError(f"stage={self.stage!r}: expected 0, 1, 2 or 3.")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
-        if self.memory_budget is not None and not (
-            isinstance(self.memory_budget, (int, float)) and self.memory_budget > 0
-        ):
-            raise ValueError(f"memory_budget={self.memory_budget!r}: expected a number of bytes above 0, or None.")
-        saved = self.activation_budget
-        if saved is not None and not (isinstance(saved, (int, float)) and saved >= 0):
-            raise ValueError(
-                f"activation_budget={saved!r}: expected a fraction from 0 to 1, a number of bytes above that, or None."
-            )
-        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
-            raise ValueError(f"timeout={self.timeout!r}: expected a number of seconds above 0, or None.")
         if self.buckets not in BUCKETS:
             raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
         if self.buckets != "group" and self.stage != 0:
             raise ValueError(f"buckets={self.buckets!r} with stage={self.stage}: only stage 0 has a choice.")
+        self._check_numbers()
         if self.lookups and (self.stage != 3 or self.one_copy):
             other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
             raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
@@ -140,6 +134,7 @@ class Options:
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
         self._check_wire()
+        self._check_offload(Offload.of(self.offload))
         if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):
             raise ValueError(f"init={self.init!r}: expected a function of a module, a path, or None.")
         if self.device is not None:
@@ -155,6 +150,22 @@ class Options:
         wanted(self.progress)
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
+        self._check_ranks()
+
+    def _check_numbers(self) -> None:
+        """Budgets and seconds."""
+        budget, saved, seconds = self.memory_budget, self.activation_budget, self.timeout
+        if budget is not None and not (isinstance(budget, (int, float)) and budget > 0):
+            raise ValueError(f"memory_budget={budget!r}: expected a number of bytes above 0, or None.")
+        if saved is not None and not (isinstance(saved, (int, float)) and saved >= 0):
+            raise ValueError(
+                f"activation_budget={saved!r}: expected a fraction from 0 to 1, a number of bytes above that, or None."
+            )
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+            raise ValueError(f"timeout={seconds!r}: expected a number of seconds above 0, or None.")
+
+    def _check_ranks(self) -> None:
+        """Who takes part: meshes and process groups."""
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
             raise ValueError(f"mesh={self.mesh!r}: expected a DeviceMesh of one or two dimensions, or None.")
         if self.mesh is not None and self.mesh.ndim > 2:
@@ -187,6 +198,21 @@ class Options:
             )
         if self.one_copy and self.wire.weights is not None:
             raise ValueError(f"wire={self.wire!r} with one_copy=True: no weights travel there. Leave weights= out.")
+
+    def _check_offload(self, offload: Offload | None) -> None:
+        object.__setattr__(self, "offload", offload)
+        if offload is None:
+            return
+        if self.stage == 0:
+            raise ValueError(
+                f"offload={offload!r} with stage=0: its parameters are plain tensors, and so is what an optimizer "
+                "keeps of them. Use stage=1."
+            )
+        for part in ("gradients", "weights"):
+            if getattr(offload, part) is not None:
+                raise ValueError(
+                    f"offload={offload!r}: {part}= is not built yet. Leave it out; optimizer= is what takes most."
+                )
 
     def __repr__(self) -> str:
         """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import math
+import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
 from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.layout import GroupLayout
+from zerofx.model.offload import Offload
 from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.ranks.sharing import SETTLED, RankGroup, Sharing, sharing_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
+from zerofx.runtime.state.state_file import StateFile, opened
 from zerofx.runtime.state.weights import weights_of
 
 
@@ -80,12 +84,21 @@ class _Conversion:
         self.module, self.options, self.sharing, self.device = module, options, sharing, device
         self.on_meta = next(module.parameters()).is_meta
         self.sync = options.init_sync and sharing.everyone.size > 1
-        self.family = Family(options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire)
+        self.offload = Offload.of(options.offload)
+        self.file: StateFile | None = None
+        self.family = Family(
+            options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, self.offload
+        )
         self.places: dict[Any, list[Place]] = places_of(module) if self.on_meta else {}
         self.templates: dict[nn.Parameter, Template] = {}
 
     def convert(self, planned: Planned) -> list[ShardGroup]:
-        """Ranks meet, then every group is converted."""
+        """Ranks meet, then every group is converted.
+
+        Raises:
+            OffloadError: on every rank, where one of them cannot make its file; nothing has changed then.
+        """
+        self._open_file([layout for layout, _ in planned])
         watch = self.sharing.watch()
         if watch is not None:
             watch.families += 1
@@ -96,6 +109,23 @@ class _Conversion:
             self._convert_group(layout, parameters, part)
             for (layout, parameters), part in zip(planned, self._memory(planned), strict=True)
         ]
+
+    def _open_file(self, layouts: list[GroupLayout]) -> None:
+        """Where the optimizer's state is to be, if not on the device."""
+        offload = self.offload
+        if offload is None or offload.optimizer is None:
+            return
+        if offload.folder is None:
+            if self.sharing.everyone.rank == 0:
+                warnings.warn(
+                    'offload="cpu" with parameters on the CPU: the host\'s memory is where their state is already, and '
+                    "nothing moves. Give the path of a folder on a disk, or leave it out.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return
+        self.family.in_file = offload.chosen(layouts)
+        self.file = self.family.file = opened(offload.folder, self.sharing.everyone, uuid.uuid4().hex)
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""

@@ -6,6 +6,7 @@ grouping      which parameters travel together
 sharding      over which ranks of a mesh something is divided, by purpose
 precision     which dtypes weights and gradients have
 wire          what travels in codes of fewer bits
+offload       which state lives on a disk
 hugging_face  what is known of transformers, which is never imported
 units         bytes and seconds, as people read them
 ============  ==================================================================

@@ -14,6 +14,7 @@ CORNERS = (
     "zerofx.runtime.ranks.two_levels",  # meshes of two dimensions                      ranks/sharing.py SHARINGS
     "zerofx.runtime.state.row_copy",  # optimizer state divided between replicas        state/weights.py WEIGHTS
     "zerofx.runtime.state.one_copy",  # weights once for all ranks of a host            state/weights.py WEIGHTS
+    "zerofx.runtime.state.in_file",  # the optimizer's state in a file                 state/home.py HOMES
     "zerofx.passes.lookups",  # rows of tables that are only looked up                  passes PIPELINE
 )
 

@@ -17,7 +17,7 @@ from zerofx.runtime.eager.norms import all_reduce, norm, norms
 from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.eager.unshard import readonly, unshard
 from zerofx.runtime.state.doors import DOORS
-from zerofx.runtime.state.home import Home, all_at_hand
+from zerofx.runtime.state.home import Home, at_hand_of
 from zerofx.runtime.state.parameter import (
     ShardedParameter,
     ShardedTensor,
@@ -75,7 +75,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it."""
     if not Home.any_away:
         return _dispatch(func, args, kwargs)
-    with all_at_hand(x._group.home for x in _sharded([*args, *kwargs.values()])):
+    with at_hand_of(_sharded([*args, *kwargs.values()])):
         return _dispatch(func, args, kwargs)
 
 

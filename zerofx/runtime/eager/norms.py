@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -42,7 +42,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
     Raises:
         ValueError: an order that is not above 0.
     """
-    with all_at_hand(x._group.home for x in tensors if isinstance(x, ShardedTensor)):
+    with at_hand_of(tensors):
         return _norms(tensors, float(order), dtype)
 
 

@@ -31,11 +31,13 @@ cuda                    Triton: two launches per run and one per step, nothing w
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -44,13 +46,17 @@ from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.kernels.split import join, split
 from zerofx.runtime.optim import moments as _moments
-from zerofx.runtime.optim.spans import Member, Run, Span, at_hand, find_runs, find_spans, ranks_of
+from zerofx.runtime.optim.spans import Member, Part, Run, Span, at_hand, find_runs, find_spans, ranks_of
+from zerofx.runtime.optim.through_file import through_file
+from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 if TYPE_CHECKING:
     from zerofx.runtime.optim.device_step import DeviceStep
     from zerofx.runtime.state.group import ShardGroup
+    from zerofx.runtime.state.state_file import StateFile
 
+Key = tuple[int, float]
 Master = Literal["float32", "split"] | None
 Moments = torch.dtype | Literal["8bit"]
 _OPTIONS = ("max_grad_norm", "master", "moments", "seed")
@@ -167,8 +173,9 @@ class AdamW(torch.optim.AdamW):
         for span in spans:
             if any(member.gradient is not None for member in span.members):
                 self._ensure_state(span)
-            for member in span.members:
-                if member.gradient is not None and not self.state[member.parameter]:
+            new = [m for m in span.members if m.gradient is not None and not self.state[m.parameter]]
+            with span.state_at_hand() if new else contextlib.nullcontext():
+                for member in new:
                     self._give_state(span, member)
 
     def _give_state(self, span: Span, member: Member) -> None:
@@ -194,27 +201,33 @@ class AdamW(torch.optim.AdamW):
         if skip:
             return False
         runs.sort(key=lambda run: run[:3])
-        for (index, updates), together in itertools.groupby(runs, key=lambda run: run[:2]):
-            members = list(together)
-            states = [run.state() for *_, run in members]
-            exp_avgs, exp_avg_sqs, scales = zip(*map(_moments.operands, states), strict=True)
-            cpu.adamw(
-                [run.of(run.span.weights()) for *_, run in members],
-                [run.flat_gradient() for *_, run in members],
-                exp_avgs,
-                exp_avg_sqs,
-                [state.get("master", state.get("remainder")) for state in states],
-                _hyper(self.param_groups[index], updates + 1),
-                factor,
-                # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
-                [hash((self.seed, updates, run.span.index)) + run.span.position + run.start for *_, run in members],
-                scales,
-            )
+        keyed = [((index, updates), run) for index, updates, _, run in runs]
+        self._step_runs([(key, run.all()) for key, run in keyed if run.span.file is None], factor)
+        for file, through in _by_file([(key, run) for key, run in keyed if run.span.file is not None]):
+            through_file(file, through, functools.partial(self._step_runs, factor=factor))
         everywhere = len(active) == len(self._counts)
         self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
         for member in active:
             member.updates += 1
         return True
+
+    def _step_runs(self, keyed: Sequence[tuple[Key, Part]], factor: float) -> None:
+        """One kernel call for each key: the number of a parameter group, and how many updates there were."""
+        for (index, updates), together in itertools.groupby(keyed, key=lambda pair: pair[0]):
+            parts = [part for _, part in together]
+            exp_avgs, exp_avg_sqs, scales = zip(*(_moments.operands(part.state) for part in parts), strict=True)
+            cpu.adamw(
+                [part.weights for part in parts],
+                [part.gradient for part in parts],
+                exp_avgs,
+                exp_avg_sqs,
+                [part.state.get("master", part.state.get("remainder")) for part in parts],
+                _hyper(self.param_groups[index], updates + 1),
+                factor,
+                # The same on every rank for what every rank has: parameters that are not sharded must stay alike.
+                [hash((self.seed, updates, part.span.index)) + part.span.position + part.start for part in parts],
+                scales,
+            )
 
     def _step_on_device(
         self,
@@ -252,7 +265,8 @@ class AdamW(torch.optim.AdamW):
         if span.state:
             if "master" in span.state and weights._version != span.version:
                 master = span.state["master"]
-                master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
+                with span.state_at_hand():
+                    master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
                 span.version = weights._version
             return
         dtype = torch.float32 if self.moments == "8bit" else self.moments
@@ -291,6 +305,10 @@ class AdamW(torch.optim.AdamW):
     def _adopt_state(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         """What a parameter has as state becomes its part of the span's flat buffers."""
         self._ensure_state(span)
+        with span.state_at_hand(), at_hand_of(state.values()):
+            self._adopt_at_hand(span, member, state)
+
+    def _adopt_at_hand(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         self._adopt_masters(span, member, state)
         if span.blocks and "exp_avg" in state:
             _quantize(member, state)
@@ -328,6 +346,11 @@ class AdamW(torch.optim.AdamW):
         """As in ``torch.optim``; what the parameters so far have learned stays."""
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
+            if self.moments == "8bit" and isinstance(p, ShardedTensor) and p._group.home.file is not None:
+                raise ValueError(
+                    f'moments="8bit" with {p._slot.name!r}, whose state lives in {p._group.home.file.path.parent} '
+                    "(offload=): codes and their scales have no chunks yet. Leave one of both out."
+                )
             if p.is_complex():
                 raise ValueError("zerofx.AdamW takes real parameters; a complex one was found: use torch.view_as_real.")
         self._spans = None
@@ -370,6 +393,14 @@ def _runs_triton(device: torch.device) -> bool:
 def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     return cpu.Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"], step)
+
+
+def _by_file(keyed: list[tuple[Key, Run]]) -> list[tuple[StateFile, list[tuple[Key, Run]]]]:
+    found: dict[int, tuple[StateFile, list[tuple[Key, Run]]]] = {}
+    for key, run in keyed:
+        assert run.span.file is not None
+        found.setdefault(id(run.span.file), (run.span.file, []))[1].append((key, run))
+    return list(found.values())
 
 
 def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:

@@ -16,6 +16,7 @@ from zerofx.runtime.eager.unshard import not_elementwise
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
+from zerofx.runtime.state.state_file import StateFile
 
 _WHOLE_TENSOR_OPTIMIZERS = {
     "Adafactor": "row and column means",
@@ -38,6 +39,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         args = (args[0], functools.partial(_checked_closure, optimizer, args[1]), *args[2:])
     else:
         _check_gradients(optimizer)
+    for file in _files_of(_groups_in(optimizer)):
+        file.begin()
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
     if uses is not None:
@@ -68,12 +71,34 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After any optimizer's step: the watchdogs of those who share its parameters hear of it, and the weights do."""
+    """After any optimizer's step: the watchdogs of those who share its parameters hear of it, and the weights do.
+
+    Raises:
+        OffloadError: on every rank, where state could not be read or written on one of them.
+    """
     groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
+    if files := _files_of(groups):
+        _keep_what_is_new(optimizer)
+        for file in files:
+            file.agree()
     for shards in groups:
         shards.weights.note_write()
     for name in _watched(groups):
         stepped(name)
+
+
+def _files_of(groups: list[ShardGroup]) -> list[StateFile]:
+    """Where the state of ``groups`` is kept, in the same order on every rank."""
+    files = (shards.home.file for shards in groups)
+    return [file for file in dict.fromkeys(files) if file is not None]
+
+
+def _keep_what_is_new(optimizer: torch.optim.Optimizer) -> None:
+    """State that an optimizer has made as a copy (SGD's momentum, of a gradient) goes where the group's lives."""
+    for state in optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, ShardedTensor):
+                value._group.home.keep("moment", value._local)
 
 
 def _watched(groups: list[ShardGroup]) -> set[str]:

@@ -39,6 +39,7 @@ from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.parameter import ShardedTensor
+from zerofx.runtime.state.state_file import StateFile
 
 
 @dataclass
@@ -122,6 +123,15 @@ class Span:
         """The process group of the ranks that its state is divided over; None where it is not divided."""
         return None if self.group is None else self.group.sharing.optimizer.name
 
+    @property
+    def file(self) -> StateFile | None:
+        """Where its state lives; None: in memory."""
+        return None if self.group is None else self.group.home.file
+
+    def state_at_hand(self) -> contextlib.AbstractContextManager[Any]:
+        """Its state can be looked at inside."""
+        return contextlib.nullcontext() if self.group is None else self.group.home.at_hand(*self.state.values())
+
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New state."""
         device = self.weights().device
@@ -161,13 +171,33 @@ class Run:
         return flat.narrow(0, self.start, self.end - self.start)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The run's part of the span's state."""
+        """The run's part of the span's state, which is in memory."""
         length = self.end - self.start
         return {name: _part(flat, name, self.start, length) for name, flat in self.span.state.items()}
+
+    def part(self, start: int, end: int, state: dict[str, torch.Tensor]) -> Part:
+        """Elements of the span from ``start`` up to ``end``, which are the run's, with their ``state``."""
+        gradient = self.gradient.as_strided((end - start,), (1,), self.gradient.storage_offset() + start - self.start)
+        return Part(self.span, start, self.span.weights().narrow(0, start, end - start), gradient, state)
+
+    def all(self) -> Part:
+        """The whole run, with its part of the span's state, which is in memory."""
+        return self.part(self.start, self.end, self.state())
 
     def flat_gradient(self) -> torch.Tensor:
         """The gradients of all members, and what lies between them, as one flat tensor."""
         return self.gradient.as_strided((self.end - self.start,), (1,))
+
+
+@dataclass
+class Part:
+    """What a kernel is given of a run: from ``start`` in the span on, all 1-D and of one length."""
+
+    span: Span
+    start: int
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, torch.Tensor]
 
 
 def _part(flat: torch.Tensor, name: str, start: int, length: int) -> torch.Tensor:

@@ -79,6 +79,8 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
             raise RuntimeError("zerofx.step_in_backward inside of another for the same module: one at a time.")
     for family in stepper.families:
         family.stepper = stepper
+        if family.file is not None:
+            family.file.begin()
     try:
         yield
         for group in stepper.groups:

@@ -8,8 +8,10 @@ gradients     ``.grad``, and what `zerofx.no_sync` keeps back
 gathered      whole buffers that outlive what gathered them
 held          what a module's graphs leave in memory between forward and backward
 carriage      what a run of a graph brings to the device and takes away
+home          where state lives: a seam
 host_memory   a home: weights and gradients in the host's memory
-home          where state lives: a seam, with one case so far
+in_file       a home: what the optimizer remembers in a file
+state_file    that file: chunks, checksums, who has it
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host
 row_copy      on a mesh of two dimensions: optimizer state that replicas of a module share
@@ -17,5 +19,5 @@ row_copy      on a mesh of two dimensions: optimizer state that replicas of a mo
 
 Imports `zerofx.runtime.ranks` and what is below it::
 
-    ranks ◀── home ◀── host_memory, weights ◀── gathered, gradients ◀── group ◀── parameter ◀── eager
+    ranks ◀── state_file ◀── home ◀── host_memory, weights ◀── gathered, gradients ◀── group ◀── parameter
 """

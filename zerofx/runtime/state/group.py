@@ -25,6 +25,7 @@ from torch import nn
 
 from zerofx._torch import inside_backward
 from zerofx.model.layout import GroupLayout, Slot
+from zerofx.model.offload import Offload
 from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.model.wire import Wire
 from zerofx.passes.context import Buckets
@@ -33,6 +34,7 @@ from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held
 from zerofx.runtime.state.home import Home, home_of
+from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.weights import Weights, weights_of
 
 
@@ -45,6 +47,8 @@ class Family:
         buckets: what one all-reduce of stage 0 takes.
         one_copy: whether the ranks of the host have the weights once.
         wire: what travels in codes.
+        offload: what the user wants elsewhere.
+        in_file: the names of the groups whose optimizer state is in `file`.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
@@ -63,8 +67,12 @@ class Family:
         buckets: Buckets = "group",
         one_copy: bool = False,
         wire: Wire | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.stage = stage
+        self.offload: Offload | None = offload
+        self.in_file: set[str] = set()
+        self._file: Any = lambda: None
         self.wire: Wire | None = wire
         self.precision: MixedPrecision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
@@ -78,6 +86,16 @@ class Family:
         self.published: dict[str, torch.Tensor] = {}
         self.held: Held = Held()
         self._groups: list[weakref.ref[ShardGroup]] = []
+
+    @property
+    def file(self) -> StateFile | None:
+        """Where this rank has the optimizer's state of some groups. It ends with them."""
+        found: StateFile | None = self._file()
+        return found
+
+    @file.setter
+    def file(self, file: StateFile) -> None:
+        self._file = weakref.ref(file)
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""
@@ -145,7 +163,7 @@ class ShardGroup:
         self.device = device
         family.add(self)
         stage, precision = family.stage, family.precision
-        self.home: Home = home_of(stage, device)
+        self.home: Home = home_of(stage, device, family.file if layout.name in family.in_file else None)
         dtype = precision.param_dtype or layout.dtype
         case = weights_of(stage, family.one_copy, sharing.divides_between)
         wire = family.wire

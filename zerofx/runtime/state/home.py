@@ -4,12 +4,14 @@
 
     new(kind, ...)           state is made
     keep(kind, tensor)       state that a graph or an optimizer has made: what stays of it
-    with at_hand():          state is on the device: read it, write it
+    with at_hand():          weights and gradient are on the device: read them, write them
+    with at_hand(exp_avg):   and so are the moments of which these are views
     at rest                  it is wherever the home keeps it
 
-Today state is at hand at any time (`OnDevice`), and all of this costs nothing. Another case, host memory or a file, is
-a class in a file of its own, and a line in `HOMES`. It sets ``away``. Then whoever computes on slices does it inside of
-`at_hand`: compiled graphs, gathers, operations on sharded tensors, optimizers, checkpoints.
+By default state is at hand at any time (`OnDevice`), and all of this costs nothing. Another case is a class in a file
+of its own, and a line in `HOMES` (`zerofx.runtime.state.in_file`). It sets ``away``, or ``moments_away``. Then whoever
+computes on slices does it inside of `at_hand`: compiled graphs, gathers, operations on sharded tensors, optimizers,
+checkpoints.
 
 Code that knows no homes is lent state: ``to_local()``, and what torch.distributed.checkpoint reads and writes.
 ``lend`` brings state, and it stays at hand until the last view of what was lent is gone.
@@ -28,6 +30,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from zerofx._torch import with_own_storage
+from zerofx.runtime.state.state_file import StateFile
 
 Kind = Literal["weights", "gradient", "moment"]
 
@@ -40,16 +43,20 @@ class Home:
     Attributes:
         streams: what lives elsewhere and is brought and taken by graphs themselves, piece by piece (`fetch`, `put`).
         away: whether state has to be brought to where it is computed with.
-        any_away: whether that is so of any home there is.
+        moments_away: whether moments alone have to be.
+        any_away: whether either is so of any home there is.
+        file: where the option ``offload`` has put the group's moments; None: nowhere.
     """
 
     streams: frozenset[Kind] = frozenset()
     away = False
+    moments_away = False
+    file: StateFile | None = None
     any_away: ClassVar[bool] = False
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device) -> bool:
-        """Whether groups of this stage, on this device, live here."""
+    def takes(cls, stage: int, device: torch.device, file: StateFile | None) -> bool:
+        """Whether groups of this stage, on this device, with this file, live here."""
         raise NotImplementedError
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -60,8 +67,11 @@ class Home:
         """State that somebody else has made: the tensor to hold from now on."""
         raise NotImplementedError
 
-    def at_hand(self) -> contextlib.AbstractContextManager[Any]:
-        """State can be computed with inside; what is written there stays. May be entered again inside."""
+    def at_hand(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Weights and gradient can be computed with inside, and the moments of which ``state`` are views.
+
+        What is written there stays. May be entered again inside.
+        """
         raise NotImplementedError
 
     def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
@@ -90,7 +100,7 @@ class OnDevice(Home):
     """State is on the device at any time."""
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device) -> bool:
+    def takes(cls, stage: int, device: torch.device, file: StateFile | None) -> bool:
         return True
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -99,7 +109,7 @@ class OnDevice(Home):
     def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def at_hand(self) -> contextlib.AbstractContextManager[Any]:
+    def at_hand(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         return _HERE
 
 
@@ -107,22 +117,35 @@ HOMES: list[type[Home]] = [OnDevice]
 """Every case. The first that takes a group is taken."""
 
 
-def home_of(stage: int, device: torch.device) -> Home:
-    """A home for one group."""
-    home = next(home for home in HOMES if home.takes(stage, device))()
-    Home.any_away |= home.away
+def home_of(stage: int, device: torch.device, file: StateFile | None = None) -> Home:
+    """A home for one group. ``file``: where its moments are to be."""
+    home = next(home for home in HOMES if home.takes(stage, device, file))()
+    home.file = file
+    Home.any_away |= home.away or home.moments_away
     return home
 
 
 def all_at_hand(homes: Iterable[Home]) -> contextlib.AbstractContextManager[Any]:
-    """The state of several groups can be computed with inside."""
+    """The weights and gradients of several groups can be computed with inside."""
     away = {id(home): home for home in homes if home.away}
-    return _entered(away.values()) if away else _HERE
+    return _entered((home, []) for home in away.values()) if away else _HERE
+
+
+def at_hand_of(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """What these sharded tensors hold can be computed with inside, whatever it is; there may be others among them."""
+    if not Home.any_away:
+        return _HERE
+    found: dict[int, tuple[Home, list[torch.Tensor]]] = {}
+    for x in tensors:
+        home = x._group.home if hasattr(x, "_local") else None
+        if home is not None and (home.away or home.moments_away):
+            found.setdefault(id(home), (home, []))[1].append(x._local)
+    return _entered(found.values()) if found else _HERE
 
 
 @contextlib.contextmanager
-def _entered(homes: Iterable[Home]) -> Iterator[None]:
+def _entered(homes: Iterable[tuple[Home, list[torch.Tensor]]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for home in homes:
-            stack.enter_context(home.at_hand())
+        for home, state in homes:
+            stack.enter_context(home.at_hand(*state))
         yield

@@ -60,7 +60,7 @@ class HostMemory(OnDevice):
     traffic = Traffic()
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device) -> bool:
+    def takes(cls, stage: int, device: torch.device, file: object = None) -> bool:
         return stage > 0 and device.type == "cpu"
 
     def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofx.checkpoint.checksum import BLOCK, CHUNK, Checksum, checksum_of
+from zerofx.kernels.checksum import BLOCK, CHUNK, Checksum, checksum_of
 
 
 def checksum(data: bytes, cuts: list[int] | None = None) -> int:
