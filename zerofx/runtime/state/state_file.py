@@ -396,7 +396,7 @@ def opened(folder: Path, ranks: RankGroup, run: str) -> StateFile:
         error = str(e)
     for rank, text in enumerate(ranks.told(error)):
         if text:
-            raise OffloadError(f"rank {rank}: {text}")
+            raise OffloadError(f"offload= on rank {rank}: {text}")
     assert file is not None
     return file
 
