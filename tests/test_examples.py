@@ -213,3 +213,12 @@ def test_the_launch_file_for_gpus_says_that_there_is_none(tmp_path: Path) -> Non
     environment.pop("GPUS", None)
     done = subprocess.run(LAUNCH, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "no GPU found" in done.stderr
+
+
+def test_offload_trains_with_its_state_on_a_disk(tmp_path: Path) -> None:
+    program = ["examples/offload.py", "--scratch", str(tmp_path), "--steps", "10", "--dim", "64", "--executor", "eager"]
+    out = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *program])
+    found = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)$", out, re.M)]
+    assert len(found) == 2 and found[1] < found[0]
+    assert re.search(r"^on disk +[\d.]+ \wB  optimizer state$", out, re.M)
+    assert not list(tmp_path.iterdir())

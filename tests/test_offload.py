@@ -102,6 +102,10 @@ def both_ways(folder: str, options: dict[str, Any], optimizer: str, how: str, lo
         losses = steps(model, step, how, 3)
         if offload is not None:
             assert in_files(step)
+            summary = zerofx.memory_summary(model, step)
+            state = [x._local for s in step.state.values() for x in s.values() if isinstance(x, zerofx.ShardedTensor)]
+            assert summary.on_disk >= sum(x.nbytes for x in state) and "on disk" in str(summary)
+            assert summary.nbytes["optimizer state"] < 1000  # counters of steps
         return [*losses, *whole(model)]
 
     wanted = run(None)

@@ -55,6 +55,7 @@ class MemorySummary:
         nbytes: kind -> bytes, in the order of the module's docstring; all kinds, also those with none.
         storages: kind -> how many storages they are in.
         replica: the number of this rank's replica of the module, and how many there are.
+        on_disk: bytes of optimizer state in this rank's file (``offload=``); they are not in `total`.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class MemorySummary:
     nbytes: dict[str, int]
     storages: dict[str, int]
     replica: tuple[int, int] = (0, 1)
+    on_disk: int = 0
 
     @property
     def total(self) -> int:
@@ -80,6 +82,8 @@ class MemorySummary:
             if n:
                 count = self.storages[kind]
                 lines.append(f"{kind:<{width}}  {format_bytes(n):>10}  {count:>4} storage{'' if count == 1 else 's'}")
+        if self.on_disk:
+            lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  optimizer state")
         return "\n".join([title, *lines])
 
 
@@ -117,7 +121,9 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
                     storages[kind] += 1
     first, outer = groups[0], groups[0].sharing.replicas
     replica = (0, 1) if outer is None else (outer.rank, outer.size)
-    return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages, replica)
+    files = {id(group.home.file): group.home.file for group in groups}
+    on_disk = sum(file.nbytes for file in files.values() if file is not None)
+    return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages, replica, on_disk)
 
 
 def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:

@@ -279,7 +279,7 @@ class StateFile:
     def buffers(self, count: int, nbytes: int) -> list[memoryview]:
         """Memory for transfers, the same at each call as long as it is large enough."""
         if len(self._buffers) < count or len(self._buffers[0]) < nbytes:
-            self._buffers = [memoryview(mmap.mmap(-1, padded(nbytes))) for _ in range(count)]
+            self._buffers = [_aligned(padded(nbytes)) for _ in range(count)]
         return self._buffers
 
     def _transfer(self, move: Any, buffer: memoryview, at: int, what: str) -> None:
@@ -321,7 +321,7 @@ class StateFile:
 
     def _staging(self) -> list[memoryview]:
         if not hasattr(self, "_stage"):
-            self._stage = memoryview(mmap.mmap(-1, padded(CHUNK * 16)))
+            self._stage = _aligned(padded(CHUNK * 16))
         return [self._stage]
 
     # ---- errors -----------------------------------------------------------------------------------------------------
@@ -420,6 +420,11 @@ def _direct(fd: int) -> bool:
     except OSError:
         return False
     return hasattr(os, "O_DIRECT")
+
+
+def _aligned(nbytes: int) -> memoryview:
+    """Memory that begins with a page, and is this process's own."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:
