@@ -94,9 +94,14 @@ def deepspeed(stage: int) -> Wrap:
     return wrap
 
 
-def in_codes(stage: int, weights: str | None, gradients: str | None) -> Wrap:
+def in_codes(stage: int, weights: str | None, gradients: str | None, between: str = "all", **options: Any) -> Wrap:
     """``zerofx.Wire``, made when zerofx is there."""
-    return lambda model: zerofx(stage, wire=importlib.import_module("zerofx").Wire(weights, gradients))(model)
+
+    def wrap(model: GPT) -> Any:
+        wire = importlib.import_module("zerofx").Wire(weights, gradients, between=between)
+        return zerofx(stage, wire=wire, **options)(model)
+
+    return wrap
 
 
 def ranks_per_host() -> int:
@@ -273,6 +278,10 @@ CODED: dict[str, Wrap] = {
         for stage in (2, 3)
         for codes in (("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int8", "int4"))
     },
+    "zerofx-rows-int8-eager": in_codes(3, None, "int8", "nodes", scheme={}, executor="eager"),
+    "zerofx-rows-int4-eager": in_codes(3, None, "int4", "nodes", scheme={}, executor="eager"),
+    "zerofx-between-int8-eager": in_codes(3, "int8", "int8", "nodes", scheme=BETWEEN, executor="eager"),
+    "zerofx-between-int4-eager": in_codes(3, "int8", "int4", "nodes", scheme=BETWEEN, executor="eager"),
     "ddp+fp16": ddp_with_hook("default_hooks.fp16_compress_hook"),
     "ddp+powersgd": ddp_with_hook("powerSGD_hook.powerSGD_hook", **POWER),
 }

@@ -274,6 +274,21 @@ def test_a_block_under_autocast_gathers_its_normalisation_alone_in_float32(worke
         assert calls == 2 * full[rank][3]  # two gathers for one; Inductor's backward computes normalisations again
 
 
+class Filter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+
+
+def test_a_complex_view_of_a_weight_of_stage_0_keeps_its_imaginary_part(fake_world) -> None:
+    fake_world(2)
+    net = zerofx.shard(Filter(), stage=0, mixed_precision=zerofx.MixedPrecision(torch.float32))
+    for met in (torch.ones(3), torch.ones(3, dtype=torch.complex64)):
+        product = torch.view_as_complex(net.filter) * met
+        assert product.dtype == torch.complex64
+        assert product.imag.tolist() == [1.0] * 3
+
+
 def test_the_named_backend_refuses_mixed_precision_that_comes_too_late(fake_world) -> None:
     fake_world(1)
     torch._dynamo.reset()

@@ -85,6 +85,10 @@ FOUND = {
         stage=0,
         steps=(("plain", "eval"), ("crossed",)),
     ),
+    # A complex view of one met frequencies of the computing dtype as it was: the sum was in the masters' dtype.
+    "a_complex_view_of_a_weight_outside_of_any_graph_of_stage_0_in_mixed_precision": Recipe(
+        (LINEAR, *inside("eager", "complex"), Layer("norm")), precision="low", stage=0
+    ),
     "weights_that_are_mapped_over_in_mixed_precision": Recipe(
         (LINEAR, Layer("vmap", of=1)), precision="low", steps=(("plain", "eval"),)
     ),

@@ -338,7 +338,8 @@ def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype
         return False
     met = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
     others = [x for x in met if not isinstance(x, _WHOLE)]
-    return any(x.dtype == dtype or not (x.is_floating_point() or x.is_complex()) for x in others)
+    dtypes = (dtype, dtype.to_complex())
+    return any(x.dtype in dtypes or not (x.is_floating_point() or x.is_complex()) for x in others)
 
 
 def is_in_place(name: str) -> bool:
@@ -354,7 +355,7 @@ _IN_PLACE.add("__setitem__")
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, (ShardedParameter, *_WHOLE)):
-        return x.to(dtype)
+        return x.to(dtype.to_complex() if x.is_complex() else dtype)
     if isinstance(x, (list, tuple)):
         return type(x)([_cast(item, dtype) for item in x])
     return x
