@@ -158,6 +158,7 @@ class Activations:
 
     Attributes:
         budget: the option: a fraction up to 1, or bytes.
+        option: its name: "memory", where that budget is one for all.
         saved_bytes: what forward saves, by the shapes that were captured. Parameters and the batch are not in it.
         whole_bytes: what it would save without a budget.
         least_bytes: the least that it could save.
@@ -171,6 +172,35 @@ class Activations:
     least_bytes: int
     recomputed: frozenset[str]
     flops: int
+    option: str = "activation_budget"
+
+
+@dataclass(frozen=True)
+class Division:
+    """How ``memory`` was divided for one pair of graphs (`zerofx.compiler.division`).
+
+    Attributes:
+        nbytes: the option.
+        at_rest: of these, what is there before a step and after it.
+        peak: what is live on top of that at the worst moment of a step, by class.
+        left: of that, what stays between forward and backward.
+        memory_budget: for gathered weights; None: as without the option.
+        step_s: predicted seconds of the forwards and backwards of one optimizer step.
+        tried: how many divisions were predicted.
+    """
+
+    nbytes: int
+    at_rest: int
+    peak: dict[str, int]
+    left: int
+    memory_budget: float | None
+    step_s: float
+    tried: int = 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it at the worst moment."""
+        return self.at_rest + sum(self.peak.values())
 
 
 class _Chain:
@@ -269,6 +299,8 @@ class Context:
     the model's own, and in front of ``reductions``."""
     activations: Activations | None = None
     """What was saved and recomputed within a budget; None: there is none, or it leaves everything as it is."""
+    division: Division | None = None
+    """How ``memory`` was divided; None: there is no such budget."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
 

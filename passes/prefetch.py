@@ -66,6 +66,7 @@ from zerofx.passes.context import Context
 from zerofx.passes.kinds import ahead_of_gathers
 from zerofx.passes.schedule import (
     Gather,
+    TooLittle,
     budget_of,
     find_gathers,
     live_bytes,
@@ -94,10 +95,12 @@ def _schedule(gathers: list[Gather], held: list[Gather], budget: float, ctx: Con
     if gathers and max(live) > budget:
         group = gathers[max(0, live.index(max(live)) - 1)].group
         elsewhere = f" beside the {ctx.held_elsewhere:,} that other graphs keep" if ctx.held_elsewhere else ""
-        raise ValueError(
+        least = max(live) + ctx.held_elsewhere
+        raise TooLittle(
             f"memory_budget={ctx.memory_budget:,} is too small: group {group!r} alone needs {max(live):,} gathered "
             f"bytes at once{elsewhere}, before anything is prefetched. Raise it to at least "
-            f"{max(live) + ctx.held_elsewhere:,}, or make smaller groups (groups=)."
+            f"{least:,}, or make smaller groups (groups=).",
+            least,
         )
     first = soonest(gathers, held, ctx)
     for i, gather in enumerate(gathers):

@@ -28,6 +28,14 @@ from zerofx.passes import edit
 from zerofx.passes.context import Context
 
 
+class TooLittle(ValueError):
+    """A budget for gathered weights in which one group after the other has no room; ``least`` has."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 @dataclass
 class Gather:
     """One group's gathered buffers.

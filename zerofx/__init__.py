@@ -20,12 +20,14 @@ from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_di
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
 from zerofx.inspect.memory import MemorySummary, memory_summary
+from zerofx.inspect.predict import price as _price  # what zerofx.compiler.division divides by
 from zerofx.inspect.predict.calibrate import calibrate
 from zerofx.inspect.predict.dry_run import dry_run
 from zerofx.inspect.predict.plan import plan
 from zerofx.inspect.predict.predict import Prediction, Rates, predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
+from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
@@ -46,6 +48,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "Grouping",
+    "Memory",
     "MemorySummary",
     "MixedPrecision",
     "Offload",
@@ -81,4 +84,4 @@ __all__ = [
     "verify",
 ]
 _corners.furnish()
-del _ops, _corners
+del _ops, _corners, _price

@@ -91,7 +91,7 @@ from zerofx._torch.inductor import (
     taken_apart,
     write_code,
 )
-from zerofx._torch.partition import LEAST, Cut, minimum_cut, saving
+from zerofx._torch.partition import LEAST, Cut, Partition, minimum_cut, partitioning, saving, without_code
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (

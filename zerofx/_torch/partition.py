@@ -127,6 +127,42 @@ def saving(choose: Callable[[Cut], Sequence[Node]], cost: Callable[[Node], float
         yield
 
 
+Partition = Callable[[GraphModule, Callable[[Cut], Sequence[Node]]], tuple[GraphModule, GraphModule]]
+"""From a joint graph, and what says what its forward saves, to forward and backward. The joint graph is changed."""
+
+
+@contextlib.contextmanager
+def partitioning(
+    around: Callable[[GraphModule, Partition], tuple[GraphModule, GraphModule]], cost: Callable[[Node], float]
+) -> Iterator[None]:
+    """Inside, joint graphs go to ``around`` with what cuts them, so that it can try copies (2.11, 2.13, 2.15)."""
+    import torch._inductor.compile_fx
+    from torch._functorch import partitioners
+
+    theirs = partitioners.min_cut_rematerialization_partition
+
+    def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        def cut(gm: GraphModule, choose: Callable[[Cut], Sequence[Node]]) -> tuple[GraphModule, GraphModule]:
+            with saving(choose, cost):
+                return theirs(gm, *args, **kwargs)
+
+        return around(joint, cut)
+
+    name = "min_cut_rematerialization_partition"
+    with (
+        unittest.mock.patch.object(partitioners, name, partition),
+        unittest.mock.patch.object(torch._inductor.compile_fx, name, partition),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_code() -> Iterator[None]:
+    """Graphs that change inside get no Python function: nobody is going to call one (2.11, 2.13, 2.15)."""
+    with unittest.mock.patch.object(GraphModule, "recompile", lambda gm: None):
+        yield
+
+
 def minimum_cut(on_joint: Callable[[GraphModule], Any]) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """The partitioner that can recompute, for AOTAutograd without Inductor; ``on_joint`` gets the joint graph first."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition

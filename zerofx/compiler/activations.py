@@ -17,6 +17,7 @@ recomputed at a time. Costs are flops and bytes, not times. So all ranks come to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from zerofx.passes.context import Activations
 ASKED = 7
 """How many fractions the partitioner is asked for, beside the least."""
 
+RUNGS = 10
+"""How many fractions of what would be saved a `ladder` has, beside all of it."""
+
 _BALANCE = {"cpu": 10}
 """Flops that a device does while it moves a byte; others do `_BALANCE_ELSEWHERE`."""
 _BALANCE_ELSEWHERE = 100
@@ -39,6 +43,12 @@ _BALANCE_ELSEWHERE = 100
 def is_whole(budget: float | None) -> bool:
     """Whether an `activation_budget` leaves everything as it is."""
     return budget is None or budget == 1
+
+
+def given(chosen: Activations) -> str:
+    """The option by which ``chosen`` was, as it was given; bytes rounded."""
+    budget = format_bytes(chosen.budget) if chosen.budget > 1 else format(chosen.budget, "g")
+    return f"{chosen.option}={budget}"
 
 
 def cost(node: Node) -> float:
@@ -113,6 +123,29 @@ def choose(
         if nbytes > saved:
             best, saved = asked, nbytes
     return best, _record(cut, best, budget, most, least)
+
+
+def ladder(
+    cut: _torch.Cut, nbytes: float, fuses: bool, save_entries: Callable[[Sequence[Node]], object]
+) -> list[tuple[list[Node], Activations]]:
+    """All that forward could save under one fraction or another, the most first, for a budget of ``nbytes`` for all.
+
+    ``fuses``, ``save_entries``: see `choose`.
+    """
+    whole = cut.saved(1) if fuses or cut.has_checkpoints() else cut.read_by_backward()
+    most = _nbytes(whole, cut)
+    save_entries(cut.forward)
+    cut.marked()
+    rungs = {most: whole}
+    for i in range(RUNGS + 1):
+        saved = cut.saved(max(_torch.LEAST, i / RUNGS))
+        rungs.setdefault(_nbytes(saved, cut), saved)
+    least = min(rungs)
+    return [
+        (rungs[n], replace(_record(cut, rungs[n], nbytes, most, least), option="memory"))
+        for n in sorted(rungs, reverse=True)
+        if n <= most
+    ]
 
 
 def _record(cut: _torch.Cut, saved: list[Node], budget: float, most: int, least: int) -> Activations:

@@ -67,7 +67,8 @@ class Backend:
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
         unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
-        lazy, fused = self.pretend is None, self.options.executor == "inductor"
+        lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs
+        fused = self.options.executor == "inductor"
         with _torch.functorch_config(lazy_backward=lazy, fused=fused), unit.saving() as budgeted:
             if fused:
                 compiled = _torch.compile_with_inductor(

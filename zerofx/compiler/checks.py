@@ -104,6 +104,7 @@ _ALIKE = (
     "leaf_modules",
     "memory_budget",
     "activation_budget",
+    "memory",
     "executor",
     "reduce_group",
     "one_copy",

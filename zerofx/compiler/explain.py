@@ -24,6 +24,7 @@ from itertools import pairwise
 
 from torch.fx import Graph, Node
 
+from zerofx.compiler.activations import given
 from zerofx.compiler.listing import difference, node_line
 from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
@@ -190,10 +191,9 @@ class Reasons:
         chosen, phase = self.context.activations, self.context.phase
         if chosen is None or node.name not in chosen.recomputed:
             return []
-        budget = format_bytes(chosen.budget) if chosen.budget > 1 else f"{chosen.budget:g}"
         if phase == "forward":
-            return [("then", f"it is not saved: backward computes it again (activation_budget={budget})")]
-        return [("again", f"forward has not saved it (activation_budget={budget})")]
+            return [("then", f"it is not saved: backward computes it again ({given(chosen)})")]
+        return [("again", f"forward has not saved it ({given(chosen)})")]
 
     def _index(self, group: str) -> int:
         return next(i for i, gather in enumerate(self.gathers) if gather.group == group)
@@ -222,14 +222,12 @@ class Reasons:
             return f"would be ahead of the gather of {self.gathers[i - 1].group}: they start in the order of their use"
         earlier = starts[i] - 1
         live = live_bytes(self.gathers, starts, self.held)[earlier] + self.gathers[i].nbytes
-        budget, given = budget_of(self.gathers, self.held, self.context), "memory_budget"
+        budget, by = budget_of(self.gathers, self.held, self.context), "memory_budget"
         if live <= budget and starts[i] == soonest(self.gathers, self.held, self.context)[i]:
             return "would hold up the reductions that queue behind it: in backward two groups ahead are the most"
         if self.context.memory_budget is None:
-            given = "without memory_budget what two groups ahead take and a quarter of the largest"
-        return (
-            f"would be too much: {format_bytes(live)} gathered at once; the budget is {format_bytes(budget)}, {given}"
-        )
+            by = "without memory_budget what two groups ahead take and a quarter of the largest"
+        return f"would be too much: {format_bytes(live)} gathered at once; the budget is {format_bytes(budget)}, {by}"
 
     def _segment(self, i: int) -> int:
         """In which of `schedule`'s segments gather i starts: 0 before anything computes."""

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
+from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
@@ -60,6 +61,8 @@ class Options:
             ``math.inf``: all stay gathered.
         activation_budget: what forward may save for backward, which recomputes the rest: a fraction, up to 1, of what
             it would save; or bytes, for all graphs of the module together. None: all (docs/activations.md).
+        memory: bytes of its device that a rank may use for weights, gradients, optimizer state and activations, or a
+            `zerofx.Memory`. The two budgets above follow from it (docs/memory.md). None: no such limit.
         groups: see `zerofx.model.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"), for modules whose code chooses
             layers by data. They run outside of any graph, and are gathered whole when they are entered. See
@@ -96,6 +99,7 @@ class Options:
     executor: Executor = "inductor"
     memory_budget: float | None = None
     activation_budget: float | None = None
+    memory: int | Memory | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[LeafRule] | None = None
     lookups: bool = False
@@ -119,6 +123,7 @@ class Options:
             raise ValueError(f"stage={self.stage!r}: expected 0, 1, 2 or 3.")
         if self.executor not in EXECUTORS:
             raise ValueError(f"executor={self.executor!r}: expected one of {', '.join(map(repr, EXECUTORS))}.")
+        self._check_memory()
         if self.buckets not in BUCKETS:
             raise ValueError(f"buckets={self.buckets!r}: expected one of {', '.join(map(repr, BUCKETS))}.")
         if self.buckets != "group" and self.stage != 0:
@@ -185,6 +190,17 @@ class Options:
     def code_block(self) -> int:
         """Elements that a layout keeps together, since they travel with one scale."""
         return 1 if self.wire is None else self.wire.block
+
+    def _check_memory(self) -> None:
+        if Memory.of(self.memory) is None:
+            return
+        for name in ("memory_budget", "activation_budget"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"memory= with {name}={getattr(self, name)!r}: memory= divides itself. Leave one out.")
+        if Offload.of(self.offload) is not None:
+            raise ValueError("memory= with offload=: what lives elsewhere is not taken off yet. Leave one of both out.")
+        if self.leaf_modules is not None:
+            raise ValueError("memory= with leaf_modules=: what these take is not known ahead. Leave one of both out.")
 
     def _check_wire(self) -> None:
         if self.wire is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -19,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.activations import choose as choose_saved
 from zerofx.compiler.activations import cost, is_whole
+from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
 from zerofx.compiler.progress import Progress, progress_of, wanted
@@ -26,8 +28,9 @@ from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
 from zerofx.model.layout import GroupLayout
+from zerofx.model.memory import Memory
 from zerofx.passes import edit
-from zerofx.passes.context import Activations, Context, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.context import Activations, Context, Division, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
 from zerofx.passes.proof.code import Promise
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_random import save_random
@@ -70,6 +73,8 @@ class CompiledGraph:
             remember(list(self.groups.values()), self.record)
         self.number = len(records_of(self.groups.values()))
         self.activations: Activations | None = None
+        self.memory_budget: float | None = options.memory_budget
+        self.division: Division | None = None
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings: Meanings = Meanings()
@@ -81,26 +86,30 @@ class CompiledGraph:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
         save_reads(joint)
         if any(group.weights.gathers for group in self.groups.values()):
-            spare_gathers(joint, self._parameters(joint.graph))
-        if not is_whole(self.options.activation_budget):
+            spare_gathers(joint, self.parameters(joint.graph))
+        if self.options.memory is not None or not is_whole(self.options.activation_budget):
             save_random(joint)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[bool]:
-        """Graphs that are cut inside save what `activation_budget` says; yields whether it says anything."""
-        budget = self.options.activation_budget
+        """Graphs that are cut inside save what `activation_budget` or `memory` says; yields whether one does."""
+        budget, memory = self.options.activation_budget, Memory.of(self.options.memory)
+        if memory is not None and self.groups:
+            with _torch.partitioning(partial(divide, self, memory), cost):
+                yield True
+            return
         if budget is None or is_whole(budget) or not self.groups:
             yield False
             return
 
         def choose(cut: _torch.Cut) -> list[Node]:
-            brought = self._parameters(cut.graph)
+            brought = self.parameters(cut.graph)
             saved, self.activations = choose_saved(
                 cut,
                 budget,
                 fuses=self.options.executor == "inductor",
                 elsewhere=self.family.held.saved_elsewhere(self.names),
-                share=self._share(),
+                share=self.share(),
                 save_entries=lambda forward: save_entries(forward, brought),
             )
             self.family.held.saves(self.names, self.activations.saved_bytes)
@@ -109,14 +118,14 @@ class CompiledGraph:
         with _torch.saving(choose, cost):
             yield True
 
-    def _share(self) -> float:
+    def share(self) -> float:
         """Of all parameters that no other graph has read, the part that this one does: so much more may be saved."""
         layouts = {group.layout.name: group.layout for group in self.family.groups()}
         others = self.family.held.unread_elsewhere(self.names, frozenset(layouts))
         ours = sum(layout.numel for layout in self.groups)
         return ours / (ours + sum(layouts[name].numel for name in others))
 
-    def _parameters(self, graph: Graph) -> dict[str, ParameterRef]:
+    def parameters(self, graph: Graph) -> dict[str, ParameterRef]:
         indices = {node.name: _torch.input_index(node) for node in graph.find_nodes(op="placeholder")}
         return {name: self.sharded[i] for name, i in indices.items() if i in self.sharded}
 
@@ -164,7 +173,7 @@ class CompiledGraph:
             return execute(gm, list(example_inputs), list(static))
         if phase == "backward":
             return self._compile_backward(gm, example_inputs, execute, static)
-        ctx = self._context(gm, phase)
+        ctx = self.context(gm, phase)
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)
         if phase == "forward":
@@ -205,7 +214,7 @@ class CompiledGraph:
         """The variants: each when it is first needed, and before anything runs the one that will be first."""
         n_outputs, surroundings = len(edit.output_values(gm.graph)), _torch.compile_context()
         variants: dict[tuple[Sync, bool], BackwardCode] = {}
-        family, steps_inside = self.family, self._any_group().weights.steps_inside
+        family, steps_inside = self.family, self.any_group().weights.steps_inside
 
         def variant(sync: Sync, steps: bool) -> BackwardCode:
             key = sync, steps and steps_inside
@@ -219,6 +228,7 @@ class CompiledGraph:
 
         first: tuple[Sync, bool] = "reduce", family.stepper is not None and steps_inside
         variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
+        check_code(self)
         return backward_runner(variant, family, n_outputs)
 
     def _backward_variant(
@@ -230,7 +240,7 @@ class CompiledGraph:
         execute: Executed,
         static: Sequence[int],
     ) -> BackwardCode:
-        ctx = self._context(gm, "backward", sync, steps)
+        ctx = self.context(gm, "backward", sync, steps)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         compiled, inputs, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, "_".join(["backward", *ctx.ways]), trace)
@@ -258,7 +268,7 @@ class CompiledGraph:
     def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
         """`_rewrite_told`, in a line of progress."""
         names = list(dict.fromkeys(layout.name for layout in self.groups))
-        speaks = wanted(self.options.progress) and self._any_group().sharing.everyone.rank == 0
+        speaks = wanted(self.options.progress) and self.any_group().sharing.everyone.rank == 0
         with progress_of(f"{ctx.name} {self.number}", names, speaks) as progress:
             return self._rewrite_told(progress, gm, ctx, *given)
 
@@ -310,12 +320,12 @@ class CompiledGraph:
         if self.pretend is None and schedule.collectives and (watch := watch_of(process_group)) is not None:
             watch.publish(schedule, identity(trace.before, trace.context, self.family.number))
 
-    def _context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
+    def context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         output = gm.graph.output_node()
         gradients = _torch.gradient_outputs(output) if phase == "backward" else {}
         return Context(
             phase=phase,
-            parameters=self._parameters(gm.graph),
+            parameters=self.parameters(gm.graph),
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients={position: self.sharded[i] for position, i in gradients.items() if i in self.sharded},
             recipes=self.recipes,
@@ -332,7 +342,7 @@ class CompiledGraph:
 
     def _facts(self) -> dict[str, Any]:
         """What of a context is the same for all graphs of a module."""
-        group, family, precision = self._any_group(), self.family, self.family.precision
+        group, family, precision = self.any_group(), self.family, self.family.precision
         return {
             "process_group": group.sharing.weights.name,
             "reduce_group": group.sharing.gradients.name,
@@ -355,18 +365,19 @@ class CompiledGraph:
             "gradients_away": frozenset(
                 g.layout.name for g in self.groups.values() if family.stage and "gradient" in g.home.streams
             ),
-            "memory_budget": self.options.memory_budget,
+            "memory_budget": self.memory_budget,
             "activations": self.activations,
+            "division": self.division,
             "own": self.options.passes,
         }
 
-    def _any_group(self) -> ShardGroup:
+    def any_group(self) -> ShardGroup:
         return next(iter(self.groups.values()))
 
     @property
     def family(self) -> Family:
         """The family of these groups: a graph's groups are of one module."""
-        return self._any_group().family
+        return self.any_group().family
 
 
 def _examples(

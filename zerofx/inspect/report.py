@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.compiler.activations import given
 from zerofx.compiler.api import _groups
 from zerofx.compiler.explain import History, Reasons, purpose
 from zerofx.compiler.listing import node_line
@@ -108,7 +109,7 @@ def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str
         facts.append(f"memory_budget {format_bytes(context.memory_budget)}")
     if (chosen := context.activations) is not None:
         saved, whole = format_bytes(chosen.saved_bytes), format_bytes(chosen.whole_bytes)
-        facts.append(f"activation_budget {chosen.budget:g}: {saved} of {whole} saved for backward")
+        facts.append(f"{given(chosen)}: {saved} of {whole} saved for backward")
     if context.param_dtype is not None:
         facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")
     return " · ".join([*facts, f"torch {escape(torch.__version__)}"])

@@ -5,6 +5,7 @@ layout        where each parameter lies in its group's flat buffer
 grouping      which parameters travel together
 sharding      over which ranks of a mesh something is divided, by purpose
 precision     which dtypes weights and gradients have
+memory        how many bytes there are for all of a rank
 wire          what travels in codes of fewer bits
 offload       which state lives on a disk
 hugging_face  what is known of transformers, which is never imported

@@ -12,6 +12,7 @@ predict        what the compiled graphs will take
 rehearsal      they are run on fake tensors
 recorder       what ran is noted
 inductor_code  Inductor's code, made to run so
+price          what one division of `memory=` would take
 workspace      what kernels take inside of themselves
 calibrate      the rates of this machine and network
 dry_run        graphs for any number of ranks, on one machine
@@ -19,6 +20,6 @@ dry_run        graphs for any number of ranks, on one machine
 
 Imports every room below `zerofx.inspect`::
 
-    recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate
+    recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate, price
     flops ◀── speed ◀── schemes ──▶ cost ◀── wires ◀── plan ──▶ schemes
 """

@@ -355,9 +355,13 @@ def _held(module: nn.Module) -> int:
 
 def _held_by(records: list[GraphRecord]) -> int:
     """The same, by the layouts (zerofx.runtime.state.group has the table)."""
-    context = next(trace.context for record in records for trace in record.traces())
+    return held_by_layouts(next(trace.context for record in records for trace in record.traces()), layouts_of(records))
+
+
+def held_by_layouts(context: Context, layouts: Iterable[GroupLayout]) -> int:
+    """Bytes at rest of parameters, shards and replicas of ``layouts``, as graphs with ``context`` see them."""
     held = 0
-    for layout in layouts_of(records):
+    for layout in layouts:
         whole, shard = layout.numel * (context.param_dtype or layout.dtype).itemsize, layout.nbytes // layout.world_size
         inside, between = context.wire_inside, context.wire_between
         if context.stage == 0:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, Trace
+from zerofx.compiler.rewriting import Rewriting
 from zerofx.inspect.predict import inductor_code
 from zerofx.inspect.predict.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.inspect.predict.workspace import Workspaces
@@ -36,6 +38,7 @@ from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes import edit
 from zerofx.passes.coded import flattened, row_nbytes
+from zerofx.passes.context import ParameterRef
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 
@@ -75,6 +78,28 @@ def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:
     return phases
 
 
+def rehearse_micro_batches(
+    forward: Rewriting, backwards: Sequence[Rewriting], workspaces: Workspaces | None = None
+) -> list[Phase]:
+    """One graph's forward and backward, once for each of ``backwards``, which accumulate gradients.
+
+    These are variants of one graph for `zerofx.no_sync`, or the same one again. ``workspaces``: as ``probe`` for
+    `rehearse`.
+    """
+    codes = [(_Code(forward), _Code(backward)) for backward in backwards]
+    recorder, phases = Recorder(workspaces), []
+    step = _Step(recorder)
+    with torch.no_grad(), _torch.fake_mode(), recorder:
+        for i, pair in enumerate(codes):
+            for name, code, run in zip(("forward", "backward"), pair, (step.forward, step.backward), strict=True):
+                with recorder.phase(i, name, code) as phase:
+                    run(i, code)
+                phases.append(phase)
+    if workspaces is not None:
+        workspaces.measure()
+    return phases
+
+
 def _backward(record: GraphRecord) -> Trace | None:
     """The variant that a step ran which accumulated nothing."""
     return record.backward or record.backward_step
@@ -92,7 +117,7 @@ _BRINGS: dict[str, Kind] = {
 class _Code:
     """One graph as its executor gets it."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Rewriting) -> None:
         self.text, self.context = trace.code, trace.context
         # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.
         self.eager = trace.pretended or trace.context.executor == "eager"
@@ -156,6 +181,7 @@ class _Step:
         self.saved: dict[int, dict[str, torch.Tensor]] = {}
         self.gradients: list[torch.Tensor] = []
         self.has_gradient: set[Any] = set()
+        self.kept: dict[Any, torch.Tensor] = {}
         self.refreshed: set[Any] = set()
 
     def forward(self, i: int, code: _Code) -> None:
@@ -176,13 +202,15 @@ class _Step:
 
     def backward(self, i: int, code: _Code) -> None:
         saved = self.saved.pop(i)
-        inputs = []
+        inputs, kept = [], iter(code.context.kept)
         for node in code.inputs:
             name, tag = node.name, node.meta.get("zerofx")
             if tag is not None and tag.kind in ("gathered", "near"):
                 name = code.context.kept_gathered[tag.group].saved
             if name in saved:
                 inputs.append(saved.pop(name))
+            elif tag is not None and tag.kind == "kept" and (at := next(kept)) in self.kept:
+                inputs.append(self.kept.pop(at))
             else:
                 inputs.append(self._input(node))
                 if node.name.startswith("tangents"):
@@ -192,10 +220,21 @@ class _Step:
         outputs = code.run(self.recorder, inputs)
         for reduction, gradient in zip(reductions, outputs[len(outputs) - len(reductions) :], strict=True):
             self.recorder.classify(gradient, "gradients", whatever=True)
+            if code.context.sync == "keep":
+                self._keep(ParameterRef(reduction.layout, reduction.slots[0]), gradient)
+                continue
             slots = {(reduction.layout, slot) for slot in reduction.slots}
             if slots - self.has_gradient:  # else it is added to what is there
                 self.gradients.append(gradient)
             self.has_gradient |= slots
+
+    def _keep(self, parameter: ParameterRef, gradient: torch.Tensor) -> None:
+        """As `zerofx.runtime.state.gradients.Gradients.keep` does."""
+        if parameter in self.kept:
+            self.kept[parameter] = self.kept[parameter] + gradient
+            self.recorder.classify(self.kept[parameter], "gradients", whatever=True)
+        else:
+            self.kept[parameter] = gradient
 
     def _input(self, node: Node) -> Any:
         """What is there before the graph runs: not the step's to allocate."""

@@ -36,9 +36,13 @@ class _Zeros:
 
 
 class Workspaces:
-    """Kernels whose workspace is wanted. Those with the same operator, shapes and dtypes are run once, in `measure`."""
+    """Kernels whose workspace is wanted. Those with the same operator, shapes and dtypes are run once, in `measure`.
 
-    def __init__(self) -> None:
+    ``found``: what earlier ones have found, by kernel, and where this one's findings go.
+    """
+
+    def __init__(self, found: dict[Any, int] | None = None) -> None:
+        self._found: dict[Any, int] = {} if found is None else found
         self._wanted: dict[Any, tuple[Callable[[], Any], list[Callable[[int], None]]]] = {}
 
     def want(self, func: Any, args: Any, kwargs: Any, tell: Callable[[int], None]) -> None:
@@ -59,17 +63,20 @@ class Workspaces:
         """Run the kernels one after the other, and tell. Each has its arguments' and results' memory meanwhile."""
         with torch.no_grad():
             by_device: dict[str, list[Any]] = {}
-            for make, tell in self._wanted.values():
+            for key, (make, _) in self._wanted.items():
+                if key in self._found:
+                    continue
                 func, args, kwargs = make()
                 func(*args, **kwargs)  # what is set up once, and kept, is not the kernel's
                 tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-                by_device.setdefault(tensors[0].device.type, []).append((make, tell))
-            del func, args, kwargs, tensors
+                by_device.setdefault(tensors[0].device.type, []).append((make, key))
+                del func, args, kwargs, tensors
             for device, kernels in by_device.items():
                 found = (_on_cpu if device == "cpu" else _on_accelerator)([make for make, _ in kernels])
-                for nbytes, (_, tells) in zip(found, kernels, strict=True):
-                    for tell in tells:
-                        tell(nbytes)
+                self._found.update((key, nbytes) for nbytes, (_, key) in zip(found, kernels, strict=True))
+        for key, (_, tells) in self._wanted.items():
+            for tell in tells:
+                tell(self._found[key])
         self._wanted.clear()
 
 

@@ -176,3 +176,23 @@ def publish(store: dist.Store, schedule: Schedule, what: str, rank: int, world_s
                 f"{difference(schedule, told, rank, other)}. Options (memory_budget, stage, precision) and versions "
                 "must be the same on all ranks."
             )
+
+
+def publish_choice(store: dist.Store, what: str, choice: str, rank: int, world_size: int) -> None:
+    """Say how this rank divided ``memory`` for the graph ``what``, and compare with what others have said.
+
+    Waits for nobody, as `publish`.
+
+    Raises:
+        OutOfStepError: another rank has divided it otherwise.
+    """
+    digest = hashlib.sha256(choice.encode()).hexdigest()[:16]
+    store.set(f"divided/{what}/{rank}", digest)
+    for other in range(world_size):
+        key = f"divided/{what}/{other}"
+        if other != rank and store.check([key]) and store.get(key).decode() != digest:
+            raise OutOfStepError(
+                f"ranks {rank} and {other} divided memory= differently for one graph: their kernels take other "
+                "workspaces. Versions, threads and processors must be the same on all ranks. Otherwise give "
+                "memory_budget= and activation_budget= instead."
+            )

@@ -29,6 +29,7 @@ class Held:
     def __init__(self) -> None:
         self._gathered: dict[Names, int] = {}
         self._saved: dict[Names, int] = {}
+        self._budgets: dict[Names, tuple[float | None]] = {}
         self._answers: dict[tuple[Names, str], Any] = {}
         self._activations: dict[Names, list[StorageWeakRef]] = {}
 
@@ -39,6 +40,14 @@ class Held:
     def saves(self, names: Names, nbytes: int) -> None:
         """The graph of the groups ``names`` saves so many bytes of activations."""
         self._saved[names] = nbytes
+
+    def gathers_within(self, names: Names, memory_budget: float | None) -> None:
+        """The graph of the groups ``names`` gathers within ``memory_budget``, which was chosen for it."""
+        self._budgets[names] = (memory_budget,)
+
+    def memory_budget_of(self, names: Names) -> tuple[float | None] | None:
+        """What a graph of the groups ``names`` gathers within since it was first compiled; None: it was not yet."""
+        return self._budgets.get(names)
 
     def gathered_elsewhere(self, names: Names, phase: str) -> int:
         """Bytes that graphs of other groups than ``names`` leave gathered, as ``phase`` of these was to know it."""

@@ -1,0 +1,281 @@
+"""`memory=`: how one budget is divided between gathered weights and activations, by what each division would take.
+
+::
+
+                        memory_budget: least    default     all gathered
+    all saved                     49.6 MB       51.2 MB       58.0 MB
+    less saved                    38.1          39.7 ✓        46.5           memory=40e6: the fastest that fits
+    least saved                   20.3 ✓        21.4 ✓        28.2 ✓
+
+A division is a *rung* (what forward saves: `zerofx.compiler.activations.ladder`) and a budget for gathered weights.
+Each that is tried is compiled up to the executor, on copies, and its step is predicted: live bytes operation by
+operation, gradients in flight and workspace among them, and seconds. Of those that fit the fastest is taken; of equally
+fast ones that with the lower peak. No rule of thumb takes part.
+
+On one rung more gathered bytes mean fewer gathers, and a higher peak. So the largest budget that fits is searched for
+by halves, and so is the first rung that fits with the least. A rung that is slower with all weights gathered than what
+was found ends the search: those below it compute more.
+
+All of it follows from the graph, from bytes and from rates that are the same everywhere, so every rank divides alike;
+that is compared through the store (`zerofx.runtime.ranks.agree.publish_choice`).
+
+A module must be one graph. What another one leaves between its forward and backward is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from zerofx import _torch
+from zerofx.compiler.activations import ladder
+from zerofx.compiler.rewriting import Rewriting, copy_graph
+from zerofx.compiler.trial import Rung, named, through_passes
+from zerofx.model.layout import GroupLayout
+from zerofx.model.memory import Memory
+from zerofx.model.units import format_bytes, format_seconds
+from zerofx.passes.context import Division, Sync
+from zerofx.passes.save_entries import save_entries
+from zerofx.passes.schedule import TooLittle
+from zerofx.runtime.ranks.agree import publish_choice
+from zerofx.runtime.ranks.watch import watch_of
+
+STEPS = 2
+"""How many budgets for gathered weights there are between the default one and all of them."""
+
+
+class Price(NamedTuple):
+    """What a division takes: live bytes by class at the peak, those left behind forward, seconds of a step."""
+
+    peak: Mapping[Any, int]  # by `zerofx.inspect.predict.recorder.Kind`
+    left: int
+    step_s: float
+
+
+class Prices:
+    """What `zerofx.inspect` foretells: it is a room above this one, and fills these in."""
+
+    price: Callable[[Rewriting, Sequence[Rewriting], Memory, dict[Any, int] | None], Price]
+    at_rest: Callable[[Rewriting, Sequence[tuple[GroupLayout, GroupLayout]], Memory], int]
+    of_code: Callable[[Any], int]
+    """Of a record whose code Inductor has written: the most bytes that its step allocates."""
+
+
+PRICES = Prices()
+
+
+class Tried(NamedTuple):
+    """A division that was tried."""
+
+    rung: int
+    memory_budget: float | None
+    at_rest: int
+    price: Price
+
+    @property
+    def needs(self) -> int:
+        """All bytes of a rank at the worst moment."""
+        return self.at_rest + sum(self.price.peak.values())
+
+
+class Trials:
+    """The divisions of one joint graph; ``unit``: its `zerofx.compiler.pair.CompiledGraph`."""
+
+    def __init__(self, unit: Any, rungs: Sequence[Rung], memory: Memory) -> None:
+        self.unit, self.rungs, self.memory = unit, rungs, memory
+        self.tried: dict[tuple[int, float | None], Tried | None] = {}
+        self._needed = max((group.gathered_nbytes for group in unit.groups.values()), default=0)
+        self._workspaces: dict[Any, int] | None = {} if unit.pretend is None else None
+
+    def choose(self) -> Tried:
+        """The fastest that fits.
+
+        Raises:
+            ValueError: none does.
+        """
+        first = self.try_(0, self._most())
+        if first is not None and self.fits(first):
+            return first
+        for rung in range(self._first_that_fits(), len(self.rungs)):
+            fastest = self.try_(rung, self._most())
+            best = min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
+            if fastest is None or fastest.price.step_s >= best:
+                break
+            self._climb(rung)
+        fitting = [tried for tried in self.found() if self.fits(tried)]
+        if not fitting:
+            least, costs = self._offers()
+            raise ValueError(
+                f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
+                f"of which {format_bytes(least.at_rest)} are there at rest. Predicted: {costs}."
+            )
+        return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
+
+    def found(self) -> list[Tried]:
+        """What was tried and is possible, in order."""
+        return [tried for tried in self.tried.values() if tried is not None]
+
+    def fits(self, tried: Tried) -> bool:
+        """Whether it stays within the budget."""
+        return tried.needs <= self.memory.nbytes
+
+    def _first_that_fits(self) -> int:
+        """The first rung that does with the least gathered weights, by halves; where none is found so, of all."""
+        low, high = -1, len(self.rungs)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._least_fits(middle) else (middle, high)
+        if high == len(self.rungs):
+            high = next((i for i in range(high) if self._least_fits(i)), high)
+        return high
+
+    def _least_fits(self, rung: int) -> bool:
+        tried = self.try_(rung, self._budgets(rung)[0])
+        return tried is not None and self.fits(tried)
+
+    def _climb(self, rung: int) -> None:
+        """Try the budgets of one rung by halves, up to the largest that fits."""
+        budgets = self._budgets(rung)
+        low, high = -1, len(budgets)
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self.try_(rung, budgets[middle])
+            low, high = (middle, high) if tried is not None and self.fits(tried) else (low, middle)
+
+    def _most(self) -> float | None:
+        """The budget for gathered weights with which all stay gathered; or the one that other ranks go on with."""
+        fixed = self.unit.family.held.memory_budget_of(self.unit.names)
+        if fixed is not None:
+            return fixed[0]
+        return math.inf if any(group.weights.gathers for group in self.unit.groups.values()) else None
+
+    def _budgets(self, rung: int) -> list[float | None]:
+        """Of gathered weights, from the least to all."""
+        most, unit = self._most(), self.unit
+        if most != math.inf:
+            return [most]
+        sizes = sorted(group.gathered_nbytes for group in unit.groups.values())
+        least, all_, some = self._least(rung), sum(sizes), sum(sizes[-3:])
+        between = [some + (all_ - some) * i // STEPS for i in range(STEPS)]
+        return [least, *(n for n in between if n > least), math.inf]
+
+    def _least(self, rung: int) -> int:
+        """The least in which this rung's gathers have room, one after the other."""
+        while self.try_(rung, self._needed) is None:
+            pass
+        return self._needed
+
+    def try_(self, rung: int, memory_budget: float | None) -> Tried | None:
+        """Predict a division; None where ``memory_budget`` has no room for one group."""
+        key = rung, memory_budget
+        if key not in self.tried:
+            try:
+                forward, backwards = through_passes(self.unit, self.rungs[rung], memory_budget, ways(self.memory))
+            except TooLittle as e:
+                self._needed = e.least
+                self.tried[key] = None
+                return None
+            layouts = [(group.graph_layout, group.layout) for group in self.unit.family.groups()]
+            rest = PRICES.at_rest(forward, layouts, self.memory)
+            price = PRICES.price(forward, backwards, self.memory, self._workspaces)
+            self.tried[key] = Tried(rung, memory_budget, rest, price)
+        return self.tried[key]
+
+    def _offers(self) -> tuple[Tried, str]:
+        """What needs least; and in words how long a step takes with it, and with more, up to all."""
+        self.try_(0, self._most())
+        offers: list[Tried] = []
+        for tried in sorted(self.found(), key=lambda tried: (tried.needs, tried.price.step_s)):
+            if not offers or tried.price.step_s < offers[-1].price.step_s:
+                offers.append(tried)
+        least, *faster = offers
+        shown = [faster[i] for i in sorted({0, len(faster) // 2, len(faster) - 1})] if faster else []
+        costs = "; ".join(
+            f"at {x.needs:,} a step takes about {format_seconds(x.price.step_s)}" for x in [least, *shown]
+        )
+        return least, costs
+
+
+def ways(memory: Memory) -> list[Sync]:
+    """What the backwards of an optimizer step's micro-batches do with gradients: the first, one between, the last."""
+    if not memory.no_sync:
+        return ["reduce"] * min(memory.micro_batches, 2)
+    kept: list[Sync] = ["keep"] * min(memory.micro_batches - 1, 2)
+    return [*kept, "merge"]
+
+
+def divide(
+    unit: Any, memory: Memory, joint: GraphModule, partition: _torch.Partition
+) -> tuple[GraphModule, GraphModule]:
+    """Cut ``joint`` by the division that is chosen, and note it in ``unit``.
+
+    Raises:
+        ValueError: ``memory`` is too small.
+        OutOfStepError: another rank has chosen otherwise.
+    """
+    rungs: list[tuple[list[Node], Any]] = []
+
+    def look(cut: _torch.Cut) -> list[Node]:
+        brought = unit.parameters(cut.graph)
+        fuses = unit.options.executor == "inductor"
+        rungs.extend(ladder(cut, memory.nbytes, fuses, lambda forward: save_entries(forward, brought)))
+        return rungs[0][0]
+
+    if other := [g.layout.name for g in unit.family.groups() if g.layout.name not in unit.names]:
+        raise ValueError(
+            f"memory= and a graph that does not read group {other[0]!r}: several graphs of one module are not divided "
+            "yet. Mend the graph break, or give memory_budget= and activation_budget= instead."
+        )
+    what = _identity(unit, joint)
+    partition(copy_graph(joint), look)
+    if not rungs:  # nothing of it goes to backward
+        return partition(joint, look)
+    tries = [Rung(joint, partition, named(nodes), chosen) for nodes, chosen in rungs]
+    trials = Trials(unit, tries, memory)
+    with _torch.without_code():
+        tried = trials.choose()
+    nodes, unit.activations = rungs[tried.rung]
+    unit.memory_budget = tried.memory_budget
+    price = tried.price
+    at_peak, count = dict(price.peak), len(trials.found())
+    unit.division = Division(
+        memory.nbytes, tried.at_rest, at_peak, price.left, tried.memory_budget, price.step_s, count
+    )
+    held = unit.family.held
+    held.saves(unit.names, unit.activations.saved_bytes)
+    held.gathers_within(unit.names, tried.memory_budget)
+    group = unit.any_group().sharing.optimizer
+    if unit.pretend is None and (watch := watch_of(group.name)) is not None:
+        publish_choice(watch.store, what, f"{nodes} {tried.memory_budget}", watch.rank, watch.world_size)
+    return partition(joint, named(nodes))
+
+
+def check_code(unit: Any) -> None:
+    """Compare what Inductor made of both graphs with the budget, before they run.
+
+    Raises:
+        RuntimeError: its code takes more than the graphs themselves would have.
+    """
+    division = unit.division
+    if division is None or unit.options.executor != "inductor" or unit.pretend is not None:
+        return
+    needs = division.at_rest + PRICES.of_code(unit.record)
+    if needs > division.nbytes:
+        raise RuntimeError(
+            f"memory={division.nbytes:,}: the code that Inductor wrote takes {needs:,} bytes, where the graphs that it "
+            f'was given would have taken {division.peak_bytes:,}. Give {needs:,}, or executor="eager".'
+        )
+
+
+def _identity(unit: Any, joint: GraphModule) -> str:
+    """What is divided: operators, shapes, parameters, module."""
+    operators = [str(node.target) for node in joint.graph.nodes if node.op == "call_function"]
+    values = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
+    shapes = [str(x.shape) for x in values if isinstance(x, torch.Tensor)]
+    text = repr((unit.family.number, sorted(unit.names), operators, shapes))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,106 @@
+"""One division of `memory=`, tried: forward and backward of a copy of the joint graph, through the passes.
+
+::
+
+    joint graph ──copy──▶ cut: forward saves `rung` ──▶ forward  ──passes, within `memory_budget`──▶ ┐ a prediction
+                                                        backward ──passes───────────────────────────▶ ┘
+
+Nothing of a trial stays: its contexts are its own, and no executor gets its graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from zerofx import _torch
+from zerofx.compiler.rewriting import Rewriting, copy_graph
+from zerofx.passes import Pass
+from zerofx.passes.context import Activations, Context, Executor, Meanings, Sync
+
+Choice = Callable[[_torch.Cut], Sequence[Node]]
+"""Says of a joint graph what its forward saves."""
+
+
+class Given(Rewriting):
+    """A graph on its way through the passes but for `verify`; of it stay the two graphs that a prediction reads."""
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Without the proof: what is chosen is compiled once more, and proved then."""
+        return tuple(pass_ for pass_ in super().passes if pass_.__name__ != "verify")
+
+    def go(self, gm: GraphModule) -> None:
+        """Run the passes on ``gm``."""
+        with _torch.fake_mode_of([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]):
+            for pass_ in self.passes:
+                if pass_.__name__ == "lower":
+                    self._front = copy_graph(gm)
+                self._apply(pass_, gm, self.context)
+        self._final = gm
+
+    def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
+        """The last graph: nobody asks for another."""
+        return self._final
+
+    def before_lower(self) -> GraphModule:
+        """As it was noted on the way."""
+        return self._front
+
+
+class Rung:
+    """One thing that forward may save: the joint graph cut so, for as many budgets of gathered weights as are tried."""
+
+    def __init__(self, joint: GraphModule, partition: _torch.Partition, saved: Choice, chosen: Activations) -> None:
+        self.joint, self.partition, self.saved = joint, partition, saved
+        self.chosen = chosen
+        self._pair: tuple[GraphModule, GraphModule] | None = None
+
+    def graphs(self) -> tuple[GraphModule, GraphModule]:
+        """Copies of forward and backward."""
+        if self._pair is None:
+            self._pair = self.partition(copy_graph(self.joint), self.saved)
+        return copy_graph(self._pair[0]), copy_graph(self._pair[1])
+
+
+def through_passes(
+    unit: Any, rung: Rung, memory_budget: float | None, ways: Sequence[Sync]
+) -> tuple[Given, list[Given]]:
+    """Forward, and a backward for each of ``ways``, of a `zerofx.compiler.pair.CompiledGraph`.
+
+    Raises:
+        zerofx.passes.schedule.TooLittle: ``memory_budget`` is.
+    """
+    trial = copy.copy(unit)
+    trial.options = replace(unit.options, memory=None, executor="eager")
+    trial.memory_budget, trial.activations, trial.division = memory_budget, rung.chosen, None
+    trial.recipes, trial.kept_gathered, trial.meanings = {}, {}, Meanings()
+    forward, backward = rung.graphs()
+
+    def go(gm: GraphModule, ctx: Context) -> Given:
+        given = Given(gm, ctx, pretended=True)
+        given.go(gm)
+        return given
+
+    done = go(forward, trial.context(forward, "forward"))
+    variants: dict[Any, Given] = {}
+    for way in ways:
+        if way not in variants:
+            gm = copy_graph(backward)
+            variants[way] = go(gm, trial.context(gm, "backward", way))
+    return done, [variants[way] for way in ways]
+
+
+def named(nodes: Sequence[Node]) -> Choice:
+    """Chooses, of a copy of a joint graph, the nodes that have the names of ``nodes``, in their order."""
+    names = [node.name for node in nodes]
+
+    def choose(cut: _torch.Cut) -> list[Node]:
+        found = {node.name: node for node in cut.graph.nodes}
+        return [found[name] for name in names]
+
+    return choose

@@ -1,0 +1,84 @@
+"""What one division of `memory=` would take: live bytes, and seconds. Foretold while the model is compiled.
+
+::
+
+    zerofx.compiler.division ──▶ graphs of a trial ──▶ price: a rehearsal, on the clock ──▶ Price
+
+It is the prediction of `zerofx.predict`, of graphs that nothing has run yet. They are followed as the eager executor
+would run them. The workspace of products, convolutions and attention is found by running each kernel once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerofx.compiler.division import PRICES, Price
+from zerofx.compiler.records import GraphRecord
+from zerofx.compiler.rewriting import Rewriting
+from zerofx.inspect.predict.predict import Rates, held_by_layouts, on_the_clock
+from zerofx.inspect.predict.rehearsal import rehearse, rehearse_micro_batches
+from zerofx.inspect.predict.workspace import Workspaces
+from zerofx.model.layout import GroupLayout
+from zerofx.model.memory import Memory
+
+ORDINARY = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4)}
+"""The rates of an ordinary machine, by device, for who gives none: of a processor's core or two, and 8 Gbit/s."""
+ORDINARY_ELSEWHERE = Rates(2e14, 2e12, 5e10, 2e-5)
+"""Of a GPU in bfloat16, and a link between GPUs of one machine."""
+
+
+def price(forward: Rewriting, backwards: Sequence[Rewriting], memory: Memory, found: dict[Any, int] | None) -> Price:
+    """Of one optimizer step's micro-batches: each of ``backwards`` follows a ``forward``.
+
+    Args:
+        backwards: one; or the first, one in the middle where there is one, and the last of several micro-batches.
+        found: the workspaces that are known already, which grows; None: kernels take none.
+    """
+    workspaces = None if found is None else Workspaces(found)
+    phases = rehearse_micro_batches(forward, backwards, workspaces)
+    rates = memory.rates or ORDINARY.get(_device(forward), ORDINARY_ELSEWHERE)
+    prediction = on_the_clock(phases, rates)
+    seconds = [phase.time_s or 0.0 for phase in prediction.phases]
+    in_step = [a + b for a, b in zip(seconds[::2], seconds[1::2], strict=True)]
+    again = memory.micro_batches - len(in_step)  # of the one before the last, or of a last one that is like it
+    step_s = sum(in_step) + again * in_step[-2 if len(in_step) > 2 else -1]
+    left = sum(prediction.phases[0].live[-1].values())
+    return Price(prediction.peak, left, step_s)
+
+
+def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
+    """Bytes that are there before a step and after it.
+
+    Weights, what the optimizer keeps, and the graph's other inputs.
+
+    Args:
+        layouts: of each group of the module, as graphs see it and as the optimizer does.
+    """
+    context = forward.context
+    held = held_by_layouts(context, [seen for seen, _ in layouts])
+    for _, layout in layouts:
+        whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
+        shard = layout.nbytes // layout.world_size if context.stage else whole
+        held += int(memory.moments * shard) * layout.requires_grad
+    inputs = {}
+    for node in forward.before.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if node.name not in context.parameters and isinstance(value, torch.Tensor):
+            inputs[value.untyped_storage()._cdata] = int(value.untyped_storage().nbytes())
+    return held + sum(inputs.values())
+
+
+def of_code(record: GraphRecord) -> int:
+    """The most bytes that a step allocates with the code that Inductor wrote for ``record``."""
+    return on_the_clock(rehearse([record])).peak_bytes
+
+
+def _device(forward: Rewriting) -> str:
+    values = (node.meta.get("val") for node in forward.before.graph.find_nodes(op="placeholder"))
+    return next((x.device.type for x in values if isinstance(x, torch.Tensor)), "cpu")
+
+
+PRICES.price, PRICES.at_rest, PRICES.of_code = price, at_rest, of_code
