@@ -60,3 +60,14 @@ def test_saving_and_loading_are_timed(tmp_path: Path) -> None:
     assert {name: set(row) for name, row in found["contenders"].items()} == {
         name: {"save", "load", "stops"} for name in ("zerofx", "fsdp2")
     }
+
+
+def test_an_optimizers_step_through_a_file_is_timed(tmp_path: Path) -> None:
+    out = tmp_path / "offload.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "offload.py"), f"--path={tmp_path}", "--millions=1"]
+    command += ["--dim=256", "--rounds=1", f"--out={out}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (size,) = json.loads(out.read_text())["sizes"]
+    assert size["parameters"] == 15 * 256**2 and len(size["ratio"]) == 1
+    assert all(len(times) == 1 and times[0] > 0 for times in size["seconds"].values())

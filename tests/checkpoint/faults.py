@@ -36,7 +36,9 @@ TOLERANCE = 1e-5  # over all of a run; of one step it is 1e-6
 PATIENCE = 30.0  # seconds without a step, or until ranks notice that one is gone: a hang
 
 
-def live(rank: int, size: int, folder: str, rendezvous: str, stage: int, stop: int | None, saves: bool) -> None:
+def live(
+    rank: int, size: int, folder: str, rendezvous: str, stage: int, stop: int | None, saves: bool, offload: bool
+) -> None:
     """One rank's life."""
     import torch
     import torch.distributed as dist
@@ -49,7 +51,8 @@ def live(rank: int, size: int, folder: str, rendezvous: str, stage: int, stop: i
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(rendezvous, size), rank=rank, world_size=size)
-    model = zerofx.shard(Net(), stage=stage, groups=EACH_GROUP)
+    scratch = Path(folder) / "scratch" if offload else None
+    model = zerofx.shard(Net(), stage=stage, groups=EACH_GROUP, offload=scratch)
     optimizer = zerofx.AdamW(model.parameters(), lr=0.01)
     checkpoints = Path(folder) / "checkpoints"
     step = zerofx.load(checkpoints, model, optimizer)["step"] if saves and zerofx.latest(checkpoints) else 0
@@ -85,10 +88,10 @@ def live(rank: int, size: int, folder: str, rendezvous: str, stage: int, stop: i
 
 
 class Run:
-    """Lives, one after the other, in ``folder``."""
+    """Lives, one after the other, in ``folder``. ``offload``: the optimizer's state is in files there."""
 
-    def __init__(self, folder: Path, stage: int) -> None:
-        self.folder, self.stage = folder, stage
+    def __init__(self, folder: Path, stage: int, offload: bool = False) -> None:
+        self.folder, self.stage, self.offload = folder, stage, offload
         self.context = forks()
 
     def facts(self) -> list[dict[str, Any]]:
@@ -98,7 +101,7 @@ class Run:
 
     def start(self, size: int, stop: int | None = None, saves: bool = True) -> list[Any]:
         rendezvous = tempfile.mktemp(prefix="rendezvous-", dir=self.folder)
-        args = (size, str(self.folder), rendezvous, self.stage, stop, saves)
+        args = (size, str(self.folder), rendezvous, self.stage, stop, saves, self.offload)
         ranks = [self.context.Process(target=live, args=(rank, *args), daemon=True) for rank in range(size)]
         for rank in ranks:
             rank.start()
@@ -142,12 +145,22 @@ class Run:
 
 
 def check(
-    folder: Path, *, kills: int, seed: int, stage: int = 3, sizes: tuple[int, ...] = (2,), say: Any = None
+    folder: Path,
+    *,
+    kills: int,
+    seed: int,
+    stage: int = 3,
+    sizes: tuple[int, ...] = (2,),
+    offload: bool = False,
+    say: Any = None,
 ) -> int:
-    """Kill ``kills`` times; returns how many steps were done. Raises AssertionError where something was lost."""
+    """Kill ``kills`` times; returns how many steps were done. Raises AssertionError where something was lost.
+
+    The run that nobody disturbs has its state in memory, also with ``offload``.
+    """
     import zerofx
 
-    choice, run = random.Random(seed), Run(folder, stage)
+    choice, run = random.Random(seed), Run(folder, stage, offload)
     for i in range(kills):
         size = choice.choice(sizes)
         ranks = run.start(size)
@@ -181,6 +194,7 @@ def check(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--offload", action="store_true", help="with the optimizer's state in files")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     args = parser.parse_args()
     print(f"seed {args.seed}")
@@ -188,7 +202,9 @@ def main() -> int:
     for kills, stage, sizes in ((half, 3, (2,)), (args.kills - half, 2, (2, 1, 3))):
         with tempfile.TemporaryDirectory(prefix="zerofx-faults-") as folder:
             start = time.monotonic()
-            steps = check(Path(folder), kills=kills, seed=args.seed, stage=stage, sizes=sizes, say=print)
+            steps = check(
+                Path(folder), kills=kills, seed=args.seed, stage=stage, sizes=sizes, offload=args.offload, say=print
+            )
             took = time.monotonic() - start
             print(f"stage {stage}, ranks {sizes}: {kills} kills, {steps} steps, {took:.0f} s: all well")
     return 0

@@ -20,13 +20,15 @@ from tests.workers import Workers
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize(("stage", "sizes", "kills"), [(3, (2,), 5), (2, (2, 1, 3), 5)])
+@pytest.mark.parametrize(
+    ("stage", "sizes", "kills", "offload"), [(3, (2,), 5, False), (2, (2, 1, 3), 5, False), (3, (2,), 10, True)]
+)
 def test_nothing_is_lost_or_hangs_when_ranks_are_killed_at_random_moments(
-    tmp_path: Path, stage: int, sizes: tuple[int, ...], kills: int
+    tmp_path: Path, stage: int, sizes: tuple[int, ...], kills: int, offload: bool
 ) -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
-    faults.check(tmp_path, kills=kills, seed=seed, stage=stage, sizes=sizes, say=print)
+    faults.check(tmp_path, kills=kills, seed=seed, stage=stage, sizes=sizes, offload=offload, say=print)
 
 
 def torchrun(size: int, *program: object, restarts: int = 0) -> tuple[int, str]:
