@@ -92,10 +92,9 @@ def test_with_inductor_too(workers2: Workers) -> None:
 
 
 @pytest.mark.slow
-def test_every_way_with_inductor_and_on_three_ranks(workers2: Workers, workers3: Workers) -> None:
-    assert workers2.run(both_ways, crossed("eager")) == [[], []]
-    assert workers2.run(both_ways, crossed("inductor")) == [[], []]
-    assert workers3.run(both_ways, crossed("eager")) == [[], [], []]
+@pytest.mark.parametrize(("ranks", "executor"), [(2, "eager"), (3, "eager"), (2, "inductor"), (3, "inductor")])
+def test_every_way(make_workers, ranks: int, executor: str) -> None:
+    assert make_workers(ranks).run(both_ways, crossed(executor)) == [[]] * ranks
 
 
 def most_on_the_device(options: dict[str, Any], layers: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,6 +60,7 @@ def read_carried(known: Known, op: Op) -> None:
         found = f"it waits for {of.name!r} of {name!r}, and {ticket.start.name!r} is about another"
         known.fail(rule, op.node, found, "one and the same")
     known.carried[ticket.start].append(op.node)
+    known.under_way[rule] -= 1
     if op.target is WAIT_FETCH:
         _read_arrived(known, op, known.facts[of].flat)
     else:
@@ -68,16 +70,17 @@ def read_carried(known: Known, op: Op) -> None:
 
 def _read_start(known: Known, op: Op, of: Node, name: str) -> None:
     rule = rule_of(op)
-    under_way = sum(not waits for start, waits in known.carried.items() if rule_of(known.ops[start]) == rule)
-    if under_way >= ROOM:
-        known.fail(rule, op.node, f"{under_way + 1} are on their way", f"{ROOM} at most")
+    known.under_way[rule] += 1
+    if known.under_way[rule] > ROOM:
+        known.fail(rule, op.node, f"{known.under_way[rule]} are on their way", f"{ROOM} at most")
     known.carried[op.node], known.facts[op.node] = [], Ticket(op.node, of)
     if op.target is FETCH:
         away = known.facts.get(of)
         if not isinstance(away, Away) or away.flat.layout.name != name:
             known.fail(rule, op.node, f"it brings {name!r}, and {of.name!r} is another", "a shard that is elsewhere")
-        if any(other is not op.node and known.ops[other].args[:1] == (of,) for other in known.carried):
+        if of in known.brought:
             known.fail(rule, op.node, f"{name!r} is brought before", "once")
+        known.brought.add(of)
         return
     if name not in known.ctx.gradients_away or known.ctx.steps or known.ctx.sync == "keep":
         known.fail(rule, op.node, f"it takes away a gradient of {name!r}", "none: its gradients stay")
@@ -150,12 +153,12 @@ def _check_turns(known: Known, rule: str) -> None:
     for before, op in pairwise(turns):
         if before.node not in (*op.after, *op.inputs):
             known.fail(rule, op.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
-    gone = sorted((b for b in known.fetched.values() if not b.escapes), key=lambda b: b.last)
+    gone = deque(sorted((b for b in known.fetched.values() if not b.escapes), key=lambda b: b.last))
     followed: set[Node] = set()
     for op in turns:
         _follow(known, op, followed)
         while op.target is FETCH and gone and gone[0].last < known.order[op.node]:
-            buffer = gone.pop(0)
+            buffer = gone.popleft()
             reader = loose_reader(buffer, known.ops, known.order[op.node], known.order, followed)
             if reader is not None:
                 found = f"{reader.name!r} may read {buffer.node.name!r} after it started"

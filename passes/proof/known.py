@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -43,6 +44,8 @@ class Known:
         rests: what adds the rest of a group's gradient, by group.
         apart: the starts of a corner's collectives, which neither gather a shard nor reduce a pack.
         carried: the starts of what brings and takes state, and their waits;
+        under_way: how many of these are not waited for yet, by rule;
+        brought: the shards that are brought;
         fetched: what was brought, by its wait; and
         leaving: what is being taken away, and what shares its memory.
         own: what a user's passes inserted; and
@@ -77,6 +80,8 @@ class Known:
         self.rests: dict[str, Node] = {}
         self.apart: set[Node] = set()
         self.carried: dict[Node, list[Node]] = {}
+        self.under_way: Counter[str] = Counter()
+        self.brought: set[Node] = set()
         self.fetched: dict[Node, Buffer] = {}
         self.leaving: set[Node] = set()
         self.own: set[Node] = set()
