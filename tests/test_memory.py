@@ -148,6 +148,16 @@ def test_generated_code_stays_within_the_budget(workers2: Workers) -> None:
             assert at["peak"] <= 1.01 * at["budget"]
 
 
+def test_the_division_is_shown(fake_world: Any) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    net = built(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), PLENTY)
+    net(torch.ones(2, 8)).sum().backward()
+    (record,) = zerofx.graphs(net)
+    assert "of memory=1.0 GB" in str(record)
+    assert division(net).peak_bytes > division(net).at_rest > 0
+
+
 def test_a_module_of_two_graphs_is_refused(fake_world: Any) -> None:
     fake_world(2)
     torch._dynamo.reset()

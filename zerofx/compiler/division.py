@@ -2,10 +2,10 @@
 
 ::
 
-                        memory_budget: least    default     all gathered
-    all saved                     49.6 MB       51.2 MB       58.0 MB
-    less saved                    38.1          39.7 ✓        46.5           memory=40e6: the fastest that fits
-    least saved                   20.3 ✓        21.4 ✓        28.2 ✓
+                    memory_budget: least    more    all gathered
+    all saved                        -       -           -
+    less saved                       fits    -           -          of those that fit the fastest
+    least saved                      fits    fits        fits
 
 A division is a *rung* (what forward saves: `zerofx.compiler.activations.ladder`) and a budget for gathered weights.
 Each that is tried is compiled up to the executor, on copies, and its step is predicted: live bytes operation by

@@ -105,8 +105,10 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
 
 
 def _saving(trace: Rewriting) -> Iterator[str]:
-    """What an `activation_budget` has chosen."""
-    chosen, phase = trace.context.activations, trace.context.phase
+    """What an `activation_budget`, or `memory`, has chosen."""
+    chosen, phase, division = trace.context.activations, trace.context.phase, trace.context.division
+    if division is not None and phase == "forward":
+        yield f"a step takes {format_bytes(division.peak_bytes)} of memory={format_bytes(division.nbytes)}"
     if chosen is not None and phase == "forward":
         yield f"{format_bytes(chosen.saved_bytes)} of {format_bytes(chosen.whole_bytes)} saved for backward"
     if chosen is not None and phase == "backward":

@@ -110,6 +110,8 @@ def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str
     if (chosen := context.activations) is not None:
         saved, whole = format_bytes(chosen.saved_bytes), format_bytes(chosen.whole_bytes)
         facts.append(f"{given(chosen)}: {saved} of {whole} saved for backward")
+    if (divided := context.division) is not None:
+        facts.append(f"a step takes {format_bytes(divided.peak_bytes)}, {format_bytes(divided.at_rest)} of it at rest")
     if context.param_dtype is not None:
         facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")
     return " · ".join([*facts, f"torch {escape(torch.__version__)}"])
