@@ -127,6 +127,6 @@ def test_a_listing_shows_what_is_fetched_and_what_leaves(workers2: Workers) -> N
     forward, backward, fetched, left = workers2.run(listing, "eager")[0]
     assert "4 shards are fetched: 18.9 kB" in forward.splitlines()[0]
     assert "4 gradients leave the device: 18.9 kB" in backward.splitlines()[0]
-    assert "  fetch    layers.1        4.7 kB" in forward and "  left     layers.0" in backward
+    assert "  fetch    layers.1     4.7 kB" in forward and "  left     layers.0" in backward
     assert "made by  fetch: Weights that live elsewhere are brought" in fetched
     assert "made by  put: Gradients that live elsewhere leave" in left

@@ -137,8 +137,10 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
     wrong, tried = [], 0
     names = sorted(graphs, key=lambda name: zlib.crc32(f"{mutant.name} {name}".encode()))  # a mixed bag for each
     for name in names:
+        if "elsewhere" in name and mutant.rule not in ("fetch", "put"):
+            continue
         places = mutant.places(*graphs[name])
-        if not places or ("elsewhere" in name and mutant.rule not in ("fetch", "put")):
+        if not places:
             continue
         for place in {tried % len(places)} if most < len(names) else {0, len(places) // 2, len(places) - 1}:
             found = verdict(mutant, graphs[name], place)
