@@ -10,6 +10,7 @@ edit          what passes do to graphs
 schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
+pool          where large buffers on a CPU come from
 travel        how a buffer travels between ranks: a seam
 coded         buffers in codes: operators, and a gather outside of graphs
 carry         state that lives elsewhere: operators that bring it and take it away
@@ -23,8 +24,8 @@ lookups/      a corner: rows of tables that are only looked up
 
 Imports `zerofx._torch`, `zerofx.model` and `zerofx.kernels`::
 
-    _torch, model ◀── pairwise ◀── ops ◀── travel ◀── context, coded, carry ◀── edit ◀── every pass, adopt
-                                                own ◀────┘
+    _torch, model ◀── pairwise, pool ◀── ops ◀── travel ◀── context, coded, carry ◀── edit ◀── every pass, adopt
+                                                      own ◀────┘
 """
 
 from collections.abc import Callable, Sequence

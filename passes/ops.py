@@ -46,6 +46,7 @@ import torch
 
 from zerofx._torch import resolve_process_group
 from zerofx.passes.pairwise import all_gather_pairwise_, all_to_all_pairwise_, under_way
+from zerofx.passes.pool import new_buffer
 
 _c10d = torch.ops._c10d_functional
 
@@ -90,12 +91,12 @@ def _reduced(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int,
 
 
 def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    out = _gathered(shard, world_size)
+    out = new_buffer(shard, world_size * shard.numel())
     return under_way(out, all_gather_pairwise_(out, shard, process_group))
 
 
 def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
-    out = _exchanged(pack, world_size, process_group)
+    out = new_buffer(pack, pack.numel() // world_size * (world_size - 1))
     return under_way(out, all_to_all_pairwise_(out, pack, world_size, process_group))
 
 
@@ -178,8 +179,13 @@ for _name, _run, _shape in (
 
 
 def discard(buffer: torch.Tensor) -> None:
-    """Free ``buffer``'s memory. Views of it may still exist; none may be used."""
-    buffer.untyped_storage().resize_(0)
+    """Free ``buffer``'s memory. Views of it may still exist; none may be used.
+
+    What is of a pool (`zerofx.passes.pool`) goes back to it with the last view. The graph lets go of them all by now.
+    """
+    storage = buffer.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
 
 
 def release(buffer: torch.Tensor) -> None:

@@ -81,6 +81,7 @@ from zerofx._torch.dynamo import (
     with_own_code,
 )
 from zerofx._torch.inductor import (
+    allocate_with,
     boxed,
     compile_with_inductor,
     generate_code,

@@ -259,6 +259,24 @@ def source_code(compiled: Any) -> str | None:
     return getattr(compiled, "source_code", None)
 
 
+def allocate_with(compiled: Any, replace: Callable[[Callable], Callable]) -> bool:
+    """Have generated code allocate memory of the CPU by ``replace(allocator)``; returns whether it allocates any.
+
+    ``compiled`` is what `generate_code` returned. Code that is loaded twice is one module, so this may come to code
+    that has been replaced in already; ``replace`` sees to that (2.11, 2.13, 2.15).
+    """
+    todo = [getattr(compiled, "current_callable", None)]
+    while todo:
+        run = todo.pop()
+        run = getattr(run, "__func__", run)
+        names = getattr(run, "__globals__", {})
+        if "empty_strided_cpu" in names:
+            names["empty_strided_cpu"] = replace(names["empty_strided_cpu"])
+            return True
+        todo += [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
+    return False
+
+
 def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     """Make Inductor run each key after its values, as if it read them (2.11, 2.13, 2.15)."""
     from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering

@@ -15,6 +15,7 @@ trial         one division, tried on copies
 pair          forward and backward of one graph: contexts, passes, executor
 rewriting     one graph on its way through the passes
 runners       what runs at every step
+pooled        a graph that takes its large buffers from the pool
 records       what was compiled, to be read
 explain       why a node stands where it stands
 printing      a graph in a line per collective

@@ -18,6 +18,7 @@ from torch import nn
 from zerofx._torch import backend_name
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
+from zerofx.compiler.pooled import check_pool
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
@@ -65,6 +66,8 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
+    if options.pool:
+        check_pool(device)
     check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
@@ -108,6 +111,7 @@ _ALIKE = (
     "executor",
     "reduce_group",
     "one_copy",
+    "pool",
     "lookups",
     "wire",
     "offload",

@@ -23,6 +23,7 @@ from zerofx.compiler.activations import cost, is_whole
 from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
+from zerofx.compiler.pooled import pooled
 from zerofx.compiler.progress import Progress, progress_of, wanted
 from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph
@@ -310,6 +311,7 @@ class CompiledGraph:
             progress.at("reading the code")
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
+            compiled = pooled(compiled) if self.options.pool else compiled
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
             if ctx.second_group:
                 compiled = watched(compiled, between, ctx.second_group, self.options.timeout)
