@@ -235,6 +235,7 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-3-apart": zerofx(3, apart=True),
     "zerofx-3-all": zerofx(3, memory_budget=float("inf")),
     "zerofx-3-one-copy": zerofx(3, one_copy=True),
+    "zerofx-3-pool": zerofx(3, pool=True),
     "zerofx-3-lookups": zerofx(3, lookups=True),
     "zerofx-3-all-lookups": zerofx(3, memory_budget=float("inf"), lookups=True),
     "zerofx-3-step": zerofx(3),

@@ -120,6 +120,14 @@ def the_pool() -> Pool:
     return Pool(min([memory, *(limit // 2 for limit in limits if limit != resource.RLIM_INFINITY)]))
 
 
+def spare_pieces() -> list[int]:
+    """Bytes of each piece of `the_pool` that is free and has memory under it; none if nobody draws on it."""
+    if not the_pool.cache_info().currsize:
+        return []
+    free, reach = the_pool().free(), the_pool().reach
+    return [min(stop, reach) - start for start, stop in free if start < reach]
+
+
 _here = threading.local()
 
 

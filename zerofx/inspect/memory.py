@@ -42,6 +42,7 @@ from torch import nn
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.compiler.api import _groups
 from zerofx.model.units import format_bytes
+from zerofx.passes.pool import spare_pieces
 from zerofx.runtime.eager.leaf import groups_of_leaves
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -56,6 +57,7 @@ class MemorySummary:
         storages: kind -> how many storages they are in.
         replica: the number of this rank's replica of the module, and how many there are.
         on_disk: bytes of optimizer state in this rank's file (``offload=``); they are not in `total`.
+        spare: bytes that the pool of this process keeps for large buffers to come (``pool=True``); not in `total`.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class MemorySummary:
     storages: dict[str, int]
     replica: tuple[int, int] = (0, 1)
     on_disk: int = 0
+    spare: int = 0
 
     @property
     def total(self) -> int:
@@ -84,6 +87,10 @@ class MemorySummary:
                 lines.append(f"{kind:<{width}}  {format_bytes(n):>10}  {count:>4} storage{'' if count == 1 else 's'}")
         if self.on_disk:
             lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  optimizer state")
+        if self.spare:
+            lines.append(
+                f"{'kept':<{width}}  {format_bytes(self.spare):>10}  by the process, for large buffers to come"
+            )
         return "\n".join([title, *lines])
 
 
@@ -123,7 +130,9 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     replica = (0, 1) if outer is None else (outer.rank, outer.size)
     files = {id(group.home.file): group.home.file for group in groups}
     on_disk = sum(file.nbytes for file in files.values() if file is not None)
-    return MemorySummary(first.rank, first.layout.world_size, first.family.stage, nbytes, storages, replica, on_disk)
+    return MemorySummary(
+        first.rank, first.layout.world_size, first.family.stage, nbytes, storages, replica, on_disk, sum(spare_pieces())
+    )
 
 
 def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:
