@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,7 +57,14 @@ def test_what_does_not_fit_is_allocated_as_ever() -> None:
     assert pool.empty([(1 << 20) + 1], [1], torch.uint8) is None and pool.refused == 1
 
 
-def test_only_large_buffers_are_taken_and_only_inside() -> None:
+@pytest.fixture
+def a_pool_of_its_own() -> Iterator[None]:
+    the_pool.cache_clear()
+    yield
+    the_pool.cache_clear()
+
+
+def test_only_large_buffers_are_taken_and_only_inside(a_pool_of_its_own: None) -> None:
     like = torch.empty(0, dtype=torch.uint8)
     before = the_pool().free()
     outside = new_buffer(like, LEAST)

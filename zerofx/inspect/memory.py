@@ -88,9 +88,7 @@ class MemorySummary:
         if self.on_disk:
             lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  optimizer state")
         if self.spare:
-            lines.append(
-                f"{'kept':<{width}}  {format_bytes(self.spare):>10}  by the process, for large buffers to come"
-            )
+            lines.append(f"{'kept':<{width}}  {format_bytes(self.spare):>10}  for large buffers to come")
         return "\n".join([title, *lines])
 
 
