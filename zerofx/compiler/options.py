@@ -228,10 +228,25 @@ class Options:
                 "keeps of them. Use stage=1."
             )
         for part in ("gradients", "weights"):
-            if getattr(offload, part) is not None:
+            place = getattr(offload, part)
+            if place is None:
+                continue
+            if offload.folder is None or place == "cpu" or Path(str(place)) != offload.folder:
                 raise ValueError(
-                    f"offload={offload!r}: {part}= is not built yet. Leave it out; optimizer= is what takes most."
+                    f"offload={offload!r}: {part}= is built for the folder of optimizer= alone, where a rank has one "
+                    "file for all. Give both the same path, or leave it out."
                 )
+            if part == "weights" and self.stage != 3:
+                raise ValueError(
+                    f"offload={offload!r} with stage={self.stage}: the weights are whole on every rank there, and stay "
+                    "where they are. Leave weights= out, or use stage=3."
+                )
+            for name in ("one_copy", "lookups", "pool", "wire", "mesh", "leaf_modules"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"offload={offload!r} with {name}={getattr(self, name)!r}: {part}= is not built for that yet. "
+                        "Leave one of both out."
+                    )
 
     def __repr__(self) -> str:
         """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 
 from zerofx.model.layout import Slot
-from zerofx.passes.carry import carrying
 from zerofx.passes.context import Sync
 from zerofx.passes.feedback import feeding
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.watch import skip_collective
-from zerofx.runtime.state.carriage import Carriage
+from zerofx.runtime.state.carriage import Carriage, carried, noting
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -64,7 +63,7 @@ def forward_runner(
         for group in live:
             group().weights.refresh()  # type: ignore[union-attr]
         carriage = Carriage(live) if carries else None
-        with carrying(carriage), _reading(live, "forward", written=True):
+        with carried(carriage), _reading(live, "forward", written=True):
             outputs = list(compiled(_inputs(args, kept, live)))
         if published:
             publish(dict(zip(published, outputs[-len(published) :])))
@@ -143,7 +142,7 @@ class BackwardCode:
             ref().pending -= 1  # type: ignore[union-attr]
         reading = _reading(self.groups, "backward", written=False)
         carriage = Carriage([*self.groups, *(ref for ref, _ in self.reductions)]) if self.carries else None
-        with carrying(carriage), stepping(self if self.steps else None), feeding(self), reading:
+        with carried(carriage), stepping(self if self.steps else None), feeding(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)
         if self.published:
@@ -157,7 +156,8 @@ class BackwardCode:
                 live.gradients.keep(slots[0], gradient)
             else:
                 away = carriage.gradients.pop(i, None) if carriage is not None else None
-                live.accumulate(slots, gradient if away is None else away, away=away is not None)
+                with noting(carriage):
+                    live.accumulate(slots, gradient if away is None else away, away=away is not None)
         return outputs[:n_outputs]
 
     def step(self, group: str, gradient: torch.Tensor) -> None:

@@ -126,6 +126,7 @@ class _Conversion:
             return
         self.family.in_file = offload.chosen(layouts)
         self.file = self.family.file = opened(offload.folder, self.sharing.everyone, uuid.uuid4().hex)
+        self.file.holds = offload.kinds
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""

@@ -56,7 +56,8 @@ class MemorySummary:
         nbytes: kind -> bytes, in the order of the module's docstring; all kinds, also those with none.
         storages: kind -> how many storages they are in.
         replica: the number of this rank's replica of the module, and how many there are.
-        on_disk: bytes of optimizer state in this rank's file (``offload=``); they are not in `total`.
+        on_disk: bytes in this rank's file (``offload=``); they are not in `total`.
+        on_disk_of: what is in that file.
         spare: bytes that the pool of this process keeps for large buffers to come (``pool=True``); not in `total`.
     """
 
@@ -68,6 +69,7 @@ class MemorySummary:
     replica: tuple[int, int] = (0, 1)
     on_disk: int = 0
     spare: int = 0
+    on_disk_of: tuple[str, ...] = ("optimizer state",)
 
     @property
     def total(self) -> int:
@@ -86,7 +88,7 @@ class MemorySummary:
                 count = self.storages[kind]
                 lines.append(f"{kind:<{width}}  {format_bytes(n):>10}  {count:>4} storage{'' if count == 1 else 's'}")
         if self.on_disk:
-            lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  optimizer state")
+            lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  {', '.join(self.on_disk_of)}")
         if self.spare:
             lines.append(f"{'kept':<{width}}  {format_bytes(self.spare):>10}  for large buffers to come")
         return "\n".join([title, *lines])
@@ -126,10 +128,20 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
                     storages[kind] += 1
     first, outer = groups[0], groups[0].sharing.replicas
     replica = (0, 1) if outer is None else (outer.rank, outer.size)
-    files = {id(group.home.file): group.home.file for group in groups}
-    on_disk = sum(file.nbytes for file in files.values() if file is not None)
+    files = [file for file in {group.home.file for group in groups} if file is not None]
+    on_disk = sum(file.nbytes for file in files)
+    names = {"moment": "optimizer state", "weights": "weights", "gradient": "gradients"}
+    of = tuple(name for kind, name in names.items() if any(kind in file.holds for file in files))
     return MemorySummary(
-        first.rank, first.layout.world_size, first.family.stage, nbytes, storages, replica, on_disk, sum(spare_pieces())
+        first.rank,
+        first.layout.world_size,
+        first.family.stage,
+        nbytes,
+        storages,
+        replica,
+        on_disk,
+        sum(spare_pieces()),
+        of or ("optimizer state",),
     )
 
 

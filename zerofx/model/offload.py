@@ -5,6 +5,7 @@
     offload="/local/scratch"                                the optimizer's state, in a file per rank in that folder
     Offload(optimizer="/local/scratch", fraction=0.5)       of half of the parameters
     Offload(optimizer="/local/scratch", groups=("blocks.*",))
+    Offload("/local/scratch", "/local/scratch", "/local/scratch")   and the gradients, and the weights of stage 3
 
 ZeRO-Infinity (Rajbhandari et al., 2021) is where the idea is from. docs/offload.md has what is moved when.
 """
@@ -28,8 +29,8 @@ class Offload:
 
     Attributes:
         optimizer: what the optimizer remembers: moments, and masters that it holds.
-        gradients: what ``.grad`` holds from backward to the step.
-        weights: a rank's shard.
+        gradients: what ``.grad`` holds from backward to the step; the same folder.
+        weights: a rank's shard, in stage 3; the same folder.
         fraction: of the parameters, from above 0 to 1; the largest groups first, for their chunks are the longest.
         groups: patterns of group names ("blocks.*"), of those that are moved; None: all.
 
@@ -72,6 +73,12 @@ class Offload:
     def folder(self) -> Path | None:
         """Where the optimizer's state has its files; None: it has none."""
         return None if self.optimizer in (None, "cpu") else Path(str(self.optimizer))
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What the files hold, in the words of `zerofx.runtime.state.home.Kind`."""
+        parts = {"moment": self.optimizer, "gradient": self.gradients, "weights": self.weights}
+        return frozenset(kind for kind, place in parts.items() if place not in (None, "cpu"))
 
     def chosen(self, layouts: Sequence[GroupLayout]) -> set[str]:
         """The names of the groups whose state moves: a fact about the model, and so the same on every rank.

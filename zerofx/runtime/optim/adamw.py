@@ -190,7 +190,8 @@ class AdamW(torch.optim.AdamW):
         runs: list[tuple[int, float, int, Run]] = []
         for n, span in enumerate(spans):
             keys = [(self._group_of[id(member.parameter)], member.updates) for member in span.members]
-            runs += [(*key, n, run) for key, run in find_runs(span, keys)]
+            with span.gradients_at_hand():
+                runs += [(*key, n, run) for key, run in find_runs(span, keys)]
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf)
         if self.max_grad_norm is not None:
@@ -204,7 +205,10 @@ class AdamW(torch.optim.AdamW):
         keyed = [((index, updates), run) for index, updates, _, run in runs]
         self._step_runs([(key, run.all()) for key, run in keyed if run.span.file is None], factor)
         for file, through in _by_file([(key, run) for key, run in keyed if run.span.file is not None]):
-            through_file(file, through, functools.partial(self._step_runs, factor=factor))
+            with contextlib.ExitStack() as stack:
+                for span in {id(run.span): run.span for _, run in through}.values():
+                    stack.enter_context(span.gradients_at_hand())
+                through_file(file, through, functools.partial(self._step_runs, factor=factor))
         everywhere = len(active) == len(self._counts)
         self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
         for member in active:
@@ -249,7 +253,7 @@ class AdamW(torch.optim.AdamW):
         By whether there are gradients, not by whether this rank has a part of them: every rank must refresh alike.
         """
         written = [span for span in spans if any(member.gradient is not None for member in span.members)]
-        weights = [span.weights() for span in written]
+        weights = [span.whole for span in written]
         with DisableTorchFunction():
             torch.autograd.graph.increment_version([*(member.parameter for member in active), *weights])
         for span, weight in zip(written, weights, strict=True):
@@ -261,23 +265,25 @@ class AdamW(torch.optim.AdamW):
         Weights that were written by somebody else since the last step are what counts: their masters are made anew.
         (A remainder is less than half a unit of a weight's last place, whatever the weight: it can stay.)
         """
-        weights = span.weights()
+        whole = span.whole
         if span.state:
-            if "master" in span.state and weights._version != span.version:
+            if "master" in span.state and whole._version != span.version:
                 master = span.state["master"]
                 with span.state_at_hand():
+                    weights = span.weights()
                     master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
-                span.version = weights._version
+                span.version = whole._version
             return
         dtype = torch.float32 if self.moments == "8bit" else self.moments
-        span.state.update(_moments.zeros(span, torch.float64 if weights.dtype == torch.float64 else dtype))
-        if weights.dtype.itemsize >= 4 or self.master is None:
+        span.state.update(_moments.zeros(span, torch.float64 if whole.dtype == torch.float64 else dtype))
+        if whole.dtype.itemsize >= 4 or self.master is None:
             return
-        if self.master == "split" and weights.dtype == torch.bfloat16:
+        if self.master == "split" and whole.dtype == torch.bfloat16:
             span.state["remainder"] = span.zeros(span.numel, torch.int16)
         else:
-            span.state["master"] = span.keep(weights.float())
-        span.version = weights._version
+            with span.state_at_hand():
+                span.state["master"] = span.keep(span.weights().float())
+        span.version = whole._version
 
     def _flatten(self) -> None:
         """Find the spans anew, and bring the state that parameters have already into flat buffers."""
@@ -288,7 +294,7 @@ class AdamW(torch.optim.AdamW):
         for span in spans:
             if span.group is not None:
                 self._spans_of[span.group].append(span)
-        device = next(iter(spans)).weights().device
+        device = next(iter(spans)).whole.device
         self._device_step = None
         self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
         if _runs_triton(device):
@@ -396,10 +402,12 @@ def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
 
 
 def _by_file(keyed: list[tuple[Key, Run]]) -> list[tuple[StateFile, list[tuple[Key, Run]]]]:
+    """What goes through each file at once: a group alone, if its weights or gradients have to be brought."""
     found: dict[int, tuple[StateFile, list[tuple[Key, Run]]]] = {}
     for key, run in keyed:
         assert run.span.file is not None
-        found.setdefault(id(run.span.file), (run.span.file, []))[1].append((key, run))
+        at = id(run.span.group) if run.span.moves else id(run.span.file)
+        found.setdefault(at, (run.span.file, []))[1].append((key, run))
     return list(found.values())
 
 
@@ -408,7 +416,8 @@ def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
     shared = ranks_of(spans)
     totals = {name: torch.zeros(1, dtype=torch.float64) for name in (None, *shared)}
     for run in runs:
-        totals[run.span.ranks] += cpu.sum_of_squares(run.flat_gradient())
+        with run.span.gradients_at_hand():
+            totals[run.span.ranks] += cpu.sum_of_squares(run.flat_gradient())
     for name, ranks in shared.items():
         ranks.sum_(totals[name])
     return sum(total.item() for total in totals.values())

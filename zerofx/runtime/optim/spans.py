@@ -40,6 +40,7 @@ from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.parameter import ShardedTensor
 from zerofx.runtime.state.state_file import StateFile
+from zerofx.runtime.state.weights import share_memory
 
 
 @dataclass
@@ -128,13 +129,29 @@ class Span:
         """Where its state lives; None: in memory."""
         return None if self.group is None else self.group.home.file
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """What `weights` is a part of, and shares a version counter with. It need not be at hand."""
+        return self.members[0].parameter.detach() if self.group is None else self.group.shard
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights or gradients live in the file, too."""
+        return self.group is not None and self.file is not None and self.group.home.away
+
+    def gradients_at_hand(self) -> contextlib.AbstractContextManager[Any]:
+        """The members' gradients, and the weights, can be looked at inside, where its state lives in a file."""
+        if self.group is None or self.file is None:
+            return contextlib.nullcontext()
+        return self.group.home.at_hand(*(m.gradient for m in self.members if m.gradient is not None))
+
     def state_at_hand(self) -> contextlib.AbstractContextManager[Any]:
         """Its state can be looked at inside."""
         return contextlib.nullcontext() if self.group is None else self.group.home.at_hand(*self.state.values())
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New state."""
-        device = self.weights().device
+        device = self.whole.device
         if self.group is None:
             return torch.zeros(numel, dtype=dtype, device=device)
         return self.group.home.new("moment", numel, dtype, device)
@@ -251,8 +268,11 @@ def ranks_of(spans: Iterable[Span]) -> dict[str, RankGroup]:
 
 
 def at_hand(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
-    """The weights, gradients and state of ``spans`` can be computed with inside."""
-    return all_at_hand(span.group.home for span in spans if span.group is not None)
+    """The weights, gradients and state of ``spans`` can be computed with inside, but for those with a file.
+
+    Their groups are brought one after another, where they are needed (`Span.gradients_at_hand`).
+    """
+    return all_at_hand(span.group.home for span in spans if span.group is not None and span.file is None)
 
 
 def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:
@@ -281,7 +301,7 @@ def _continues(run: Run, member: Member, gradient: torch.Tensor) -> bool:
     return (
         gradient.dtype == first.dtype
         and gradient.data_ptr() == first.data_ptr() + (member.start - run.start) * first.itemsize
-        and gradient.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and share_memory(gradient, first)
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
+
+from zerofx.passes.carry import carrying
+from zerofx.runtime.state.state_file import StateFile
 
 if TYPE_CHECKING:
     from zerofx.runtime.state.group import ShardGroup
@@ -26,6 +30,10 @@ class Carriage:
         self._groups = {group.layout.name: group for ref in groups if (group := ref()) is not None}
         self._coming: dict[str, Future[torch.Tensor]] = {}
         self._leaving: dict[int, Future[torch.Tensor]] = {}
+
+    def files(self) -> set[StateFile]:
+        """In which its groups have state."""
+        return {file for group in self._groups.values() if (file := group.home.file) is not None}
 
     def fetch(self, group: str) -> None:
         """`zerofx.passes.carry.Carrier`"""
@@ -45,3 +53,23 @@ class Carriage:
         """`zerofx.passes.carry.Carrier`"""
         with record_function(f"zerofx: put {group}"):
             self.gradients[place] = self._leaving.pop(place).result()
+
+
+@contextlib.contextmanager
+def noting(carriage: Carriage | None) -> Iterator[None]:
+    """What goes wrong with files inside is noted, for all ranks to raise as the step ends (`StateFile.agree`)."""
+    files = {file: file.in_step for file in carriage.files()} if carriage is not None else {}
+    for file in files:
+        file.in_step = True
+    try:
+        yield
+    finally:
+        for file, before in files.items():
+            file.in_step = before
+
+
+@contextlib.contextmanager
+def carried(carriage: Carriage | None) -> Iterator[None]:
+    """A graph runs inside, whose state ``carriage`` brings and takes; None: it is on the device."""
+    with noting(carriage), carrying(carriage):
+        yield

@@ -97,7 +97,7 @@ class Gradients:
         engine runs the parameters' post-accumulate hooks by itself, once every graph that uses a parameter has been
         here.
         """
-        held, new, first = [], [], []
+        held, first = [], []
         with DisableTorchFunction():  # for speed: hundreds of parameters, and four questions to each
             for slot in slots:
                 parameter = self.members.get(slot)
@@ -106,16 +106,17 @@ class Gradients:
                 if parameter.grad is None:
                     first.append((slot, parameter))
                 else:
-                    held.append(parameter.grad if self.stage == 0 else parameter.grad._local)
-                    new.append(self._local(slot, gradient))
+                    held.append((slot, parameter.grad if self.stage == 0 else parameter.grad._local))
             if held:
-                with self.home.at_hand():
-                    torch._foreach_add_(held, new)
+                with self.home.at_hand(gradient):
+                    new = [self._local(slot, gradient) for slot, _ in held]
+                    torch._foreach_add_([old for _, old in held], new)
             if first:
                 gradient = self.home.keep("gradient", gradient) if self.stage and not away else gradient
-            for slot, parameter in first:
-                local = self._local(slot, gradient)
-                parameter.grad = local if self.stage == 0 else parameter.like(local)
+                with self.home.shaping(gradient):
+                    for slot, parameter in first:
+                        local = self._local(slot, gradient)
+                        parameter.grad = local if self.stage == 0 else parameter.like(local)
 
     def _local(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """What this rank holds of the gradient of ``slot``."""

@@ -45,7 +45,7 @@ class Home:
         away: whether state has to be brought to where it is computed with.
         moments_away: whether moments alone have to be.
         any_away: whether either is so of any home there is.
-        file: where the option ``offload`` has put the group's moments; None: nowhere.
+        file: where the option ``offload`` has put the group's moments, and what it `StateFile.holds` besides; None.
     """
 
     streams: frozenset[Kind] = frozenset()
@@ -73,6 +73,18 @@ class Home:
         What is written there stays. May be entered again inside.
         """
         raise NotImplementedError
+
+    def has(self, file: StateFile | None) -> None:
+        """It is made: what the option ``offload`` has for it."""
+        self.file = file
+
+    def moves(self, kind: Kind) -> bool:
+        """Whether weights, or gradients, are elsewhere at rest."""
+        return self.away or kind in self.streams
+
+    def shaping(self, state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Views of ``state`` can be made inside. It need not be at hand, and nobody looks at its numbers."""
+        return _HERE
 
     def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
         """Start to bring ``state``, 1-D, to memory of its own on the device, where a graph reads it.
@@ -120,7 +132,7 @@ HOMES: list[type[Home]] = [OnDevice]
 def home_of(stage: int, device: torch.device, file: StateFile | None = None) -> Home:
     """A home for one group. ``file``: where its moments are to be."""
     home = next(home for home in HOMES if home.takes(stage, device, file))()
-    home.file = file
+    home.has(file)
     Home.any_away |= home.away or home.moments_away
     return home
 

@@ -1,54 +1,94 @@
-"""A home: what the optimizer remembers of a group lives in a file (`zerofx.Offload`).
+"""A home: what a rank keeps of a group lives in a file (`zerofx.Offload`).
 
-Weights and gradients are on the device at any time. Moments come to memory while somebody uses them, by name::
+Moments do; weights and gradients, if the option says so (`StateFile.holds`). What is in the file comes to memory while
+somebody uses it, by name::
 
-    with home.at_hand(exp_avg):     the moments that these are views of are in memory
-    zerofx.AdamW                    goes through the file chunk by chunk instead (`zerofx.runtime.optim.through_file`)
+    with home.at_hand(exp_avg):     weights, gradients and the moments that these are views of are in memory
+    graphs                          fetch a shard into memory of the graph's own, and put gradients into the file, on a
+                                    thread (`zerofx.passes.fetch`, `zerofx.passes.put`)
+    zerofx.AdamW                    goes through the moments chunk by chunk (`zerofx.runtime.optim.through_file`), with
+                                    the weights and gradients of one group at hand
     torch.optim                     each operation has at hand what it is given; that stays until others need room
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from zerofx._torch import with_own_storage
+from zerofx._torch import storage_of, with_own_storage
 from zerofx.runtime.state.home import HOMES, Kind, OnDevice
 from zerofx.runtime.state.state_file import Extent, StateFile
 
 
 class InFile(OnDevice):
-    """Moments in a file, everything else on the device."""
+    """Moments in a file, weights and gradients if it holds them, everything else on the device."""
 
     moments_away = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents: list[Extent] = []  # of weights and gradients
 
     @classmethod
     def takes(cls, stage: int, device: torch.device, file: StateFile | None) -> bool:
         return stage > 0 and file is not None
 
+    def has(self, file: StateFile | None) -> None:
+        assert file is not None
+        kinds: tuple[Kind, ...] = ("weights", "gradient")
+        self.file = file
+        self.streams = frozenset(kind for kind in kinds if kind in file.holds)
+        self.away = bool(self.streams)
+
+    def moves(self, kind: Kind) -> bool:
+        return kind in self._its.holds
+
+    @property
+    def _its(self) -> StateFile:
+        assert self.file is not None
+        return self.file
+
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         state = super().new(kind, numel, dtype, device)
-        return state if kind != "moment" else self._taken(state, fresh=True)
+        return self._taken(kind, state, fresh=True) if self.moves(kind) else state
 
     def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if kind != "moment" else self._taken(tensor)
+        if not self.moves(kind):
+            return tensor
+        # A gradient may be a part of a graph's buffer. That cannot be emptied.
+        return self._taken(kind, tensor if kind == "moment" else tensor.clone())
 
-    def _taken(self, state: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
-        assert self.file is not None
-        with self.file.noting():
-            self.file.take(state, fresh=fresh)
+    def _taken(self, kind: Kind, state: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
+        with self._its.noting():
+            self._its.take(state, fresh=fresh)
+            if kind != "moment":
+                self._note(state)
         return state
+
+    def _note(self, state: torch.Tensor) -> None:
+        """``state`` is weights or a gradient."""
+        extent = self._its.extent_of(state)
+        with self._lock:
+            self._extents = [each for each in self._extents if storage_of(each.ref) is not None]
+            self._extents += [extent] if extent is not None else []
 
     @contextlib.contextmanager
     def at_hand(self, *state: torch.Tensor) -> Iterator[None]:
         pinned: list[Extent] = []
-        file = self.file
-        assert file is not None
+        file = self._its
+        with self._lock:
+            # Storages are held: what is pinned does not go before it is unpinned.
+            own = [(each, storage) for each in self._extents if (storage := storage_of(each.ref)) is not None]
+        given = [extent for x in state if (extent := file.extent_of(x)) is not None]
         try:
-            for extent in {id(e): e for x in state if (e := file.extent_of(x)) is not None}.values():
+            for extent in {id(each): each for each in [*(each for each, _ in own), *given]}.values():
                 with file.noting():
                     file.pin(extent)
                     pinned.append(extent)
@@ -57,15 +97,52 @@ class InFile(OnDevice):
             for extent in pinned:
                 file.unpin(extent)
 
+    def shaping(self, state: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        extent = self._its.extent_of(state)
+        return contextlib.nullcontext() if extent is None else self._its.shaping(extent)
+
+    def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
+        return _transfers().submit(self._fetched, state, torch.empty_like(state))
+
+    def _fetched(self, state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+        with self._its.noting():
+            extent = self._its.extent_of(state)
+            if extent is None:
+                return here.copy_(state)
+            self._its.copied(extent, here)
+            return here
+        return here.fill_(math.nan)  # it was noted: the graph goes on, and all ranks raise as the step ends
+
+    def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
+        return _transfers().submit(self._put, gradient)
+
+    def _put(self, gradient: torch.Tensor) -> torch.Tensor:
+        with self._its.noting():
+            stored = self._its.stored(gradient.contiguous())
+            self._note(stored)
+            return stored
+        return gradient.clone()
+
     def lend(self, state: torch.Tensor) -> torch.Tensor:
-        assert self.file is not None
-        extent = self.file.extent_of(state)
+        file = self._its
+        extent = file.extent_of(state)
         if extent is None:
             return state
-        self.file.pin(extent)
+        file.pin(extent)
         lent = with_own_storage(state)
-        weakref.finalize(lent.untyped_storage(), self.file.unpin, extent).atexit = False
+        weakref.finalize(lent.untyped_storage(), file.unpin, extent).atexit = False
         return lent
+
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def _transfers() -> ThreadPoolExecutor:
+    """The thread that reads and writes for graphs, in the order in which they ask."""
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(1, thread_name_prefix="zerofx files")
+    return _pool
 
 
 HOMES.insert(0, InFile)

@@ -279,8 +279,9 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
     yet to be initialised: there is nothing to copy.
     """
     piece = group.layout.piece(slot, group.rank)
-    local, replica = group.local(slot, group.shard), group.weights.own_replica
+    replica = group.weights.own_replica
     with torch.no_grad(), group.home.at_hand():
+        local = group.local(slot, group.shard)
         whole = parameter.detach()
         if whole.shape == torch.Size(slot.shape):
             if replica is not None:
@@ -288,7 +289,7 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
             local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
         else:
             local.fill_(torch.nan)
-        del whole
+        del whole, local
         # The old memory is let go, not emptied: a tensor elsewhere may share it. Before the new is made, for the peak.
         parameter.data = parameter.new_empty(0)
         parameter.data = parameter.new_empty(slot.shape)
@@ -299,7 +300,8 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
 def adopt_shell(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:
     """Turn ``parameter``, which has its shape and no memory any more, into the `ShardedParameter` of ``slot``."""
     _become(parameter, ShardedParameter, group, slot)
-    _dress(parameter, group, slot, group.local(slot, group.shard))
+    with group.home.shaping(group.shard):
+        _dress(parameter, group, slot, group.local(slot, group.shard))
 
 
 def replicate_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> None:

@@ -90,7 +90,7 @@ class Extent:
         storage = storage_of(self.ref)
         assert storage is not None
         assert storage.nbytes() == self.nbytes
-        return memoryview((ctypes.c_char * self.nbytes).from_address(storage.data_ptr())).cast("B")
+        return _memory(storage.data_ptr(), self.nbytes)
 
     def resize(self, nbytes: int) -> None:
         """Give the storage memory, or take it."""
@@ -113,6 +113,7 @@ class StateFile:
 
     Attributes:
         path: where it is.
+        holds: what kinds of state are in it.
         ranks: those whose state is kept with this rank's: an error of one is an error of all.
         error: what went wrong, on this rank or another; "" so far. State is a mixture then.
         in_step: an optimizer's step is under way: what goes wrong is noted, and raised as it ends.
@@ -127,6 +128,7 @@ class StateFile:
         """
         self.path: Path = folder / f"rank{rank}-{next(_numbers)}.state"
         self.ranks = ranks
+        self.holds: frozenset[str] = frozenset({"moment"})
         self.error: str = ""
         self.in_step: bool = False
         self.nbytes: int = 0
@@ -144,6 +146,7 @@ class StateFile:
         self._recent: dict[int, Extent] = {}
         self._dead: deque[int] = deque()
         self._buffers: list[memoryview] = []
+        self._stage: memoryview = _aligned(padded(CHUNK * 16))
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, _remove, self._fd, self.path, os.getpid())
 
@@ -191,7 +194,7 @@ class StateFile:
                 try:
                     self.check()
                     self._make_room(extent.nbytes)
-                    self._bring(extent)
+                    self._bring(extent, extent.memory())
                 except OffloadError:
                     if self.in_step:  # it goes on, to raise with all ranks: with memory, and no numbers in it
                         extent.memory()[:] = b"\xff" * extent.nbytes
@@ -205,7 +208,39 @@ class StateFile:
 
     def unpin(self, extent: Extent) -> None:
         """One user less. It leaves memory when there is need."""
-        extent.pins -= 1
+        with self._lock:
+            extent.pins -= 1
+
+    def copied(self, extent: Extent, into: torch.Tensor) -> None:
+        """Its numbers in the memory of ``into``. It stays where it is. Raises as `pin`."""
+        with self._lock:
+            if extent.here:
+                _memory(into.data_ptr(), extent.nbytes)[:] = extent.memory()
+            else:
+                self.check()
+                self._bring(extent, _memory(into.data_ptr(), extent.nbytes))
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor``, 1-D, in the file and not in memory. Raises as `take` and `write`."""
+        with self._lock:
+            self.check()
+            copy = torch.empty_like(tensor)
+            self.take(copy, fresh=True)
+            if (extent := self.extent_of(copy)) is not None:
+                self._send(extent, _memory(tensor.data_ptr(), extent.nbytes))
+            return copy
+
+    @contextlib.contextmanager
+    def shaping(self, extent: Extent) -> Iterator[None]:
+        """Views of its storage can be made inside: PyTorch asks whether it is large enough."""
+        with self._lock:
+            if not extent.here:
+                extent.resize(extent.nbytes)
+            try:
+                yield
+            finally:
+                if not extent.here:
+                    extent.resize(0)
 
     def settle(self) -> None:
         """All that nobody uses leaves memory."""
@@ -293,8 +328,8 @@ class StateFile:
             if not self._direct:
                 os.posix_fadvise(self._fd, at, len(buffer), os.POSIX_FADV_DONTNEED)
 
-    def _bring(self, extent: Extent) -> None:
-        memory, [buffer] = extent.memory(), self._staging()
+    def _bring(self, extent: Extent, memory: memoryview) -> None:
+        buffer = self._stage
         for i in range(len(extent.sums)):
             start, nbytes = extent.chunk(i)
             if extent.sums[i] is None:
@@ -306,23 +341,21 @@ class StateFile:
     def _put_away(self, extent: Extent) -> None:
         """Write what has changed, and empty the storage."""
         if storage_of(extent.ref) is not None:
-            memory, [buffer] = extent.memory(), self._staging()
-            for i, known in enumerate(extent.sums):
-                start, nbytes = extent.chunk(i)
-                part = memory[start : start + nbytes]
-                if (_sum(part) == known) if known is not None else not torch.frombuffer(part, dtype=torch.uint8).any():
-                    continue
-                buffer[:nbytes] = part
-                self.write([(extent, i, 0)], buffer)
-            del memory
+            self._send(extent, extent.memory())
             extent.resize(0)
         extent.here = False
         self._recent.pop(id(extent), None)
 
-    def _staging(self) -> list[memoryview]:
-        if not hasattr(self, "_stage"):
-            self._stage = _aligned(padded(CHUNK * 16))
-        return [self._stage]
+    def _send(self, extent: Extent, memory: memoryview) -> None:
+        """Write what of ``memory`` is not what the file has."""
+        buffer = self._stage
+        for i, known in enumerate(extent.sums):
+            start, nbytes = extent.chunk(i)
+            part = memory[start : start + nbytes]
+            if (_sum(part) == known) if known is not None else not torch.frombuffer(part, dtype=torch.uint8).any():
+                continue
+            buffer[:nbytes] = part
+            self.write([(extent, i, 0)], buffer)
 
     # ---- errors -----------------------------------------------------------------------------------------------------
 
@@ -420,6 +453,10 @@ def _direct(fd: int) -> bool:
     except OSError:
         return False
     return hasattr(os, "O_DIRECT")
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _aligned(nbytes: int) -> memoryview:

@@ -158,7 +158,7 @@ class Weights:
         cls, weights: Sequence[Weights], phase: str, *, written: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """A graph reads all of ``weights`` inside. ``written``: since a graph read them last, they may have been."""
-        return all_at_hand(each.home for each in weights if not each.streams)
+        return all_at_hand(each.home for each in weights if not each.streams and each.home.moves("weights"))
 
     def start_gather(self) -> torch.Tensor:
         """Start to bring the whole flat buffer; ``wait_tensor`` of it waits. A collective, outside of any graph.
@@ -224,8 +224,7 @@ class Replicated(Weights):
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.replica: torch.Tensor | None = memory.view(self.dtype)
-        here = not self.home.away and "weights" not in self.home.streams
-        if self.dtype == layout.dtype and here and self.code is None:
+        if self.dtype == layout.dtype and not self.home.moves("weights") and self.code is None:
             # .data: with a version counter of its own, which counts the optimizer's writes and not the refresh's.
             self.shard = self.own_part(self.replica.data)
         else:
@@ -288,5 +287,6 @@ def being_captured(device: torch.device) -> bool:
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are parts of one storage."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether two tensors are parts of one memory: of one storage, where that is empty now."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    return one.data_ptr() == other.data_ptr() and (one.nbytes() > 0 or one._cdata == other._cdata)
