@@ -157,7 +157,7 @@ def failed(folder: str, how: str, rank: int = 1) -> list[str]:
             patch.undo()
             try:
                 zerofx.save(folder + "/saved", model, step)
-            except (zerofx.CheckpointError, zerofx.OffloadError) as refused:
+            except zerofx.CheckpointError as refused:
                 return [str(e), str(refused)]
             return [str(e), "saved"]
         finally:
@@ -184,7 +184,7 @@ def test_what_goes_wrong_in_a_graph_is_an_error_on_all_ranks(
     for error, refused in workers2.run(failed, str(tmp_path), how):
         assert said in error and "rank 1: " in error and "rank1-" in error, error
         assert "The optimizer's state is a mixture of two steps now" in error
-        assert said in refused, refused
+        assert said in refused and "Saving to" in refused, refused
     assert not (tmp_path / "saved").exists()
 
 

@@ -110,12 +110,13 @@ def save(
     state: dict[str, Any] = {}
 
     def collect() -> None:
+        stack.enter_context(at_hand(module))
         state["model"] = model_state(module)
         if optimizer is not None:
             state["optim"] = optimizer_state(module, optimizer)
         _check_finite(module, state)
 
-    with at_hand(module):
+    with contextlib.ExitStack() as stack:
         ranks.together(f"Saving to {target}", collect)
         run = _Run(target, ranks, state, extras.collect(extra | cut_off(module), ranks), step, keep)
         if not background:

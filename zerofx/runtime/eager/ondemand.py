@@ -47,7 +47,7 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
         return group.layout.view(whole, slot).clone()
     flat = tensor._local.new_empty(slot.numel)
     told = alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype)
-    with group.home.at_hand(tensor._local), told:
+    with group.home.only(tensor._local), told:
         for rank in range(group.layout.world_size):
             piece = group.layout.piece(slot, rank)
             part = flat.narrow(0, piece.in_parameter, piece.length)

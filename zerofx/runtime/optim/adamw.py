@@ -190,8 +190,7 @@ class AdamW(torch.optim.AdamW):
         runs: list[tuple[int, float, int, Run]] = []
         for n, span in enumerate(spans):
             keys = [(self._group_of[id(member.parameter)], member.updates) for member in span.members]
-            with span.gradients_at_hand():
-                runs += [(*key, n, run) for key, run in find_runs(span, keys)]
+            runs += [(*key, n, run) for key, run in find_runs(span, keys)]
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf)
         if self.max_grad_norm is not None:
@@ -205,10 +204,7 @@ class AdamW(torch.optim.AdamW):
         keyed = [((index, updates), run) for index, updates, _, run in runs]
         self._step_runs([(key, run.all()) for key, run in keyed if run.span.file is None], factor)
         for file, through in _by_file([(key, run) for key, run in keyed if run.span.file is not None]):
-            with contextlib.ExitStack() as stack:
-                for span in {id(run.span): run.span for _, run in through}.values():
-                    stack.enter_context(span.gradients_at_hand())
-                through_file(file, through, functools.partial(self._step_runs, factor=factor))
+            through_file(file, through, functools.partial(self._step_runs, factor=factor))
         everywhere = len(active) == len(self._counts)
         self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
         for member in active:
@@ -402,12 +398,10 @@ def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
 
 
 def _by_file(keyed: list[tuple[Key, Run]]) -> list[tuple[StateFile, list[tuple[Key, Run]]]]:
-    """What goes through each file at once: a group alone, if its weights or gradients have to be brought."""
     found: dict[int, tuple[StateFile, list[tuple[Key, Run]]]] = {}
     for key, run in keyed:
         assert run.span.file is not None
-        at = id(run.span.group) if run.span.moves else id(run.span.file)
-        found.setdefault(at, (run.span.file, []))[1].append((key, run))
+        found.setdefault(id(run.span.file), (run.span.file, []))[1].append((key, run))
     return list(found.values())
 
 

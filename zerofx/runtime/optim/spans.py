@@ -134,16 +134,15 @@ class Span:
         """What `weights` is a part of, and shares a version counter with. It need not be at hand."""
         return self.members[0].parameter.detach() if self.group is None else self.group.shard
 
-    @property
-    def moves(self) -> bool:
-        """Whether weights or gradients live in the file, too."""
-        return self.group is not None and self.file is not None and self.group.home.away
-
     def gradients_at_hand(self) -> contextlib.AbstractContextManager[Any]:
-        """The members' gradients, and the weights, can be looked at inside, where its state lives in a file."""
+        """The members' gradients can be looked at inside, where its state lives in a file."""
         if self.group is None or self.file is None:
             return contextlib.nullcontext()
-        return self.group.home.at_hand(*(m.gradient for m in self.members if m.gradient is not None))
+        return self.group.home.only(*(m.gradient for m in self.members if m.gradient is not None))
+
+    def weights_at_hand(self) -> contextlib.AbstractContextManager[Any]:
+        """So can the weights."""
+        return contextlib.nullcontext() if self.group is None else self.group.home.only(self.group.shard)
 
     def state_at_hand(self) -> contextlib.AbstractContextManager[Any]:
         """Its state can be looked at inside."""
@@ -192,10 +191,24 @@ class Run:
         length = self.end - self.start
         return {name: _part(flat, name, self.start, length) for name, flat in self.span.state.items()}
 
-    def part(self, start: int, end: int, state: dict[str, torch.Tensor]) -> Part:
-        """Elements of the span from ``start`` up to ``end``, which are the run's, with their ``state``."""
-        gradient = self.gradient.as_strided((end - start,), (1,), self.gradient.storage_offset() + start - self.start)
-        return Part(self.span, start, self.span.weights().narrow(0, start, end - start), gradient, state)
+    def part(
+        self,
+        start: int,
+        end: int,
+        state: dict[str, torch.Tensor],
+        weights: torch.Tensor | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Part:
+        """Elements of the span from ``start`` up to ``end``, which are the run's, with their ``state``.
+
+        ``weights``, ``gradient``: these elements' own, if they are not in memory where they live.
+        """
+        if gradient is None:
+            at = self.gradient.storage_offset() + start - self.start
+            gradient = self.gradient.as_strided((end - start,), (1,), at)
+        if weights is None:
+            weights = self.span.weights().narrow(0, start, end - start)
+        return Part(self.span, start, weights, gradient, state)
 
     def all(self) -> Part:
         """The whole run, with its part of the span's state, which is in memory."""

@@ -8,7 +8,8 @@
     memory           `BUFFERS` buffers, whatever the model's size
 
 A *batch* is what one buffer holds: a chunk of a large span, or the whole of many small ones. In the file the state of
-neighbours lies side by side, so it comes in a few long reads. Weights and gradients are in memory.
+neighbours lies side by side, so it comes in a few long reads. Weights and gradients that live in the file pass through
+the buffer with it. Where they lie there otherwise than the state does, they are brought whole, group by group.
 
 The numbers are those of a step in memory, bit for bit. PyTorch's fused kernel computes what is left behind the last
 full vector of a run by other instructions. So where a chunk's end cuts `UNIT` elements that a run in memory would have
@@ -17,6 +18,7 @@ computed together, each side computes the whole unit aside, and takes its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,13 +27,19 @@ from typing import Any
 import torch
 
 from zerofx.runtime.optim.spans import Part, Run, Span
-from zerofx.runtime.state.state_file import BUFFER, CHUNK, Piece, StateFile, padded
+from zerofx.runtime.state.state_file import BUFFER, CHUNK, Extent, Piece, StateFile, padded
 
 BUFFERS = 4
 """One is updated, one is written, two are read."""
 
 UNIT = 64
 """Elements; a multiple of what vector instructions compute at once."""
+
+WEIGHTS, GRADIENT = "its weights", "its gradient"
+
+Beside = dict[str, tuple[Extent, int]]
+"""The weights and the gradient of a span, as far as they live in the file: their extents, and which chunk of each lies
+beside the first chunk of the span's state."""
 
 Keyed = Sequence[tuple[Any, Run]]
 Update = Callable[[Sequence[tuple[Any, Part]]], None]
@@ -51,18 +59,23 @@ class Batch:
     spans: list[tuple[Span, int, dict[str, int]]] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, span: Span, i: int) -> None:
-        """Chunk ``i`` of ``span``."""
+    def add(self, span: Span, i: int, beside: Beside) -> None:
+        """Chunk ``i`` of ``span``, with what lies ``beside`` its state."""
         places: dict[str, int] = {}
         file = span.file
         assert file is not None
         for name, flat in span.state.items():
             extent = file.extent_of(flat)
             assert extent is not None, name
-            self.pieces.append((extent, i, self.nbytes))
-            places[name] = self.nbytes
-            self.nbytes += padded(extent.chunk(i)[1])
+            self._add(extent, i, name, places)
+        for name, (extent, first) in beside.items():
+            self._add(extent, first + i, name, places)
         self.spans.append((span, i, places))
+
+    def _add(self, extent: Extent, i: int, name: str, places: dict[str, int]) -> None:
+        self.pieces.append((extent, i, self.nbytes))
+        places[name] = self.nbytes
+        self.nbytes += padded(extent.chunk(i)[1])
 
     def parts(self, runs: dict[int, list[tuple[Any, Run]]], buffer: memoryview) -> Iterator[tuple[Any, Run, int, Part]]:
         """The runs' parts in this batch: key, run, end in the span, and what a kernel is given."""
@@ -71,12 +84,20 @@ class Batch:
             state = {
                 name: torch.frombuffer(buffer, dtype=span.state[name].dtype, count=end - start, offset=at)
                 for name, at in places.items()
+                if name in span.state
             }
             for key, run in runs[id(span)]:
+                dtypes = {WEIGHTS: span.whole.dtype, GRADIENT: run.gradient.dtype}
+                beside = {
+                    name: torch.frombuffer(buffer, dtype=dtype, count=end - start, offset=places[name])
+                    for name, dtype in dtypes.items()
+                    if name in places
+                }
                 first, last = max(start, run.start), min(end, run.end)
                 if first < last:
                     mine = {name: flat[first - start : last - start] for name, flat in state.items()}
-                    yield key, run, last, run.part(first, last, mine)
+                    its = {name: flat[first - start : last - start] for name, flat in beside.items()}
+                    yield key, run, last, run.part(first, last, mine, its.get(WEIGHTS), its.get(GRADIENT))
 
 
 def through_file(file: StateFile, keyed: Keyed, update: Update) -> None:
@@ -91,14 +112,58 @@ def through_file(file: StateFile, keyed: Keyed, update: Update) -> None:
         runs: dict[int, list[tuple[Any, Run]]] = {}
         for key, run in keyed:
             runs.setdefault(id(run.span), []).append((key, run))
-        spans = list({id(run.span): run.span for _, run in keyed}.values())
-        lent = [span for span in spans if any(_is_here(file, flat) for flat in span.state.values())]
-        for span in lent:
-            with span.state_at_hand():
-                update([(key, run.all()) for key, run in runs[id(span)]])
-        batches = list(_batches([span for span in spans if span not in lent]))
-        if batches:
-            _walk(file, batches, lambda batch, buffer: _update(list(batch.parts(runs, buffer)), update))
+        walked: list[tuple[Span, Beside]] = []
+        alone: dict[int, list[Span]] = {}
+        for span in {id(run.span): run.span for _, run in keyed}.values():
+            beside = _beside(file, span, [run for _, run in runs[id(span)]])
+            if beside is not None:
+                walked.append((span, beside))
+            else:
+                alone.setdefault(id(span.group), []).append(span)
+
+        def walk(spans: Sequence[tuple[Span, Beside]]) -> None:
+            if batches := list(_batches(spans)):
+                _walk(file, batches, lambda batch, buffer: _update(list(batch.parts(runs, buffer)), update))
+
+        walk(walked)
+        for together in alone.values():
+            file.settle()
+            with contextlib.ExitStack() as stack:
+                for span in together:
+                    stack.enter_context(span.gradients_at_hand())
+                    stack.enter_context(span.weights_at_hand())
+                lent = [span for span in together if any(_is_here(file, flat) for flat in span.state.values())]
+                for span in lent:
+                    with span.state_at_hand():
+                        update([(key, run.all()) for key, run in runs[id(span)]])
+                walk([(span, {}) for span in together if span not in lent])
+
+
+def _beside(file: StateFile, span: Span, runs: Sequence[Run]) -> Beside | None:
+    """What of weights and gradient passes through the buffer with the state; None: the span cannot go chunk by chunk.
+
+    Chunks of all three begin with the same elements, and nobody holds a view of any of them (``to_local()``): what is
+    in memory is the state then, and not what the file has.
+    """
+    if any(_is_here(file, flat) for flat in span.state.values()):
+        return None
+    found: Beside = {}
+    first, rest = divmod(span.origin, CHUNK)
+    if (weights := file.extent_of(span.whole)) is not None:
+        if rest or weights.here:
+            return None
+        found[WEIGHTS] = (weights, first)
+    gradients = {id(extent): extent for run in runs if (extent := file.extent_of(run.gradient)) is not None}
+    if gradients:
+        [gradient, *others] = gradients.values()
+        lies_alike = all(
+            file.extent_of(run.gradient) is gradient and run.gradient.storage_offset() == span.origin + run.start
+            for run in runs
+        )
+        if rest or others or gradient.here or not lies_alike or gradient.itemsize != runs[0].gradient.itemsize:
+            return None
+        found[GRADIENT] = (gradient, first)
+    return found
 
 
 def _is_here(file: StateFile, flat: torch.Tensor) -> bool:
@@ -107,19 +172,19 @@ def _is_here(file: StateFile, flat: torch.Tensor) -> bool:
     return extent is None or extent.here
 
 
-def _batches(spans: Sequence[Span]) -> Iterator[Batch]:
+def _batches(spans: Sequence[tuple[Span, Beside]]) -> Iterator[Batch]:
     """Chunks in the order in which the file has them."""
     batch = Batch()
-    for span in spans:
+    for span, beside in spans:
         if not span.state:
             continue
-        each = sum(flat.itemsize for flat in span.state.values())
+        sizes = [x.itemsize for x in (*span.state.values(), *(extent for extent, _ in beside.values()))]
         for i in range(-(-span.numel // CHUNK)):
-            nbytes = min(CHUNK, span.numel - i * CHUNK) * each
-            if batch.nbytes and batch.nbytes + nbytes + len(span.state) * padded(1) > BUFFER:
+            nbytes = min(CHUNK, span.numel - i * CHUNK) * sum(sizes)
+            if batch.nbytes and batch.nbytes + nbytes + len(sizes) * padded(1) > BUFFER:
                 yield batch
                 batch = Batch()
-            batch.add(span, i)
+            batch.add(span, i, beside)
     if batch.nbytes:
         yield batch
 
@@ -170,6 +235,7 @@ def _update(parts: list[tuple[Any, Run, int, Part]], update: Update) -> None:
     for _, mine, unit, offset in aside:
         n = mine.weights.numel()
         mine.weights.copy_(unit.weights[offset : offset + n])
+        mine.gradient.copy_(unit.gradient[offset : offset + n])  # kernels scale it in place
         for name, flat in mine.state.items():
             flat.copy_(unit.state[name][offset : offset + n])
 

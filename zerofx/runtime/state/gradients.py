@@ -108,7 +108,7 @@ class Gradients:
                 else:
                     held.append((slot, parameter.grad if self.stage == 0 else parameter.grad._local))
             if held:
-                with self.home.at_hand(gradient):
+                with self.home.only(gradient, *(old for _, old in held)):
                     new = [self._local(slot, gradient) for slot, _ in held]
                     torch._foreach_add_([old for _, old in held], new)
             if first:

@@ -82,6 +82,10 @@ class Home:
         """Whether weights, or gradients, are elsewhere at rest."""
         return self.away or kind in self.streams
 
+    def only(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """``state`` can be computed with inside, weights or a gradient among it; the rest need not be at hand."""
+        return self.at_hand(*state)
+
     def shaping(self, state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Views of ``state`` can be made inside. It need not be at hand, and nobody looks at its numbers."""
         return _HERE

@@ -17,7 +17,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -81,14 +81,22 @@ class InFile(OnDevice):
 
     @contextlib.contextmanager
     def at_hand(self, *state: torch.Tensor) -> Iterator[None]:
-        pinned: list[Extent] = []
-        file = self._its
         with self._lock:
             # Storages are held: what is pinned does not go before it is unpinned.
             own = [(each, storage) for each in self._extents if (storage := storage_of(each.ref)) is not None]
+        with self._pinned([each for each, _ in own], state):
+            yield
+
+    def only(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return self._pinned([], state)
+
+    @contextlib.contextmanager
+    def _pinned(self, extents: list[Extent], state: Sequence[torch.Tensor]) -> Iterator[None]:
+        pinned: list[Extent] = []
+        file = self._its
         given = [extent for x in state if (extent := file.extent_of(x)) is not None]
         try:
-            for extent in {id(each): each for each in [*(each for each, _ in own), *given]}.values():
+            for extent in {id(each): each for each in [*extents, *given]}.values():
                 with file.noting():
                     file.pin(extent)
                     pinned.append(extent)

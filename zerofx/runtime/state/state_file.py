@@ -299,14 +299,16 @@ class StateFile:
                 )
 
     def write(self, pieces: Sequence[Piece], buffer: memoryview) -> None:
-        """Write chunks from ``buffer``, what lies together in one write.
+        """Write chunks from ``buffer`` that are not what the file has, what lies together in one write.
 
         Raises:
             OffloadError: it cannot be written.
         """
-        for extent, i, at in pieces:
-            extent.sums[i] = _sum(buffer[at : at + extent.chunk(i)[1]])
-        for run in _together(pieces):
+        sums = [_sum(buffer[at : at + extent.chunk(i)[1]]) for extent, i, at in pieces]
+        new = [piece for piece, found in zip(pieces, sums, strict=True) if piece[0].sums[piece[1]] != found]
+        for (extent, i, _), found in zip(pieces, sums, strict=True):
+            extent.sums[i] = found
+        for run in _together(new):
             extent, i, at = run[0]
             nbytes = sum(padded(e.chunk(n)[1]) for e, n, _ in run)
             self._transfer(os.pwritev, buffer[at : at + nbytes], extent.at + extent.chunk(i)[0], "written")

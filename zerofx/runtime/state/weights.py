@@ -174,7 +174,7 @@ class Weights:
 
     def _gather_into(self, out: torch.Tensor, where: str) -> list[dist.Work]:
         """Returns what to wait for. ``where``: in whose name the watchdog is told; "" where it expects it."""
-        with self.home.at_hand():
+        with self.home.only(self.shard):
             shard = self.shard.to(out.dtype)
             if self.ranks.size == 1:
                 if shard.data_ptr() != out.data_ptr():
