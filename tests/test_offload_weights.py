@@ -120,8 +120,8 @@ def resumed(folder: str, optimizer: str) -> list[bool]:
         steps(model, step, "", 2)
         zerofx.save(folder + "/saved", model, step)
         wanted = [*steps(model, step, "", 1, first=2), *whole(model)]
-        full = zerofx.full_state_dict(model)
-        found.append(not full or all(x.equal(full[name]) for name, x in zip(full, whole(model), strict=False)))
+        full = zerofx.full_state_dict(model, rank0_only=False)
+        found.append(all(x.equal(y) for x, y in zip(full.values(), whole(model), strict=True)))
         for place in (where, None):
             again, its = fresh(place)
             steps(again, its, "", 1, first=7)  # numbers that the checkpoint's must replace

@@ -178,7 +178,7 @@ def _batches(spans: Sequence[tuple[Span, Beside]]) -> Iterator[Batch]:
     for span, beside in spans:
         if not span.state:
             continue
-        sizes = [x.itemsize for x in (*span.state.values(), *(extent for extent, _ in beside.values()))]
+        sizes = [flat.itemsize for flat in span.state.values()] + [extent.itemsize for extent, _ in beside.values()]
         for i in range(-(-span.numel // CHUNK)):
             nbytes = min(CHUNK, span.numel - i * CHUNK) * sum(sizes)
             if batch.nbytes and batch.nbytes + nbytes + len(sizes) * padded(1) > BUFFER:
