@@ -19,6 +19,9 @@ reader of other parameters and its first: in front of a normalisation rather tha
 another, one into which more bytes go than into the one before and the one behind begins in the middle of a layer, and
 is left out.
 
+A group can be read again behind others: an embedding's and the head's parameters are often one group. Then what reads
+it again is another block. Without that, backward would begin with the inside of the last layer *and* all of the head.
+
 Runs on the joint graph, before it is cut into forward and backward. Sound because it moves that cut, and nothing else.
 Leaves alone what somebody has marked already: a checkpoint says itself where it begins.
 """
@@ -35,6 +38,9 @@ from torch.fx import Node
 from zerofx._torch import OpOverload, must_save, saving_is_decided
 from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
+
+APART = 2
+"""How many blocks begin between two of one group. With fewer its parameters belong to the layers around them."""
 
 
 def save_entries(forward: Sequence[Node], parameters: Mapping[str, ParameterRef]) -> int:
@@ -69,16 +75,16 @@ def _given(forward: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _beginnings(forward: Sequence[Node], parameters: Mapping[str, ParameterRef]) -> list[tuple[int, int]]:
-    """Of each group: the place of the last reader of a parameter before its first reader, and that one's place."""
+    """Of each block: the place of the last reader of a parameter before its first reader, and that one's place."""
     given, last = _given(forward), 0
-    seen: set[str] = set()
-    beginnings = []
+    begun: dict[str, int] = {}  # by group: how many blocks had begun when it was read last
+    beginnings: list[tuple[int, int]] = []
     for i, node in enumerate(forward):
         read = {given[x].name for x in node.all_input_nodes if x in given} if node not in given else set()
         groups = {parameters[name].layout.name for name in read if name in parameters}
-        if groups - seen:
+        if any(name not in begun or len(beginnings) - begun[name] >= APART for name in groups):
             beginnings.append((last, i))
-        seen |= groups
+        begun |= dict.fromkeys(groups, len(beginnings))
         last = i if groups else last
     return beginnings
 

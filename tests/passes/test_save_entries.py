@@ -65,6 +65,27 @@ def test_a_group_that_begins_in_the_middle_of_a_layer_is_left_out() -> None:
     assert forward.marked() == [entries["blocks.1.up"].name, entries["blocks.2"].name]
 
 
+def test_a_group_that_is_read_again_behind_other_blocks_begins_another() -> None:
+    forward = Forward()
+    outer = forward.parameter("outer", 4, 4)
+    hidden = [forward.call(_aten.mm.default, forward.x, outer)]
+    for name in ("blocks.0", "blocks.1"):
+        hidden.append(forward.call(_aten.mm.default, hidden[-1], forward.parameter(name, 4, 4)))
+    forward.graph.output((forward.call(_aten.mm.default, hidden[-1], outer),))
+    assert forward.marked() == [node.name for node in hidden]
+
+
+def test_a_group_of_which_each_layer_reads_a_part_begins_no_block_again() -> None:
+    forward = Forward()
+    outer = forward.parameter("outer", 4, 4)
+    hidden = [forward.call(_aten.mm.default, forward.x, outer)]
+    for name in ("blocks.0", "blocks.1"):
+        inside = forward.call(_aten.mm.default, hidden[-1], forward.parameter(name, 4, 4))
+        hidden.append(forward.call(_aten.mm.default, inside, outer))
+    forward.graph.output((hidden[-1],))
+    assert forward.marked() == [hidden[0].name, hidden[1].name]
+
+
 def test_inputs_and_casts_of_parameters_are_not_marked() -> None:
     forward = Forward()
     first, second = forward.parameter("a", 4, 4), forward.parameter("b", 4, 4)
