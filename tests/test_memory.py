@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import zerofx
 from tests.memory import allocated_peak
 from tests.models import GPT, Block
-from tests.test_activation_budget import TwoGraphs, data
+from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.workers import Workers
 from zerofx.runtime.ranks.agree import publish_choice
 
@@ -26,8 +27,25 @@ def built(build: Any, memory: Any, executor: str = "eager", **options: Any) -> n
     return zerofx.compile(build(), executor=executor, memory=memory, **options)
 
 
+class Small(nn.Module):
+    """Layers of which a division is tried in a fraction of a second."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = hidden + block["down"](F.gelu(block["up"](hidden)))  # type: ignore[index]
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
 def gpt() -> nn.Module:
-    return GPT(2, 32, 4, 61, 12)
+    return GPT(2, 32, 4, VOCAB, 12)
 
 
 def division(net: nn.Module) -> Any:
@@ -46,7 +64,7 @@ def needed(build: Any, *, memory: Any = 1, **options: Any) -> int:
 
 
 def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False) -> tuple[list[float], int]:
-    """Losses of three steps with Adam; and the most bytes that the second and third held, in all."""
+    """Losses of four steps with Adam; and the most bytes that all but the first held, in all."""
     optimizer, found, peaks = torch.optim.Adam(net.parameters(), lr=1e-2, foreach=False), [], []
     x, y = data()
     torch.manual_seed(7)
@@ -63,12 +81,14 @@ def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False) -> tu
             found.append(loss.item())
             del loss
 
-    for i in range(3):
+    for i in range(4):
         peaks.append(allocated_peak(step) if i else step() or 0)
         optimizer.step()
         optimizer.zero_grad()
-    # gloo's thread may hold on to a buffer for a moment longer than its wait.
-    return found, min(peaks[1:]) + zerofx.memory_summary(net, optimizer).total + x.nbytes + y.nbytes
+    # gloo's thread may hold on to a buffer for a moment longer than its wait: the least of three.
+    held = zerofx.memory_summary(net, optimizer)
+    at_rest = held.total - held.nbytes["activations"]  # of the batch, which is still there
+    return found, min(peaks[1:]) + at_rest + x.nbytes + y.nbytes
 
 
 def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, Any]]:
@@ -77,7 +97,7 @@ def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, A
     wanted, _ = trained(built(build, None, **options), **how)
     least = needed(build, memory=zerofx.Memory(1, **how), **options)
     whole = built(build, zerofx.Memory(PLENTY, **how), **options)
-    trained(whole, **how)
+    whole(*data())
     most, found = division(whole).peak_bytes, []
     for part in budgets:
         nbytes = round(least + part * (most - least))
@@ -91,20 +111,20 @@ def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, A
 def check(rank: list[dict[str, Any]]) -> None:
     for at in rank:
         assert at["losses"] == pytest.approx(at["wanted"], abs=1e-6)
-        assert at["said"].peak_bytes <= at["budget"]
-        # Adam's own counters, of 4 bytes per parameter, are not in it.
+        assert at["peak"] <= at["said"].peak_bytes <= at["budget"]
         assert at["said"].peak_bytes == pytest.approx(at["peak"], rel=0.03)
 
 
-def test_a_step_stays_within_the_budget_from_the_least_to_all(workers2: Workers) -> None:
-    for rank in workers2.run(within, gpt, [0, 0.5], timeout=300):
+def test_no_step_holds_more_than_the_budget_from_the_least_to_all(workers2: Workers) -> None:
+    for rank in workers2.run(within, Small, [0, 0.5, 1], timeout=120):
         check(rank)
         needs = [at["said"].peak_bytes for at in rank]
-        assert needs == sorted(needs) and needs[0] < needs[-1]
+        assert needs == sorted(needs) and needs[0] == rank[0]["budget"] < needs[-1] == rank[-1]["budget"]
         assert [at["said"].step_s for at in rank] == sorted((at["said"].step_s for at in rank), reverse=True)
 
 
 COMBINED: dict[str, tuple[float, dict[str, Any]]] = {
+    "attention": (0, {}),
     "accumulated": (0, {"micro_batches": 2}),
     "no_sync": (0.5, {"micro_batches": 3, "no_sync": True, "stage": 2}),
     "bfloat16": (0.5, {"mixed_precision": BF16, "stage": 1}),
@@ -114,7 +134,7 @@ COMBINED: dict[str, tuple[float, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED)
-def test_it_goes_with_stages_accumulation_and_mixed_precision(workers2: Workers, name: str) -> None:
+def test_it_goes_with_attention_stages_accumulation_and_mixed_precision(workers2: Workers, name: str) -> None:
     part, options = COMBINED[name]
     for rank in workers2.run(within, gpt, [part], timeout=280, **options):
         check(rank)
@@ -124,7 +144,7 @@ def test_what_cannot_fit_is_refused_with_what_would_and_how_long_it_takes(fake_w
     fake_world(2)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="is too small: a step needs at least") as refused:
-        built(gpt, 1)(*data())
+        built(Small, 1)(*data())
     said = str(refused.value)
     least, *offers = (int(n.replace(",", "")) for n in re.findall(r"at (?:least )?([\d,]+) ", said))
     assert offers[0] == least and offers == sorted(offers) and len(offers) > 1
@@ -136,7 +156,7 @@ def test_generated_code_that_takes_more_is_refused(fake_world: Any, monkeypatch:
     monkeypatch.setattr("zerofx.compiler.division.PRICES.of_code", lambda record: PLENTY)
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"the code that Inductor wrote takes [0-9,]+ bytes"):
-        built(lambda: Block(8, 2), PLENTY, "inductor")(torch.ones(2, 3, 8))
+        built(lambda: nn.Linear(8, 2), PLENTY, "inductor")(torch.ones(2, 8))
 
 
 @pytest.mark.slow

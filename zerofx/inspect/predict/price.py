@@ -52,7 +52,8 @@ def price(forward: Rewriting, backwards: Sequence[Rewriting], memory: Memory, fo
 def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
     """Bytes that are there before a step and after it.
 
-    Weights, what the optimizer keeps, and the graph's other inputs.
+    Weights, what the optimizer keeps, and the graph's other inputs. And what stands for each parameter and for its
+    gradient: an element; and the optimizer's counter of its steps: 4 bytes.
 
     Args:
         layouts: of each group of the module, as graphs see it and as the optimizer does.
@@ -63,6 +64,7 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
         whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
         shard = layout.nbytes // layout.world_size if context.stage else whole
         held += int(memory.moments * shard) * layout.requires_grad
+        held += len(layout.slots) * (2 * layout.dtype.itemsize + 4)
     inputs = {}
     for node in forward.before.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")

@@ -83,12 +83,13 @@ def rehearse_micro_batches(
 ) -> list[Phase]:
     """One graph's forward and backward, once for each of ``backwards``, which accumulate gradients.
 
-    These are variants of one graph for `zerofx.no_sync`, or the same one again. ``workspaces``: as ``probe`` for
+    These are variants of one graph for `zerofx.no_sync`, or the same one again. Whoever calls them holds what forward
+    returns until the next has, and the gradient with which a backward begins. ``workspaces``: as ``probe`` for
     `rehearse`.
     """
     codes = [(_Code(forward), _Code(backward)) for backward in backwards]
     recorder, phases = Recorder(workspaces), []
-    step = _Step(recorder)
+    step = _Step(recorder, has_caller=True)
     with torch.no_grad(), _torch.fake_mode(), recorder:
         for i, pair in enumerate(codes):
             for name, code, run in zip(("forward", "backward"), pair, (step.forward, step.backward), strict=True):
@@ -176,8 +177,9 @@ def _sent(layout: GroupLayout, replica: torch.Tensor, ranks: int, wire: Wire | N
 class _Step:
     """What a step holds from one graph to the next."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, has_caller: bool = False) -> None:
+        self.recorder, self.has_caller = recorder, has_caller
+        self.returned: list[Any] = []
         self.saved: dict[int, dict[str, torch.Tensor]] = {}
         self.gradients: list[torch.Tensor] = []
         self.has_gradient: set[Any] = set()
@@ -199,10 +201,13 @@ class _Step:
         self.saved[i] = {name: outputs[k] for k, name in code.saved.items() if isinstance(outputs[k], torch.Tensor)}
         for value in self.saved[i].values():
             self.recorder.classify(value, "activations")
+        if self.has_caller:
+            self.returned = outputs[: min(code.context.saved, default=len(outputs))]
 
     def backward(self, i: int, code: _Code) -> None:
         saved = self.saved.pop(i)
         inputs, kept = [], iter(code.context.kept)
+        begins_with: list[torch.Tensor] = []  # the caller's: not freed before the end
         for node in code.inputs:
             name, tag = node.name, node.meta.get("zerofx")
             if tag is not None and tag.kind in ("gathered", "near"):
@@ -215,6 +220,8 @@ class _Step:
                 inputs.append(self._input(node))
                 if node.name.startswith("tangents"):
                     self.recorder.allocate(inputs[-1])
+                    if self.has_caller and inputs[-1].numel() == 1:
+                        begins_with.append(inputs[-1])
         saved.clear()
         reductions = code.context.reductions
         outputs = code.run(self.recorder, inputs)
