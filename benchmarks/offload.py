@@ -69,7 +69,7 @@ class Sharded:
         spans = [span for span in self.optimizer._spans or () if span.file is not None]
         file = spans[0].file
         assert file is not None
-        _walk(file, list(_batches(spans)), _nothing)
+        _walk(file, list(_batches([(span, {}) for span in spans])), _nothing)
 
 
 def _nothing(batch: Batch, buffer: memoryview) -> None:

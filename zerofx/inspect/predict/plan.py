@@ -356,9 +356,9 @@ def _mesh_costs(
         held = held.at(N=trained.numel, n=trained.groups, k=micro_batches)
         parts = sharing.weights.size if stage == 3 else 1
         far = crossing(layouts, wire if stage else None, sizes, precision, *mesh, sharding)
-        apart = trained.numel * dtype.itemsize / sharing.optimizer.size if far.first else 0.0  # shards beside copies
+        apart = trained.numel * dtype.itemsize / sharing.optimizer.size if far.first else 0  # shards beside copies
         sent_on = trained.numel / (mesh[1] if sharing.replicas else 1)
-        cut_off = 4 * sent_on * _others(sharing) if wire and stage and wire.error_feedback and far.reduction else 0.0
+        cut_off = 4 * sent_on * _others(sharing) if wire and stage and wire.error_feedback and far.reduction else 0
         held = replace(held, weights=held.weights + frozen.numel * dtype.itemsize / parts, master=held.master + apart)
         held = replace(held, gradients=held.gradients + cut_off)
         left = trained.numel * int(sizes.weight) // mesh[1] if stage == 3 and sharding.gathers_near else 0
