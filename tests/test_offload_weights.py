@@ -188,6 +188,32 @@ def test_what_goes_wrong_in_a_graph_is_an_error_on_all_ranks(
     assert not (tmp_path / "saved").exists()
 
 
+def evaluated(folder: str) -> str:
+    """What a rank hears of an evaluation in which rank 1 cannot read."""
+    patch = pytest.MonkeyPatch()
+    with small(kept=1 << 10):
+        model = zerofx.compile(Net(), groups=EACH_LAYER, offload=offload(folder, EAGER, "wg"), **EAGER)
+        step = OPTIMIZERS["zerofx"](list(model.parameters()))
+        steps(model, step, "", 1)
+        with torch.no_grad():
+            assert model(torch.ones(4, 91)).isfinite().all()
+        if dist.get_rank() == 1:
+            spoil(groups_of(model)[0].home.file.path, "short", patch)  # type: ignore[union-attr]
+        try:
+            with torch.no_grad():
+                model(torch.ones(4, 91))
+        except zerofx.OffloadError as e:
+            return str(e)
+        finally:
+            patch.undo()
+    return ""
+
+
+def test_an_evaluation_that_cannot_read_is_an_error_on_all_ranks(workers2: Workers, tmp_path: Path) -> None:
+    for error in workers2.run(evaluated, str(tmp_path)):
+        assert "rank 1: " in error and "What was computed without gradients is not right" in error, error
+
+
 def deep(folder: str, layers: int) -> int:
     """The most bytes of extents that were in memory at one time, of a model of equal layers."""
     from tests.test_host_memory import WIDTH, Deep

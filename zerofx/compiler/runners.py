@@ -65,6 +65,8 @@ def forward_runner(
         carriage = Carriage(live) if carries else None
         with carried(carriage), _reading(live, "forward", written=True):
             outputs = list(compiled(_inputs(args, kept, live)))
+        if carriage is not None and not trained:
+            carriage.agree()
         if published:
             publish(dict(zip(published, outputs[-len(published) :])))
             del outputs[-len(published) :]

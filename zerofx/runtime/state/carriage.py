@@ -31,9 +31,9 @@ class Carriage:
         self._coming: dict[str, Future[torch.Tensor]] = {}
         self._leaving: dict[int, Future[torch.Tensor]] = {}
 
-    def files(self) -> set[StateFile]:
-        """In which its groups have state."""
-        return {file for group in self._groups.values() if (file := group.home.file) is not None}
+    def files(self) -> list[StateFile]:
+        """In which its groups have state, in the same order on every rank."""
+        return list(dict.fromkeys(file for group in self._groups.values() if (file := group.home.file) is not None))
 
     def fetch(self, group: str) -> None:
         """`zerofx.passes.carry.Carrier`"""
@@ -53,6 +53,17 @@ class Carriage:
         """`zerofx.passes.carry.Carrier`"""
         with record_function(f"zerofx: put {group}"):
             self.gradients[place] = self._leaving.pop(place).result()
+
+    def agree(self) -> None:
+        """A graph without a backward has run: no step comes that would ask whether its reads went well. A collective.
+
+        Raises:
+            OffloadError: on every rank, where a shard could not be read on one of them.
+        """
+        for file in self.files():
+            before = file.in_step
+            file.agree("What was computed without gradients is not right, on any rank.")
+            file.in_step = before
 
 
 @contextlib.contextmanager

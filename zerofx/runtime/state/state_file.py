@@ -389,8 +389,10 @@ class StateFile:
                 raise
             self.error = self.error or str(e)
 
-    def agree(self) -> None:
-        """The step is over: whether it went well on every rank. A collective.
+    def agree(self, lost: str = "The optimizer's state is a mixture of two steps now, on every rank.") -> None:
+        """The step, or what else computes with the file, is over: whether it went well on every rank. A collective.
+
+        ``lost``: what the error says of what is not right now.
 
         Raises:
             OffloadError: it did not, on one of them.
@@ -404,10 +406,7 @@ class StateFile:
         texts = self.ranks.told(self.error)
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         self.error = f"rank {rank}: {text}"
-        raise OffloadError(
-            f"{self.error} The optimizer's state is a mixture of two steps now, on every rank: start again from the "
-            "last checkpoint."
-        )
+        raise OffloadError(f"{self.error} {lost} Start again from the last checkpoint.")
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
