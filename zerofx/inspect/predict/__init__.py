@@ -15,11 +15,13 @@ inductor_code  Inductor's code, made to run so
 price          what one division of `memory=` would take
 workspace      what kernels take inside of themselves
 calibrate      the rates of this machine and network
+disk           that of a disk
 dry_run        graphs for any number of ranks, on one machine
 =============  =================================================================
 
 Imports every room below `zerofx.inspect`::
 
     recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate, price
+    disk ◀── calibrate
     flops ◀── speed ◀── schemes ──▶ cost ◀── wires ◀── plan ──▶ schemes
 """

@@ -1,4 +1,4 @@
-"""Measures the rates that predictions rest on: a matrix product, a copy, a collective of several sizes.
+"""Measures the rates that predictions rest on: a matrix product, a copy, a collective of several sizes, a disk.
 
 Of arithmetic the fastest of several runs counts: what the machine does beside makes the others slower. Of a collective
 it is the median, and its time is fitted as ``latency + bytes / rate``. What it takes from compute on the way is the
@@ -13,14 +13,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zerofx._torch import backend_name
+from zerofx.inspect.predict.disk import seconds_per_byte
 from zerofx.inspect.predict.predict import Rates
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import travel_of
+from zerofx.runtime.ranks.sharing import RankGroup
 
 _c10d = torch.ops._c10d_functional
 SIZES = (1 << 16, 1 << 20, 1 << 23)
@@ -32,22 +35,27 @@ def calibrate(
     device: torch.device | str = "cpu",
     *,
     replica_group: dist.ProcessGroup | None = None,
+    path: str | Path | None = None,
 ) -> Rates:
-    """The rates of this machine and network; takes about a second. A collective: call it on every rank.
+    """The rates of this machine and network; takes about a second, and another for a disk.
 
-    Do so where nothing else runs, and with the number of threads that training will have.
+    A collective: call it on every rank. Do so where nothing else runs, and with the number of threads that training
+    will have.
 
     Args:
         process_group: whose link is timed; None: all ranks. With one rank the link is taken to be infinitely fast.
         device: where the model is.
         replica_group: of a mesh of two dimensions, the process group of the first: its link is timed too, while all its
             columns use it. ``process_group`` is that of the second then.
+        path: a folder, as for ``offload=``: its disk is timed, while all ranks of ``process_group`` read and write
+            there (`zerofx.inspect.predict.disk`). Each takes 64 MB of it meanwhile.
 
     Returns:
         Rates for `zerofx.predict`, the same on every rank.
 
     Raises:
         RuntimeError: there is no process group.
+        OffloadError: a rank cannot make, read or write a file in ``path``; on every rank.
     """
     if process_group is None and not dist.is_initialized():
         raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
@@ -56,6 +64,7 @@ def calibrate(
     travel_of(backend_name(group, device)).meet(group.group_name)
     if replica_group is not None:
         travel_of(backend_name(replica_group, device)).meet(replica_group.group_name)
+    disk = seconds_per_byte(Path(path), RankGroup(group)) if path is not None else 0.0
     before = _product(device), _copy(device)
     began, worked = time.perf_counter(), time.process_time()
     gathers = [_gather(group, device, nbytes) for nbytes in SIZES]
@@ -63,14 +72,14 @@ def calibrate(
     between = [_gather(replica_group, device, nbytes) for nbytes in SIZES] if replica_group is not None else []
     # Again: what slows a shared machine down lasts longer than a series of runs takes.
     after = _product(device), _copy(device)
-    found = [*map(min, before, after), core_share, *gathers, *between]
+    found = [*map(min, before, after), core_share, disk, *gathers, *between]
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
     for ranks in (group, replica_group):
         if ranks is not None and ranks.size() > 1:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks)
-    product, copy, core_share, *times = slowest.tolist()
+    product, copy, core_share, disk, *times = slowest.tolist()
     rate, latency = _link(times[: len(SIZES)], group)
-    rates = Rates(1 / product, 1 / copy, rate, latency, core_share)
+    rates = Rates(1 / product, 1 / copy, rate, latency, core_share, disk_bytes_per_s=1 / disk if disk else None)
     if replica_group is None or replica_group.size() == 1:
         return rates
     rate, latency = _link(times[len(SIZES) :], replica_group)

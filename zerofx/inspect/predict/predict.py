@@ -43,6 +43,8 @@ class Rates:
         core_share: of the rank's cores, what a collective takes from compute while it travels; less than 1.
         replica_bytes_per_s, replica_latency_s: the same of the link between the rows of a mesh, where that is another
             link, with a queue of its own; None: it is the same link. What goes both ways takes as long as on this one.
+        disk_bytes_per_s: read and written together, of a disk where `zerofx.Offload` keeps state, while it does both
+            and all ranks do; None: it was not measured.
     """
 
     flops_per_s: float
@@ -52,6 +54,7 @@ class Rates:
     core_share: float = 0.0
     replica_bytes_per_s: float | None = None
     replica_latency_s: float = 0.0
+    disk_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -78,7 +81,7 @@ class Rates:
         return int(operation.far > 0 and self.replica_bytes_per_s is not None)
 
 
-_ABOVE_ZERO = ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "replica_bytes_per_s")
+_ABOVE_ZERO = ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "replica_bytes_per_s", "disk_bytes_per_s")
 
 
 @dataclass(frozen=True)

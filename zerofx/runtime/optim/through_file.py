@@ -121,11 +121,11 @@ def through_file(file: StateFile, keyed: Keyed, update: Update) -> None:
             else:
                 alone.setdefault(id(span.group), []).append(span)
 
-        def walk(spans: Sequence[tuple[Span, Beside]]) -> None:
+        def through(spans: Sequence[tuple[Span, Beside]]) -> None:
             if batches := list(_batches(spans)):
-                _walk(file, batches, lambda batch, buffer: _update(list(batch.parts(runs, buffer)), update))
+                walk(file, batches, lambda batch, buffer: _update(list(batch.parts(runs, buffer)), update))
 
-        walk(walked)
+        through(walked)
         for together in alone.values():
             file.settle()
             with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ def through_file(file: StateFile, keyed: Keyed, update: Update) -> None:
                 for span in lent:
                     with span.state_at_hand():
                         update([(key, run.all()) for key, run in runs[id(span)]])
-                walk([(span, {}) for span in together if span not in lent])
+                through([(span, {}) for span in together if span not in lent])
 
 
 def _beside(file: StateFile, span: Span, runs: Sequence[Run]) -> Beside | None:
@@ -189,7 +189,7 @@ def _batches(spans: Sequence[tuple[Span, Beside]]) -> Iterator[Batch]:
         yield batch
 
 
-def _walk(file: StateFile, batches: Sequence[Batch], compute: Callable[[Batch, memoryview], None]) -> None:
+def walk(file: StateFile, batches: Sequence[Batch], compute: Callable[[Batch, memoryview], None]) -> None:
     """Each batch through a buffer. Two threads move bytes; the arithmetic is this one's."""
     buffers = file.buffers(BUFFERS, max(batch.nbytes for batch in batches))
     written: list[Future[None]] = []
