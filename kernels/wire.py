@@ -66,7 +66,7 @@ def decode(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
 
 
 def add(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
-    """Add to ``out``, float32 [1, n], what ``wire``, one row, stands for."""
+    """Add to ``out``, as in `decode`, what ``wire`` stands for."""
     _read(wire, code, out, add=True)
 
 

@@ -224,6 +224,34 @@ for _name, _run, _shape in (
     _library.impl(_name, _shape, "Meta")
 
 
+def gather_changes_into(
+    travel: Travel, out: torch.Tensor, shard: torch.Tensor, code: Code, whole: Sequence[int], process_group: str
+) -> list[dist.Work]:
+    """As `gather_into`, of how much each ``shard`` is from its part of ``out``, which is added to it.
+
+    ``out`` is the same on all ranks, and stays so. What an addition leaves between it and the shards is in the next
+    change.
+    """
+    rank, numel = resolve_process_group(process_group).rank(), shard.numel()
+    high = torch.promote_types(shard.dtype, torch.float32)
+    own = out.detach().view(-1, numel)[rank]
+    sent = _encode((shard.to(high) - own.to(high)).to(out.dtype), 1, str(code), whole, process_group)
+    for where, part in as_they_are(sent, rank, numel, code, whole, out.dtype):
+        part.copy_(shard[where])
+    ranks = out.numel() // numel
+    arrived = sent.new_empty(ranks * sent.numel())
+
+    def read() -> None:
+        rows = out.detach().view(ranks, -1)
+        codes = arrived.view(ranks, -1)
+        wire.add(codes, code, rows)
+        for row in range(ranks):
+            for where, part in as_they_are(codes[row], row, numel, code, whole, out.dtype):
+                rows[row, where] = part
+
+    return [_Reading(read, travel.gather_into(arrived, sent, process_group))]
+
+
 def gather_into(
     travel: Travel,
     out: torch.Tensor,

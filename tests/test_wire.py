@@ -21,6 +21,7 @@ CODES = zerofx.Wire("int8", "int8", stochastic=False)
 SMALL = zerofx.Wire("int8", "int4")
 FEEDBACK = zerofx.Wire("int8", "int4", error_feedback=True)
 INT8_GRADIENTS = zerofx.Wire(None, "int8")
+CHANGES = zerofx.Wire("int4", "int4")
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 
 
@@ -116,6 +117,123 @@ def test_a_step_is_that_of_rounded_weights_and_of_the_others_rounded_gradients(
     for off in workers2.run(one_step, stage, executor):
         assert off[0] < 1e-5
         assert max(off[1:]) < 1e-3  # a number between two codes may fall to either, in 32 bits
+
+
+# ---- what a step has changed ----------------------------------------------------------------------------------------
+
+
+def in_int4(change: torch.Tensor) -> torch.Tensor:
+    """By the formula and in 64 bits, in blocks of 256."""
+    flat = F.pad(change.double().flatten(), (0, -change.numel() % 256)).view(-1, 256)
+    step = (flat.abs().amax(1, keepdim=True) / 7).clamp_min(1e-300)
+    return ((flat / step).round() * step).flatten()[: change.numel()].view(change.shape)
+
+
+def replicas(model: nn.Module) -> list[torch.Tensor]:
+    """What the model computes with, of each parameter."""
+    found = []
+    for p in model.parameters():
+        p._group.weights.refresh()
+        p._group.weights.land()
+        slot, whole = p._slot, torch.ops._c10d_functional.wait_tensor(p._group.weights.replica)
+        found.append(whole[slot.offset : slot.end].view(slot.shape).clone())
+    return found
+
+
+def changes(stage: int, dtype: torch.dtype | None) -> tuple[float, float, bool, list[torch.Tensor]]:
+    """How far replicas are from those by hand, and from the exact weights; whether what is small is exact."""
+    precision = None if dtype is None else zerofx.MixedPrecision(dtype, torch.float32)
+    options: Any = {"stage": stage, "executor": "eager", "groups": EACH_LAYER, "mixed_precision": precision}
+    model = zerofx.compile(Net(), wire=CHANGES, **options)
+    optimizer = zerofx.AdamW(model.parameters(), lr=0.01)
+    off, away, exact, before = 0.0, 0.0, True, replicas(model)
+    for step in range(5):
+        model(batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now, weights = replicas(model), [p.full_tensor().detach() for p in model.parameters()]
+        for old, new, weight in zip(before, now, weights, strict=True):
+            if weight.numel() < BLOCKED_NUMEL:
+                exact &= new.equal(weight.to(new.dtype))
+                continue
+            change = weight.double() - old.double()
+            off = max(off, float((new.double() - old.double() - in_int4(change)).abs().max() / change.abs().max()))
+            away = max(away, float((new.double() - weight).abs().max() / change.abs().max()))
+        before = now
+    return off, away, exact, before
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, torch.bfloat16)], ids=str)
+def test_a_refresh_sends_the_codes_of_what_changed_since_the_last(
+    workers3: Workers, stage: int, dtype: torch.dtype | None
+) -> None:
+    found = workers3.run(changes, stage, dtype)
+    for off, away, exact, replica in found:
+        # Of a change, a number between two codes may fall to either. 16 bits round the sum once more.
+        assert off < (0.15 if dtype is None else 1) and exact
+        assert away < (1 / 14 + 1e-4 if dtype is None else 1)
+        assert equal(replica, found[0][3])
+
+
+def written(how: str) -> bool:
+    """Whether the model computes with the exact weights after somebody else than a step has written them."""
+    model = zerofx.compile(Net(), stage=2, executor="eager", groups=EACH_LAYER, wire=CHANGES)
+    optimizer = zerofx.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        model(batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            replicas(model)
+    if how == "between steps":  # and a step behind it
+        with torch.no_grad():
+            model.deep[0].weight.mul_(2)
+        model(batch(2, dist.get_rank())).backward()
+        with torch.no_grad():
+            model.deep[0].weight.mul_(2)
+        optimizer.step()
+    elif how == "loaded":
+        model.load_state_dict({k: 3 * v for k, v in Net().state_dict().items()})
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+    exact = [p.full_tensor().detach() for p in model.parameters()]
+    near = [new.equal(weight) for new, weight in zip(replicas(model), exact, strict=True)]
+    names = [name for name, _ in model.named_parameters()]
+    return near[names.index("deep.0.weight")] and (how == "between steps" or all(near))
+
+
+@pytest.mark.parametrize("how", ["between steps", "loaded", "in place"])
+def test_what_no_step_has_written_is_sent_as_it_is(workers2: Workers, how: str) -> None:
+    assert workers2.run(written, how) == [True, True]
+
+
+def in_backward(optimizer: str) -> bool:
+    """Whether a step in backward gives the numbers of one behind it."""
+    made, found = {"zerofx": zerofx.AdamW, "torch": torch.optim.SGD}[optimizer], []
+    for inside in (True, False):
+        model = zerofx.compile(Net(), stage=2, executor="eager", groups=EACH_LAYER, wire=CHANGES)
+        steps, losses = made(model.parameters(), lr=0.01), []
+        for step in range(3):
+            losses.append(model(batch(step, dist.get_rank())))
+            if inside:
+                with zerofx.step_in_backward(steps):
+                    losses[-1].backward()
+            else:
+                losses[-1].backward()
+                steps.step()
+                steps.zero_grad()
+        found.append([x.detach() for x in [*losses, *replicas(model)]])
+    return equal(*found)
+
+
+@pytest.mark.parametrize("optimizer", ["zerofx", "torch"])
+def test_changes_made_in_backward_are_sent_as_those_behind_it(workers2: Workers, optimizer: str) -> None:
+    assert workers2.run(in_backward, optimizer) == [True, True]
+
+
+# ---- every stage, any number of ranks -------------------------------------------------------------------------------
 
 
 def stages_agree(wire: zerofx.Wire) -> bool:
@@ -382,6 +500,12 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+def test_a_step_sends_the_bytes_of_its_changes_codes(workers2: Workers) -> None:
+    coded, plain = (workers2.run(bytes_sent, wire, 2) for wire in (CHANGES, None))
+    assert coded[0][0] / plain[0][0] < 0.15
+    assert coded[0][0] == coded[0][1]
+
+
 def bytes_sent(wire: zerofx.Wire | None, stage: int) -> tuple[int, int]:
     """Counted at the process group, and predicted."""
     model = zerofx.compile(Wide(), stage=stage, executor="eager", wire=wire, groups=EACH_LAYER)
@@ -455,8 +579,7 @@ def test_a_layout_keeps_blocks_of_large_parameters_whole_on_every_number_of_rank
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int4"}, "a fourteenth of its block's largest"),
-        ({"weights": "int7"}, r"Wire\(weights='int7'\): expected one of 'bf16', 'fp8', 'int8', or None"),
+        ({"weights": "int7"}, r"Wire\(weights='int7'\): expected one of 'bf16', 'fp8', 'int8', 'int4', or None"),
         ({"gradients": "fp4"}, r"Wire\(gradients='fp4'\): expected one of 'bf16', 'fp8', 'int8', 'int4', or None"),
         ({"block": 33}, r"Wire\(block=33\): expected an even number of elements, 32 or more"),
         ({"error_feedback": 1, "gradients": "int8"}, r"Wire\(error_feedback=1\): expected True or False"),
@@ -476,6 +599,7 @@ def test_a_code_that_is_none_is_refused(options: dict[str, Any], message: str) -
         ({"wire": "int8"}, "wire='int8': expected a zerofx.Wire, or None"),
         ({"wire": CODES, "stage": 0}, "codes cannot be added. Use stage=1"),
         ({"wire": CODES, "one_copy": True}, "no weights travel there. Leave weights= out"),
+        ({"wire": CHANGES, "stage": 3}, 'no rank has the weights whole to add that to. Use stage=2, or weights="int8"'),
     ],
 )
 def test_codes_where_nothing_could_travel_in_them_are_refused(options: dict[str, Any], message: str) -> None:

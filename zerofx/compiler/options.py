@@ -215,6 +215,11 @@ class Options:
                 f"wire={self.wire!r} with stage=0: its all-reduce adds up what it is given, and codes cannot be added. "
                 "Use stage=1."
             )
+        if self.stage == 3 and self.wire.of_changes:
+            raise ValueError(
+                'Wire(weights="int4") with stage=3: it is the code of what a step has changed, and no rank has the '
+                'weights whole to add that to. Use stage=2, or weights="int8".'
+            )
         if self.one_copy and self.wire.weights is not None:
             raise ValueError(f"wire={self.wire!r} with one_copy=True: no weights travel there. Leave weights= out.")
 

@@ -14,22 +14,23 @@ code           bytes, of float32's       a block of 256 is off by at most, a its
 =============  ========================  ==================================================
 
 Parameters of fewer than ``BLOCKED_NUMEL`` elements (norms, biases) travel as they are.
+
+Of weights, ``"int4"`` is the code of what a step has changed, not of the weights: a is the largest change of the block.
+It needs the weights as they were sent before, whole, which stages 1 and 2 have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zerofx.kernels.code import Code
 from zerofx.model.layout import BLOCKED_NUMEL, GroupLayout
 
-WeightCode = Literal["bf16", "fp8", "int8"]
-GradientCode = Literal["bf16", "fp8", "int8", "int4"]
+Coding = Literal["bf16", "fp8", "int8", "int4"]
 Between = Literal["all", "nodes"]
 
-_WEIGHTS = ("bf16", "fp8", "int8")
-_GRADIENTS = ("bf16", "fp8", "int8", "int4")
+_CODINGS = ("bf16", "fp8", "int8", "int4")
 _SMALLEST_BLOCK = 32
 
 
@@ -39,7 +40,7 @@ class Wire:
 
     Attributes:
         weights: what a rank sends of its shard. All ranks compute with what was sent, its owner too; the optimizer
-            keeps the exact weights.
+            keeps the exact weights. ``"int4"``: of what changed since it was sent last; stages 1 and 2.
         gradients: what a rank sends of its gradients. What arrives is summed in float32, in the order of ranks; a rank
             adds its own part as it is.
         block: elements that share a scale: even, 32 or more.
@@ -51,24 +52,18 @@ class Wire:
             collectives that ranks of several rows take part in. What stays inside of a row travels as it is.
     """
 
-    weights: WeightCode | None = None
-    gradients: GradientCode | None = None
+    weights: Coding | None = None
+    gradients: Coding | None = None
     block: int = 256
     stochastic: bool | None = None
     error_feedback: bool = False
     between: Between = "all"
 
     def __post_init__(self) -> None:
-        for name, known in (("weights", _WEIGHTS), ("gradients", _GRADIENTS)):
+        for name in ("weights", "gradients"):
             found = getattr(self, name)
-            if name == "weights" and found == "int4":
-                raise ValueError(
-                    'Wire(weights="int4"): a weight in 4 bits is off by up to a fourteenth of its block\'s largest, '
-                    'many times what a step changes. Expected "bf16", "fp8", "int8" or None; gradients can travel in '
-                    '"int4".'
-                )
-            if found is not None and found not in known:
-                expected = ", ".join(map(repr, known))
+            if found is not None and found not in _CODINGS:
+                expected = ", ".join(map(repr, _CODINGS))
                 raise ValueError(f"Wire({name}={found!r}): expected one of {expected}, or None.")
         if not isinstance(self.block, int) or self.block < _SMALLEST_BLOCK or self.block % 2:
             raise ValueError(f"Wire(block={self.block!r}): expected an even number of elements, 32 or more.")
@@ -91,6 +86,15 @@ class Wire:
                 "Wire(error_feedback=True, stochastic=True): what is cut off is in the next gradient already, and "
                 "to round at random would only make it more. Leave one of both out."
             )
+
+    @property
+    def of_changes(self) -> bool:
+        """Whether weights are sent as what has changed."""
+        return self.weights == "int4"
+
+    def in_stage(self, stage: int) -> Wire | None:
+        """What of it there is in ``stage``: nothing in stage 0, and in stage 3 no codes of changes."""
+        return None if stage == 0 else replace(self, weights=None) if stage == 3 and self.of_changes else self
 
     @property
     def weight_code(self) -> Code | None:

@@ -282,7 +282,7 @@ def _costs(
         else:
             memory = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
         numbers: dict[str, float] = {"N": _numel(trained), "n": len(trained), "k": micro_batches}
-        travels = coded(layouts, wire if stage else None, sizes, precision, sharing.weights.size)
+        travels = coded(layouts, wire.in_stage(stage) if wire else None, sizes, precision, sharing.weights.size)
         memory, traffic = memory.at(**numbers), cost.traffic(stage, travels.sizes, **options).at(**numbers)
         parts = sharing.weights.size if stage == 3 else 1
         memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
@@ -355,7 +355,7 @@ def _mesh_costs(
         held = memory_of_mesh(stage, sizes, sharing, of_16_bit=dtype.itemsize == 2, accumulating=accumulating)
         held = held.at(N=trained.numel, n=trained.groups, k=micro_batches)
         parts = sharing.weights.size if stage == 3 else 1
-        far = crossing(layouts, wire if stage else None, sizes, precision, *mesh, sharding)
+        far = crossing(layouts, wire.in_stage(stage) if wire else None, sizes, precision, *mesh, sharding)
         apart = trained.numel * dtype.itemsize / sharing.optimizer.size if far.first else 0  # shards beside copies
         sent_on = trained.numel / (mesh[1] if sharing.replicas else 1)
         cut_off = 4 * sent_on * _others(sharing) if wire and stage and wire.error_feedback and far.reduction else 0

@@ -126,10 +126,12 @@ class Stepper:
             post_accumulate_hooks(p) > 1 for p in parameters
         ):  # one is ours (`zerofx.runtime.eager.ondemand.reduce_by_hook`)
             return
+        group.weights.before_step()
         if isinstance(self.optimizer, AdamW):
             self.optimizer.step_group(group)
         else:
             self._step_alone(members)
+        group.weights.note_write()
         group.stepped = True
         _clear(parameters)
 

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
-from zerofx.passes.coded import flattened, gather_into
+from zerofx.passes.coded import flattened, gather_changes_into, gather_into
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import Travel, travel_of
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
@@ -79,6 +79,7 @@ class Weights:
         self.ahead: list[dist.Work] = []
         """Of a refresh: what is still to be waited for."""
         self._refreshed = -1
+        self._stepped = -1
         self._make(memory)
 
     def shortened_by(self, code: Code) -> bool:
@@ -140,6 +141,9 @@ class Weights:
     def mark_fresh(self) -> None:
         """The replica holds what the shards hold."""
 
+    def before_step(self) -> None:
+        """An optimizer is about to write the shard."""
+
     def note_write(self) -> None:
         """An optimizer has written the shard."""
         self.replayed = self.replayed or being_captured(self.device)
@@ -184,9 +188,13 @@ class Weights:
             if where:
                 told = alone(self.ranks.name, where, "all-gather", self.layout.name, self.nbytes, shard.dtype)
             with told:
-                if self.code is None:
-                    return self.travel.gather_into(out, shard, self.ranks.name)
-                return gather_into(self.travel, out, shard, self.code, self.sent_whole, self.ranks.name)
+                return self._send(out, shard)
+
+    def _send(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+        """``shard``: of the dtype of ``out``."""
+        if self.code is None:
+            return self.travel.gather_into(out, shard, self.ranks.name)
+        return gather_into(self.travel, out, shard, self.code, self.sent_whole, self.ranks.name)
 
 
 class Whole(Weights):
@@ -239,7 +247,24 @@ class Replicated(Weights):
         return whole.narrow(0, self.ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def mark_fresh(self) -> None:
-        self._refreshed = self.shard._version
+        self._refreshed = self._stepped = self.shard._version
+
+    # Codes of changes are for what steps write, which is small. `_stepped` is the shard's version as long as nothing
+    # else has written it since the refresh.
+
+    def before_step(self) -> None:
+        self._stepped = self._stepped if self._stepped == self.shard._version else -1
+
+    def note_write(self) -> None:
+        super().note_write()
+        self._stepped = -1 if self._stepped == -1 else self.shard._version
+
+    def _send(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+        if self.code is None or self.code.name != "int4":
+            return super()._send(out, shard)
+        if self._stepped != self.shard._version:
+            return self.travel.gather_into(out, shard, self.ranks.name)
+        return gather_changes_into(self.travel, out, self.shard, self.code, self.sent_whole, self.ranks.name)
 
     def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.
