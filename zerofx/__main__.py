@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     planning.add_argument("--micro-batches", type=int, default=1, metavar="K", help="backwards per optimizer step")
     planning.add_argument("--no-sync", action="store_true", help="all but the last under zerofx.no_sync")
+    planning.add_argument("--offload", metavar="PATH", help="a folder for the optimizer's state; not looked for")
     timing = planning.add_argument_group("seconds", "--bandwidth for the wire; --flops and --tokens for the step")
     timing.add_argument(
         "--bandwidth",
@@ -134,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
         "--node-bandwidth", type=_argument(parse_bandwidth), metavar="RATE", help="of a rank inside of its node: 450GB"
     )
     timing.add_argument("--ranks-per-node", type=int, metavar="R", help="how many share a node; one, if not said")
+    timing.add_argument(
+        "--disk-bandwidth",
+        type=_argument(parse_bandwidth),
+        metavar="RATE",
+        help="with --offload, of a rank, reading and writing together: 1GB",
+    )
     timing.add_argument("--latency", type=_argument(parse_seconds), metavar="TIME", help="of a collective: 20us")
     timing.add_argument(
         "--flops", type=_argument(parse_flops), metavar="RATE", help="that a rank reaches, not its peak: 400T"
@@ -163,6 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
             mixed_precision=precision,
             micro_batches=given.micro_batches,
             no_sync=given.no_sync,
+            offload=given.offload,
+            disk_bandwidth=given.disk_bandwidth,
             bandwidth=given.bandwidth,
             node_bandwidth=given.node_bandwidth,
             ranks_per_node=given.ranks_per_node,

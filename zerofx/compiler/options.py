@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -232,26 +232,13 @@ class Options:
                 f"offload={offload!r} with stage=0: its parameters are plain tensors, and so is what an optimizer "
                 "keeps of them. Use stage=1."
             )
-        for part in ("gradients", "weights"):
-            place = getattr(offload, part)
-            if place is None:
-                continue
-            if offload.folder is None or place == "cpu" or Path(str(place)) != offload.folder:
-                raise ValueError(
-                    f"offload={offload!r}: {part}= is built for the folder of optimizer= alone, where a rank has one "
-                    "file for all. Give both the same path, or leave it out."
-                )
-            if part == "weights" and self.stage != 3:
-                raise ValueError(
-                    f"offload={offload!r} with stage={self.stage}: the weights are whole on every rank there, and stay "
-                    "where they are. Leave weights= out, or use stage=3."
-                )
-            for name in ("one_copy", "lookups", "pool", "wire", "mesh", "leaf_modules"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"offload={offload!r} with {name}={getattr(self, name)!r}: {part}= is not built for that yet. "
-                        "Leave one of both out."
-                    )
+        names = ("one_copy", "lookups", "pool", "wire", "mesh", "leaf_modules")
+        check_places(offload, {name: getattr(self, name) for name in names})
+        if offload.weights is not None and self.stage != 3:
+            raise ValueError(
+                f"offload={offload!r} with stage={self.stage}: the weights are whole on every rank there, and stay "
+                "where they are. Leave weights= out, or use stage=3."
+            )
 
     def __repr__(self) -> str:
         """The stage, and what else differs from the defaults: ``zerofx(stage=3)``. Dynamo's errors begin with it."""
@@ -270,6 +257,25 @@ class Options:
             found = nearest(unknown[0], known)
             raise ValueError(f"unknown option {unknown[0]!r}{found} zerofx knows {', '.join(known)}.")
         return Options(**options)
+
+
+def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
+    """Refuse weights and gradients anywhere but with the optimizer's state, and with options ``beside`` them."""
+    for part in ("gradients", "weights"):
+        place = getattr(offload, part)
+        if place is None:
+            continue
+        if offload.folder is None or place == "cpu" or Path(str(place)) != offload.folder:
+            raise ValueError(
+                f"offload={offload!r}: {part}= is built for the folder of optimizer= alone, where a rank has one "
+                "file for all. Give both the same path, or leave it out."
+            )
+        for name, value in beside.items():
+            if value:
+                raise ValueError(
+                    f"offload={offload!r} with {name}={value!r}: {part}= is not built for that yet. "
+                    "Leave one of both out."
+                )
 
 
 def _check_sharding(options: Options) -> None:

@@ -4,7 +4,8 @@ Letters: ``N`` parameters in ``n`` groups, ``M`` ranks, ``k`` micro-batches per 
 share everything, `Ranks` has a number for each purpose, and the formulas take the one that fits. Bytes of one element:
 ``m`` of a master weight, ``w`` of a weight as the model computes with it, ``g`` of a gradient as it is reduced. For
 seconds: ``F`` and ``B`` floating-point operations of a micro-batch's forward and backward, ``c`` of them in a second; a
-collective takes ``a`` seconds, and one more for each ``b`` bytes that a rank receives while it sends as many.
+collective takes ``a`` seconds, and one more for each ``b`` bytes that a rank receives while it sends as many; a disk
+reads and writes ``d`` bytes in a second, memory ``e``.
 
 At rest between backward and the optimizer's step, with Adam (two moments), in full precision (``m = w = g``):
 
@@ -45,6 +46,23 @@ On a mesh of two dimensions, ``R`` replicas of ``M`` ranks each, a gradient that
 ``2 (R - 1)/R N/M g`` bytes and ``n`` collectives more for each reduction (`Traffic.between`). The seconds below take
 both links for one; those of a plan know two, and the other schemes (`zerofx.inspect.predict.schemes`).
 
+In a file (`zerofx.Offload`, docs/offload.md), of the ``D = N/M`` elements whose state moves, or the part of them that
+does, with Adam and ``r`` reductions per step (``k``, or 1 with no_sync):
+
+=========  =======  ============  ===========  ==============
+kind       at rest  k forwards    k backwards  optimizer
+=========  =======  ============  ===========  ==============
+moments    2 m D    --            --           4 m D
+weights    m D      k m D         k m D        2 m D
+gradients  m D      --            (4 r - 3) m D  m D
+=========  =======  ============  ===========  ==============
+
+Moments are read and written; so are weights, which each graph of stage 3 reads as well. A gradient is written, and read
+by the optimizer; each further one is written, read with the sum so far, and the sum is written. ``max_grad_norm`` reads
+gradients once more, and has them written where it scales them; that is not in it. Masters of a model that is 16-bit
+itself, 4 D, go with the moments. A disk that reads and writes ``d`` bytes in a second takes the optimizer's step
+``max(bytes / d, arithmetic)``, where arithmetic is bound by memory: 28 N/M bytes at ``e`` in a second.
+
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
 backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
 hence the 2 of stage 0. Activations, gathered buffers and padding (below 1 percent, `zerofx.model.layout`) are not in
@@ -78,6 +96,7 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -87,9 +106,9 @@ from sympy import Expr, Integer, Max, Symbol, sympify
 from zerofx.model.precision import MixedPrecision
 from zerofx.runtime.ranks.sharing import Sharing
 
-LETTERS = "N M n k m w g F B c a b"
+LETTERS = "N M n k m w g F B c a b d e"
 SYMBOLS: list[Symbol] = [Symbol(name, positive=True) for name in LETTERS.split()]
-N, M, n, k, m, w, g, F, B, c, a, b = SYMBOLS
+N, M, n, k, m, w, g, F, B, c, a, b, d, e = SYMBOLS
 
 _ONE, _NOTHING = Integer(1), Integer(0)
 
@@ -191,6 +210,42 @@ class Traffic(Formulas):
 
 
 @dataclass(frozen=True)
+class Filed(Formulas):
+    """Bytes that a rank has in its file, and that it reads and writes there in one optimizer step.
+
+    Attributes:
+        weights, gradients, master, moments: at rest, of each column of `Memory`.
+        forward, backward: in all graphs of the step.
+        optimizer: in its step.
+    """
+
+    weights: Expr = _NOTHING
+    gradients: Expr = _NOTHING
+    master: Expr = _NOTHING
+    moments: Expr = _NOTHING
+    forward: Expr = _NOTHING
+    backward: Expr = _NOTHING
+    optimizer: Expr = _NOTHING
+
+    @property
+    def at_rest(self) -> Expr:
+        return self.weights + self.gradients + self.master + self.moments
+
+    @property
+    def per_step(self) -> Expr:
+        return self.forward + self.backward + self.optimizer
+
+    def left(self, held: Memory) -> Memory:
+        """Of what a rank ``held`` without a file, what stays in memory."""
+        return Memory(
+            held.weights - self.weights,
+            held.gradients - self.gradients,
+            held.master - self.master,
+            held.moments - self.moments,
+        )
+
+
+@dataclass(frozen=True)
 class Time(Formulas):
     """Of one optimizer step, on one rank, in seconds; without the optimizer.
 
@@ -198,11 +253,18 @@ class Time(Formulas):
         compute: of all forwards and backwards.
         wire: of all collectives, one after the other.
         step: from first to last, with each phase's collectives behind its compute.
+        optimizer: of the optimizer, which comes on top; only known where there is a disk (`Filed`).
     """
 
     compute: Expr
     wire: Expr
     step: Expr
+    optimizer: Expr = _NOTHING
+
+    @property
+    def whole(self) -> Expr:
+        """``step`` and ``optimizer``."""
+        return self.step + self.optimizer
 
     @property
     def exposed(self) -> Expr:
@@ -239,6 +301,54 @@ def memory_16_bit(stage: int, *, ranks: Ranks = ALL, accumulating: bool = False)
     """What a rank holds of a model that is 16-bit itself, where `zerofx.AdamW` holds float32 masters and moments."""
     weight, gradient, owned = _shares(stage, ranks)
     return Memory(2 * weight, 2 * (N if accumulating else gradient), 4 * owned, 8 * owned)
+
+
+def filed(
+    stage: int,
+    kinds: Collection[str],
+    sizes: Sizes = FULL,
+    *,
+    ranks: Ranks = ALL,
+    no_sync: bool = False,
+    accumulating: bool = False,
+    moved: int | float | Expr = N,
+    frozen: int | float | Expr = 0,
+    of_16_bit: bool = False,
+    moments: int = 2,
+) -> Filed:
+    """What of `memory` (or `memory_16_bit`) is in a rank's file, and what passes through it.
+
+    Args:
+        kinds: what moves: "moment", "weights" (stage 3) and "gradient"; nothing does in stage 0.
+        accumulating: as for `memory`: gradients that are kept whole stay in memory.
+        moved: of ``N``, the parameters whose state moves.
+        frozen: parameters beside ``N`` that are not trained, and whose weights move.
+    """
+    if _checked(stage) == 0:
+        return Filed()
+    share, size = moved / ranks.optimizer, Integer(2) if of_16_bit else sizes.master
+    remembered = (8 if of_16_bit else moments * size) * share if "moment" in kinds else _NOTHING
+    masters = 4 * share if "moment" in kinds and of_16_bit else _NOTHING
+    weights = size * share if "weights" in kinds and stage == 3 else _NOTHING
+    still = size * frozen / ranks.weights if "weights" in kinds and stage == 3 else _NOTHING
+    gradients = size * share if "gradient" in kinds else _NOTHING
+    reductions = Integer(1) if no_sync else k
+    shards_are_masters = sizes.mixed and not of_16_bit
+    return Filed(
+        weights=still + (_NOTHING if shards_are_masters else weights),
+        gradients=_NOTHING if accumulating else gradients,
+        master=masters + (weights if shards_are_masters else _NOTHING),
+        moments=remembered,
+        forward=k * (weights + still),
+        backward=k * (weights + still) + (4 * reductions - 3) * gradients,
+        optimizer=2 * (remembered + masters + weights) + gradients,
+    )
+
+
+def updated(stage: int, sizes: Sizes = FULL, *, ranks: Ranks = ALL, of_16_bit: bool = False) -> Expr:
+    """Bytes of memory that Adam reads and writes: gradients once, moments and masters twice, and weights."""
+    _, _, owned = _shares(stage, ranks)
+    return 28 * owned if of_16_bit else 7 * sizes.master * owned
 
 
 def _shares(stage: int, ranks: Ranks) -> tuple[Expr, Expr, Expr]:
@@ -283,8 +393,12 @@ def time(
     no_sync: bool = False,
     kept: tuple[int | Expr, int | Expr] = (0, 0),
     frozen: tuple[int | Expr, int | Expr] = (0, 0),
+    files: Filed | None = None,
 ) -> Time:
-    """What an optimizer step takes; arguments as in `traffic`. Stage 3 is exact for no or one group ``kept``."""
+    """What an optimizer step takes; arguments as in `traffic`. Stage 3 is exact for no or one group ``kept``.
+
+    ``files``: a phase takes at least as long as what passes through the file in it.
+    """
     forward, backward = F / c, B / c
     gathered, shared = _sent(ranks.weights), _sent(ranks.gradients)
     groups = n + frozen[1] if _checked(stage) == 3 else n
@@ -307,10 +421,13 @@ def time(
         rests = Max(0, layer - first) + Max(0, layer - last)
         reduced = Max(backward + ahead + last, again + reduce + rests)
     sent = traffic(stage, sizes, ranks=ranks, no_sync=no_sync, kept=kept, frozen=frozen)
+    backwards = reductions * reduced + (k - reductions) * computed
+    if files is not None:
+        forwards, backwards = Max(forwards, files.forward / d), Max(backwards, files.backward / d)
     return Time(
         compute=k * (forward + backward),
         wire=sent.total / b + sent.collectives * a,
-        step=forwards + reductions * reduced + (k - reductions) * computed,
+        step=forwards + backwards,
     )
 
 

@@ -24,14 +24,18 @@ A module on the meta device will do. Frozen parameters have weights, and neither
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from sympy import Max
 from torch import nn
 
 from zerofx.compiler.checks import check_wire
+from zerofx.compiler.options import check_places
 from zerofx.inspect.predict import cost
 from zerofx.inspect.predict.schemes import Held, Mesh
 from zerofx.inspect.predict.schemes import memory as memory_of_mesh
@@ -39,11 +43,14 @@ from zerofx.inspect.predict.speed import Speed
 from zerofx.inspect.predict.wires import coded, crossing
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
+from zerofx.model.offload import Offload
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import SCHEMES, Sharding
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.model.wire import Wire
+from zerofx.runtime.optim.through_file import BUFFERS
 from zerofx.runtime.ranks.sharing import OneGroup, Sharing, pretended
+from zerofx.runtime.state.state_file import BUFFER, KEPT
 
 MOST_RANKS = 2**20
 """Where the search for a number of ranks that fits ends."""
@@ -62,6 +69,8 @@ class StageCost:
         gathered: stage 3, the three largest neighbouring groups: what ``memory_budget`` is by default, but for the
             quarter of the largest that small ones may have on top.
         packed: stages 1 to 3, gradients on their way: two groups being reduced while the next is filled.
+        files: with ``offload``, what lives in the rank's file and passes through it; not in ``memory``.
+        passing: with it, what of that is in memory at once.
         time: of one optimizer step, if there is a `Speed`.
         sharding: on a mesh of two dimensions, how it is divided.
     """
@@ -73,11 +82,13 @@ class StageCost:
     packed: int
     time: cost.Time | None = None
     sharding: Sharding | None = None
+    files: cost.Filed | None = None
+    passing: int = 0
 
     @property
     def buffers(self) -> int:
         """What a step needs on top of what is there at rest, without activations."""
-        return self.gathered + self.packed
+        return self.gathered + self.packed + self.passing
 
     @property
     def needed(self) -> float:
@@ -119,8 +130,8 @@ class Plan:
         if self.memory is None:
             return None
         fitting = [each for each in self.stages if self.fits(each)]
-        fastest = min((float(each.time.step) for each in fitting if each.time), default=0.0)
-        alike = [each for each in fitting if not each.time or float(each.time.step) <= (1 + ALIKE) * fastest]
+        fastest = min((float(each.time.whole) for each in fitting if each.time), default=0.0)
+        alike = [each for each in fitting if not each.time or float(each.time.whole) <= (1 + ALIKE) * fastest]
         return min(alike, key=lambda each: each.stage, default=None)
 
     def __str__(self) -> str:
@@ -145,6 +156,11 @@ class Plan:
         parts = zip(("weights", "gradients", "master", "moments"), astuple(each.memory), strict=True)
         scheme = {} if each.sharding is None else {"divided": each.sharding.name if each.stage else "nothing"}
         column = {"stage": str(each.stage)} | scheme | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
+        if each.files is not None:
+            column |= {
+                "on disk": format_bytes(float(each.files.at_rest)),
+                "through it": format_bytes(float(each.files.per_step)),
+            }
         if self.replicas > 1:
             column["between rows"] = format_bytes(float(each.traffic.between))
         column["collectives"] = f"{int(each.traffic.collectives):,}"
@@ -152,6 +168,8 @@ class Plan:
             times = {"on the wire": each.time.wire}
             if self.speed.flops is not None:
                 times |= {"computing": each.time.compute, "step": each.time.step, "exposed": each.time.exposed}
+            if each.files is not None and self.speed.disk is not None:
+                times["optimizer"] = each.time.optimizer
             column |= {k: format_seconds(float(x)) for k, x in times.items()}
         if self.memory is not None:
             column[f"fits {format_bytes(self.memory)}"] = "yes" if self.fits(each) else "no"
@@ -185,6 +203,7 @@ def plan(
     mixed_precision: MixedPrecision | None = None,
     groups: Any = None,
     wire: Wire | None = None,
+    offload: Offload | str | Path | None = None,
     micro_batches: int = 1,
     no_sync: bool = False,
     bandwidth: float | None = None,
@@ -193,6 +212,7 @@ def plan(
     replica_bandwidth: float | None = None,
     latency: float | None = None,
     memory_bandwidth: float | None = None,
+    disk_bandwidth: float | None = None,
     flops: float | None = None,
     tokens: float | None = None,
     sequence_length: int | None = None,
@@ -213,11 +233,18 @@ def plan(
             (`zerofx.Grouping`); on gloo there are more, which are smaller.
         wire: what travels in codes in stages 1 to 3, as it would be given to `zerofx.compile`. Writing and reading
             codes takes time if there is a ``memory_bandwidth``.
+        offload: what lives in a file per rank in stages 1 to 3, as it would be given to `zerofx.compile`; weights do in
+            stage 3. Nothing is looked for at the path. Memory is what stays in memory then; ``on disk`` what does not,
+            and ``through it`` what a step reads and writes there. In ``buffers`` are four of 8 MB, 32 MB of what was
+            used last, and three groups' shards for weights and for gradients that move.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
         bandwidth, node_bandwidth, ranks_per_node, replica_bandwidth, latency: of the links, as in
             `zerofx.inspect.predict.speed`; without ``bandwidth`` there are no times.
         memory_bandwidth: bytes per second that a rank reads or writes (``zerofx.Rates.memory_bytes_per_s``).
+        disk_bandwidth: bytes per second that a rank reads and writes, together (``zerofx.Rates.disk_bytes_per_s``). An
+            optimizer's step takes ``max(bytes / disk_bandwidth, bytes of memory / memory_bandwidth)`` then, and no
+            forward or backward is shorter than what it moves. Stage 0 has an optimizer's time, too.
         flops: floating-point operations per second that a rank reaches (less than its peak); without it, times are the
             wire's alone.
         tokens, sequence_length, flops_per_token: of one micro-batch on one rank, as in `zerofx.inspect.predict.speed`.
@@ -232,8 +259,8 @@ def plan(
     _check_numbers(min(replicas, world_size), micro_batches, memory)
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
     _check(sharding, wire, replicas, world_size, one_dimension)
-    planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)
-    layouts = [layout for layout, _ in planned]
+    filed = _check_offload(Offload.of(offload), wire, replicas, disk_bandwidth)
+    layouts = [x for x, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     speed = Speed.of(
@@ -245,15 +272,14 @@ def plan(
         replica_bandwidth=replica_bandwidth,
         latency=latency,
         memory_bandwidth=memory_bandwidth,
+        disk_bandwidth=disk_bandwidth,
         flops=flops,
         tokens=tokens,
         sequence_length=sequence_length,
         flops_per_token=flops_per_token,
     )
-    costs = _costs(layouts, mixed_precision, micro_batches, no_sync, wire if replicas == 1 else None)
-    least = None
-    if memory is not None:
-        least = _least(lambda number: costs(3, sharing(number)).needed < memory)
+    costs = _costs(layouts, mixed_precision, micro_batches, no_sync, wire if replicas == 1 else None, filed)
+    least = None if memory is None else _least(lambda number: costs(3, sharing(number)).needed < memory)
     if replicas == 1:
         made = [costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages]
     else:
@@ -268,6 +294,7 @@ def _costs(
     micro_batches: int,
     no_sync: bool,
     wire: Wire | None = None,
+    offload: Offload | None = None,
 ) -> Callable[..., StageCost]:
     """A function of stage and sharing; and, for one with times, of speed."""
     dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
@@ -293,7 +320,10 @@ def _costs(
             memory = replace(memory, master=memory.master + _numel(trained) * dtype.itemsize / sharing.optimizer.size)
         gathered = _three(layouts, int(sizes.weight)) if stage == 3 else 0
         packed = _three(trained, int(sizes.gradient)) if stage else 0
-        time = None
+        files, passing, time = None, 0, None
+        if offload is not None:
+            files = _files(offload, layouts, stage, sizes, ranks, no_sync, accumulating).at(**numbers)
+            memory, passing = files.left(memory), _passing(offload, files, layouts, stage, sharing)
         if speed is not None and not trained:
             raise ValueError("no parameter requires a gradient: there is no training step to time.")
         if speed is not None:
@@ -303,10 +333,55 @@ def _costs(
             forward = speed.forward + gathers / (1 if stage == 3 else micro_batches)
             backward = speed.backward + (gathers if stage == 3 else 0.0) + reductions
             numbers |= rates | {"F": forward, "B": backward}
-            time = cost.time(stage, travels.sizes, **options).at(**numbers)
-        return StageCost(stage, memory, traffic, gathered, packed, time)
+            timed = files if speed.disk is not None else None
+            time = cost.time(stage, travels.sizes, **options, files=timed).at(**numbers, d=speed.disk or 1.0)
+            if timed is not None:
+                arithmetic = cost.updated(stage, sizes, ranks=ranks, of_16_bit=dtype.itemsize == 2) / cost.e
+                optimizer = Max(timed.optimizer / cost.d, arithmetic)
+                time = replace(time, optimizer=optimizer).at(**numbers, d=speed.disk or 1.0, e=speed.memory or math.inf)
+        return StageCost(stage, memory, traffic, gathered, packed, time, files=files, passing=passing)
 
     return of
+
+
+def _files(
+    offload: Offload,
+    layouts: list[GroupLayout],
+    stage: int,
+    sizes: cost.Sizes,
+    ranks: cost.Ranks,
+    no_sync: bool,
+    accumulating: bool,
+) -> cost.Filed:
+    """What of all that lives in a file, as a formula of micro-batches."""
+    names = offload.chosen(layouts) if offload.kinds else set()
+    trained, frozen = (
+        _numel([x for x in layouts if x.name in names and x.requires_grad is flag]) for flag in (True, False)
+    )
+    of_16_bit = max(layout.dtype.itemsize for layout in layouts) == 2
+    options: Any = dict(no_sync=no_sync, accumulating=accumulating, of_16_bit=of_16_bit)
+    return cost.filed(stage, offload.kinds, sizes, ranks=ranks, moved=trained, frozen=frozen, **options)
+
+
+def _passing(offload: Offload, files: cost.Filed, layouts: list[GroupLayout], stage: int, sharing: Sharing) -> int:
+    """Bytes of memory that what lives in a file takes while it passes; see `plan`."""
+    nbytes = int(files.at_rest)
+    streamed = ("weights" in offload.kinds and stage == 3) + ("gradient" in offload.kinds and stage > 0)
+    shards = _three(layouts, max(layout.dtype.itemsize for layout in layouts)) // sharing.optimizer.size
+    return BUFFERS * min(BUFFER, nbytes) + min(KEPT, nbytes) + streamed * shards
+
+
+def _check_offload(offload: Offload | None, wire: Wire | None, replicas: int, disk: float | None) -> Offload | None:
+    """Refuse what `zerofx.compile` would, and what is not planned."""
+    if offload is None and disk is not None:
+        raise ValueError(f"disk_bandwidth={disk} says nothing without offload=.")
+    if offload is not None:
+        check_places(offload, {"wire": wire})
+        if replicas > 1:
+            raise ValueError(
+                f"offload= with {replicas} replicas: it is planned for one so far. Give a number of ranks."
+            )
+    return offload
 
 
 def _check_numbers(world_size: int, micro_batches: int, memory: float | None) -> None:

@@ -29,6 +29,7 @@ _NEEDS = {
     "replica_bandwidth": ("bandwidth",),
     "latency": ("bandwidth",),
     "memory_bandwidth": ("bandwidth",),
+    "disk_bandwidth": ("bandwidth",),
     "flops": ("bandwidth", "tokens"),
     "tokens": ("bandwidth", "flops"),
     "sequence_length": ("tokens",),
@@ -49,6 +50,7 @@ class Speed:
         memory: bytes per second that a rank reads or writes; None: what is bound by memory takes no time.
         between: on a mesh of two dimensions, bytes per second that a rank receives from other rows, and ``bandwidth``
             is of its own row; None: all take one link.
+        disk: bytes per second that a rank reads and writes, together, in its file of ``offload=``; None: not known.
     """
 
     bandwidth: float
@@ -58,6 +60,7 @@ class Speed:
     backward: float = 0.0
     memory: float | None = None
     between: float | None = None
+    disk: float | None = None
 
     def codes(self, nbytes: float) -> float:
         """Reading and writing so many bytes, as operations that take as long."""
@@ -74,6 +77,7 @@ class Speed:
         latency: float | None = None,
         replica_bandwidth: float | None = None,
         memory_bandwidth: float | None = None,
+        disk_bandwidth: float | None = None,
         flops: float | None = None,
         tokens: float | None = None,
         sequence_length: int | None = None,
@@ -91,6 +95,8 @@ class Speed:
             replica_bandwidth: on a mesh of two dimensions, bytes per second that a rank receives from other rows while
                 all ranks do (``zerofx.Rates.replica_bytes_per_s``). ``bandwidth`` is of a row then.
             memory_bandwidth: bytes per second that a rank reads or writes: how long codes on the wire take it.
+            disk_bandwidth: bytes per second that a rank reads and writes, together, while all ranks do
+                (``zerofx.Rates.disk_bytes_per_s``).
             flops: floating-point operations per second that a rank reaches.
             tokens: of one micro-batch on one rank.
             sequence_length: tokens that attend to each other; None: attention is not counted.
@@ -107,6 +113,7 @@ class Speed:
             "latency": latency,
             "replica_bandwidth": replica_bandwidth,
             "memory_bandwidth": memory_bandwidth,
+            "disk_bandwidth": disk_bandwidth,
             "flops": flops,
             "tokens": tokens,
             "sequence_length": sequence_length,
@@ -120,14 +127,15 @@ class Speed:
             bandwidth = node_bandwidth if ranks <= ranks_per_node else min(bandwidth, node_bandwidth)
         latency = latency if latency and ranks > 1 else 0.0
         if flops is None or tokens is None:
-            return Speed(bandwidth, latency, memory=memory_bandwidth, between=replica_bandwidth)
+            return Speed(bandwidth, latency, memory=memory_bandwidth, between=replica_bandwidth, disk=disk_bandwidth)
         forward, backward = _work(module, sequence_length, flops_per_token)
         work = tokens * forward, tokens * backward
-        return Speed(bandwidth, latency, flops, *work, memory_bandwidth, replica_bandwidth)
+        return Speed(bandwidth, latency, flops, *work, memory_bandwidth, replica_bandwidth, disk_bandwidth)
 
     def __str__(self) -> str:
         far = "" if self.between is None else f" in a row, {format_bytes(self.between)}/s between rows"
         text = f"{format_bytes(self.bandwidth)}/s{far}, {format_seconds(self.latency)} per collective"
+        text += "" if self.disk is None else f", a disk of {format_bytes(self.disk)}/s"
         if self.flops is None:
             return text
         work = (self.forward + self.backward) / 1e12
