@@ -11,8 +11,12 @@ they are most; the losses of four steps beside those without a budget; the media
 slower rank. All points of one model take turns, step by step, so whatever else the machine does hits all alike. Two
 points have no budget: "none", and "checkpoint", with every block in torch.utils.checkpoint.
 
-A division that was tried at one budget is not predicted again at the next, since it is the same: ``divide_s`` is how
-long the first took that tried them all.
+A division that was tried at one budget is not predicted again at the next, since it is the same; and rank 0 alone
+predicts. With ``--known`` predictions also outlive a run: one run can make them on a busy machine, and another one time
+the steps on an idle one.
+
+    python benchmarks/memory.py --models gpt-8 --known /tmp/known            # predictions, peaks, losses
+    python benchmarks/memory.py --models gpt-8 --known /tmp/known --steps 7  # and times
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import re
 import statistics
 import sys
@@ -41,21 +46,42 @@ from benchmarks.activations import CHECKPOINT, MODELS, batch_of, checkpoint_bloc
 from tests.memory import allocated_peak  # noqa: E402
 from tests.workers import Workers  # noqa: E402
 from zerofx.compiler import division  # noqa: E402
+from zerofx.runtime.ranks.watch import watch_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 NONE, PLENTY, STEPS = "none", 10**12, 4
 
 
 class Remembered(division.Trials):
-    """The trials of one model go on where those for the last budget ended."""
+    """The trials of one model go on where those for the last budget ended, or the last run. Rank 0 makes them."""
 
-    last: Remembered | None = None
+    model = ""
+    file: Path | None = None
+    known: dict[Any, tuple[division.Tried | None, int]] = {}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if (last := Remembered.last) is not None:
-            self.tried, self._needed, self._workspaces = last.tried, last._needed, last._workspaces
-        Remembered.last = self
+    @classmethod
+    def begin(cls, folder: Path | None, name: str) -> None:
+        """Forget those of another model."""
+        cls.model = name
+        cls.file = None if folder is None else folder / f"{name}.pickle"
+        cls.known = pickle.loads(cls.file.read_bytes()) if cls.file is not None and cls.file.exists() else {}
+
+    def try_(self, rung: int, memory_budget: float | None) -> division.Tried | None:
+        key = rung, memory_budget
+        if key not in self.known:
+            store = watch_of(self.unit.any_group().sharing.optimizer.name).store  # type: ignore[union-attr]
+            if dist.get_rank() == 0:
+                tried = super().try_(rung, memory_budget)
+                self.known[key] = tried, self._needed
+                if self.file is not None:
+                    self.file.write_bytes(pickle.dumps(self.known))
+                store.set(f"tried/{self.model}/{key}", pickle.dumps(self.known[key]))  # type: ignore[arg-type]
+            else:
+                self.known[key] = pickle.loads(store.get(f"tried/{self.model}/{key}"))
+        self.tried[key], needed = self.known[key]
+        if self.tried[key] is None:
+            self._needed = needed
+        return self.tried[key]
 
 
 class Point:
@@ -112,16 +138,16 @@ class Point:
         self.optimizer.zero_grad()
 
 
-def run(name: str, budgets: int, steps: int, more: list[str]) -> dict[str, Any]:
+def run(name: str, budgets: int, steps: int, more: list[str], known: Path | None) -> dict[str, Any]:
     """One rank: every point of the curve of one model, from all to the least; then those without a budget."""
-    division.Trials, Remembered.last = Remembered, None  # type: ignore[misc]
+    division.Trials = Remembered  # type: ignore[misc]
+    Remembered.begin(known, name)
+    dist.barrier()
     x, y = batch_of(name)
-    began = time.perf_counter()
     try:
         Point(name, 1, x, y).train()
     except Exception as refused:
         least = int(re.search(r"at least ([\d,]+) bytes", str(refused))[1].replace(",", ""))  # type: ignore[index]
-    divide_s = time.perf_counter() - began
     whole = Point(name, PLENTY, x, y)
     whole.train()
     most = whole.found["predicted"]
@@ -133,7 +159,7 @@ def run(name: str, budgets: int, steps: int, more: list[str]) -> dict[str, Any]:
     for _ in range(steps):
         for each in built:
             each.time()
-    return {"least": least, "all": most, "divide_s": round(divide_s, 1), "points": [each.found for each in built]}
+    return {"least": least, "all": most, "points": [each.found for each in built]}
 
 
 def of_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,9 +198,13 @@ def table(found: dict[str, Any]) -> str:
 def measure(args: argparse.Namespace) -> None:
     kept: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     kept["torch"] = torch.__version__
+    if args.known is not None:
+        args.known.mkdir(parents=True, exist_ok=True)
     for name in args.models:
         more = [NONE, *([CHECKPOINT] if hasattr(MODELS[name](), "blocks") else [])]
-        ranks = Workers(2).run("benchmarks.memory:run", name, args.budgets, args.steps, more, timeout=args.timeout)
+        ranks = Workers(2).run(
+            "benchmarks.memory:run", name, args.budgets, args.steps, more, args.known, timeout=args.timeout
+        )
         command = f"python benchmarks/memory.py --models {name} --budgets {args.budgets} --steps {args.steps}"
         kept[name] = {"command": command, **of_ranks(ranks)}
         args.out.write_text(json.dumps(kept, indent=1) + "\n")
@@ -205,6 +235,7 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--budgets", type=int, default=10, help="of each model")
     parser.add_argument("--steps", type=int, default=0, help="timed, of each point")
+    parser.add_argument("--known", type=Path, help="a folder that keeps predictions from run to run")
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--out", type=Path, default=RESULTS / "memory-cpu-2.json")
     parser.add_argument("--plot", action="store_true", help="draw, and measure nothing")

@@ -9,6 +9,7 @@ One context serves one graph. The pair of graphs that AOTAutograd cuts out of on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -201,6 +202,20 @@ class Division:
     def peak_bytes(self) -> int:
         """All of it at the worst moment."""
         return self.at_rest + sum(self.peak.values())
+
+    def __str__(self) -> str:
+        """The worst moment of a step, by class."""
+        kept = {None: "", math.inf: "  all stay gathered"}
+        weights = kept.get(self.memory_budget, f"  within {self.memory_budget or 0:,.0f}")
+        rows = [f"  {kind:<11} {n:>15,}{weights * (kind == 'weights')}" for kind, n in self.peak.items()]
+        return "\n".join(
+            [
+                f"a step takes {self.peak_bytes:,} bytes of memory={self.nbytes:,}",
+                f"  {'at rest':<11} {self.at_rest:>15,}",
+                *rows,
+                f"predicted: {1e3 * self.step_s:,.3f} ms; {self.left:,} bytes stay from forward to backward",
+            ]
+        )
 
 
 class _Chain:

@@ -177,6 +177,30 @@ def test_the_division_is_shown(fake_world: Any) -> None:
     assert division(net).peak_bytes > division(net).at_rest > 0
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_dry_run_divides_as_compile_does(fake_world: Any, stage: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    options: dict[str, Any] = {"stage": stage, "groups": zerofx.Grouping(min_bytes=0)}
+    batch = torch.ones(16, 8, device="meta")
+    record = zerofx.dry_run(build(), batch, world_size=2, executor="eager", memory=PLENTY, **options)
+    assert record.forward is not None
+    foretold: Any = record.forward.context.division
+    assert str(foretold).startswith(f"a step takes {foretold.peak_bytes:,} bytes of memory={PLENTY:,}\n")
+    assert ("all stay gathered" in str(foretold)) is (stage == 3)
+    fake_world(2)
+    torch._dynamo.reset()
+    net = built(build, PLENTY, **options)
+    net(torch.ones(16, 8)).sum().backward()
+    found = division(net)
+    assert (foretold.at_rest, foretold.memory_budget, foretold.left) == (found.at_rest, found.memory_budget, found.left)
+    inside = found.peak_bytes - foretold.peak_bytes  # workspaces of kernels, which a dry run does not run
+    assert 0 <= inside <= 0.1 * found.peak_bytes
+    with pytest.raises(Exception, match="is too small: a step needs at least"):
+        zerofx.dry_run(build(), batch, world_size=2, executor="eager", memory=1, **options)
+
+
 def test_a_module_of_two_graphs_is_refused(fake_world: Any) -> None:
     fake_world(2)
     torch._dynamo.reset()
