@@ -5,7 +5,7 @@
 
 The model and its text are those of examples/train_gpt.py, smaller. A contender starts from the seed's weights and sees
 the seed's batches. Every hundred steps its loss on text that was held out is taken, on windows spaced evenly over it.
-All stages compute the same bits with codes (tests/test_wire.py), so one is run. A run adds to what the file has, and
+The stages of a code compute the same bits (tests/test_wire.py), so one is run. A run adds to what the file has, and
 draws a plot of all of it.
 """
 
@@ -42,8 +42,9 @@ WIRES: dict[str, zerofx.Wire | None] = {
     "int4": zerofx.Wire("int8", "int4"),
     "int4, nearest": zerofx.Wire("int8", "int4", stochastic=False),
     "int4, feedback": zerofx.Wire("int8", "int4", error_feedback=True),
+    "changes": zerofx.Wire("int4", "int8"),
 }
-"""Contenders. "int4": of gradients, rounded stochastically; weights are in int8."""
+"""Contenders. "int4": of gradients, rounded stochastically; weights are in int8. "changes": weights' changes in int4."""
 EVERY = 100
 SETTINGS = {"layers": 3, "dim": 64, "heads": 4, "context": 64, "batch": 8, "steps": 1000, "lr": 4e-3}
 
