@@ -44,7 +44,7 @@ WIRES: dict[str, zerofx.Wire | None] = {
     "int4, feedback": zerofx.Wire("int8", "int4", error_feedback=True),
     "changes": zerofx.Wire("int4", "int8"),
 }
-"""Contenders. "int4": of gradients, rounded stochastically; weights are in int8. "changes": weights' changes in int4."""
+"""Contenders. "int4": of gradients, rounded stochastically; weights are in int8. "changes": of weights, in int4."""
 EVERY = 100
 SETTINGS = {"layers": 3, "dim": 64, "heads": 4, "context": 64, "batch": 8, "steps": 1000, "lr": 4e-3}
 
