@@ -206,6 +206,8 @@ def test_a_module_of_two_graphs_is_refused(fake_world: Any) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="memory= and a graph that does not read group"):
         built(TwoGraphs, PLENTY)(*data())
+    with pytest.raises(Exception, match="memory= and a graph that is compiled while another has activations"):
+        built(TwoGraphs, PLENTY, groups=zerofx.Grouping(min_bytes=1 << 30))(*data())
 
 
 REFUSED = {
