@@ -210,6 +210,23 @@ def test_a_module_of_two_graphs_is_refused(fake_world: Any) -> None:
         built(TwoGraphs, PLENTY, groups=zerofx.Grouping(min_bytes=1 << 30))(*data())
 
 
+class Squashed(Small):
+    """What it returns is saved for backward, too."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, y).tanh()
+
+
+def test_another_shape_is_divided_though_the_caller_keeps_what_was_saved(fake_world: Any) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    model, (x, y) = built(Squashed, PLENTY), data()
+    kept = model(x, y)
+    kept.backward()
+    model(x[:1], y[:1]).backward()
+    assert kept.isfinite()
+
+
 REFUSED = {
     "memory=0: expected a number of bytes above 0": lambda: zerofx.Memory(0),
     "memory='8G': expected a number of bytes above 0": lambda: built(gpt, "8G"),

@@ -231,7 +231,7 @@ def divide(
             f"memory= and a graph that does not read group {other[0]!r}: several graphs of one module are not divided "
             "yet. Mend the graph break, or give memory_budget= and activation_budget= instead."
         )
-    if unit.family.held.saved_now():
+    if any(group.pending for group in unit.family.groups()) and unit.family.held.saved_now():
         raise ValueError(
             "memory= and a graph that is compiled while another has activations in memory: several graphs of one module, "
             "or several forwards ahead of their backwards, are not divided yet. Mend the graph break, run each backward "

@@ -39,9 +39,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         args = (args[0], functools.partial(_checked_closure, optimizer, args[1]), *args[2:])
     else:
         _check_gradients(optimizer)
-    for shards in _groups_in(optimizer):
+    groups = _groups_in(optimizer)
+    for shards in groups:
         shards.weights.before_step()
-    for file in _files_of(_groups_in(optimizer)):
+    for file in _files_of(groups):
         file.begin()
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)

@@ -179,19 +179,19 @@ class Weights:
     def _gather_into(self, out: torch.Tensor, where: str) -> list[dist.Work]:
         """Returns what to wait for. ``where``: in whose name the watchdog is told; "" where it expects it."""
         with self.home.only(self.shard):
-            shard = self.shard.to(out.dtype)
             if self.ranks.size == 1:
-                if shard.data_ptr() != out.data_ptr():
-                    out.copy_(shard)
+                if self.shard.data_ptr() != out.data_ptr():
+                    out.copy_(self.shard)
                 return []
             told: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if where:
-                told = alone(self.ranks.name, where, "all-gather", self.layout.name, self.nbytes, shard.dtype)
+                told = alone(self.ranks.name, where, "all-gather", self.layout.name, self.nbytes, out.dtype)
             with told:
-                return self._send(out, shard)
+                return self._send(out)
 
-    def _send(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-        """``shard``: of the dtype of ``out``."""
+    def _send(self, out: torch.Tensor) -> list[dist.Work]:
+        """Start to fill ``out`` from all shards; returns what to wait for."""
+        shard = self.shard.to(out.dtype)
         if self.code is None:
             return self.travel.gather_into(out, shard, self.ranks.name)
         return gather_into(self.travel, out, shard, self.code, self.sent_whole, self.ranks.name)
@@ -249,21 +249,23 @@ class Replicated(Weights):
     def mark_fresh(self) -> None:
         self._refreshed = self._stepped = self.shard._version
 
-    # Codes of changes are for what steps write, which is small. `_stepped` is the shard's version as long as nothing
-    # else has written it since the refresh.
+    # A code of changes is for what steps write, which is small. `_stepped` is the shard's version while nothing else has
+    # written it since the refresh, and -1 then.
 
     def before_step(self) -> None:
-        self._stepped = self._stepped if self._stepped == self.shard._version else -1
+        if self._stepped != self.shard._version:
+            self._stepped = -1
 
     def note_write(self) -> None:
         super().note_write()
-        self._stepped = -1 if self._stepped == -1 else self.shard._version
+        if self._stepped != -1:
+            self._stepped = self.shard._version
 
-    def _send(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+    def _send(self, out: torch.Tensor) -> list[dist.Work]:
         if self.code is None or self.code.name != "int4":
-            return super()._send(out, shard)
+            return super()._send(out)
         if self._stepped != self.shard._version:
-            return self.travel.gather_into(out, shard, self.ranks.name)
+            return self.travel.gather_into(out, self.shard.to(out.dtype), self.ranks.name)
         return gather_changes_into(self.travel, out, self.shard, self.code, self.sent_whole, self.ranks.name)
 
     def refresh(self, *, inside: bool = False) -> None:
