@@ -233,9 +233,9 @@ def divide(
         )
     if any(group.pending for group in unit.family.groups()) and unit.family.held.saved_now():
         raise ValueError(
-            "memory= and a graph that is compiled while another has activations in memory: several graphs of one module, "
-            "or several forwards ahead of their backwards, are not divided yet. Mend the graph break, run each backward "
-            "before the next forward, or give memory_budget= and activation_budget= instead."
+            "memory= and a graph that is compiled while another has activations in memory: several graphs of one "
+            "module, or several forwards ahead of their backwards, are not divided yet. Mend the graph break, run each "
+            "backward before the next forward, or give memory_budget= and activation_budget= instead."
         )
     what = _identity(unit, joint)
     partition(copy_graph(joint), look)

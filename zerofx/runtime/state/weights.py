@@ -249,8 +249,8 @@ class Replicated(Weights):
     def mark_fresh(self) -> None:
         self._refreshed = self._stepped = self.shard._version
 
-    # A code of changes is for what steps write, which is small. `_stepped` is the shard's version while nothing else has
-    # written it since the refresh, and -1 then.
+    # A code of changes is for what steps write, which is small. `_stepped` is the shard's version, as long as nothing
+    # else has written it since the refresh; else -1.
 
     def before_step(self) -> None:
         if self._stepped != self.shard._version:
