@@ -215,11 +215,11 @@ def test_what_no_step_has_written_is_sent_as_it_is(workers2: Workers, how: str) 
     assert workers2.run(written, how) == [True, True]
 
 
-def in_backward(optimizer: str) -> bool:
+def in_backward(optimizer: str, executor: str) -> bool:
     """Whether a step in backward gives the numbers of one behind it."""
     made, found = {"zerofx": zerofx.AdamW, "torch": torch.optim.SGD}[optimizer], []
     for inside in (True, False):
-        model = zerofx.compile(Net(), stage=2, executor="eager", groups=EACH_LAYER, wire=CHANGES)
+        model = zerofx.compile(Net(), stage=2, executor=executor, groups=EACH_LAYER, wire=CHANGES)
         steps, losses = made(model.parameters(), lr=0.01), []
         for step in range(3):
             losses.append(model(batch(step, dist.get_rank())))
@@ -234,9 +234,12 @@ def in_backward(optimizer: str) -> bool:
     return equal(*found)
 
 
-@pytest.mark.parametrize("optimizer", ["zerofx", "torch"])
-def test_changes_made_in_backward_are_sent_as_those_behind_it(workers2: Workers, optimizer: str) -> None:
-    assert workers2.run(in_backward, optimizer) == [True, True]
+@pytest.mark.parametrize(
+    ("optimizer", "executor"),
+    [("zerofx", "eager"), ("torch", "eager"), pytest.param("zerofx", "inductor", marks=pytest.mark.slow)],
+)
+def test_changes_made_in_backward_are_sent_as_those_behind_it(workers2: Workers, optimizer: str, executor: str) -> None:
+    assert workers2.run(in_backward, optimizer, executor) == [True, True]
 
 
 # ---- every stage, any number of ranks -------------------------------------------------------------------------------

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -30,8 +28,6 @@ FILE = 1 << 26
 RUNS = 3
 """The median of so many counts. One more comes first: it writes a file that has nothing yet."""
 
-_T = TypeVar("_T")
-
 
 def seconds_per_byte(folder: Path, ranks: RankGroup) -> float:
     """Of a byte read or written, where as many are read as are written. A collective.
@@ -39,9 +35,10 @@ def seconds_per_byte(folder: Path, ranks: RankGroup) -> float:
     Raises:
         OffloadError: on every rank, where one of them cannot make, read or write its file in ``folder``.
     """
-    file = _everywhere(ranks, lambda: StateFile(folder, ranks.rank, "calibrate", ranks))
-    batches = _everywhere(ranks, lambda: _batches(file))
-    times = [_everywhere(ranks, lambda: _pass(file, batches)) for _ in range(1 + RUNS)]
+    option = "zerofx.calibrate(path=)"
+    file = ranks.all_or_none(option, lambda: StateFile(folder, ranks.rank, "calibrate", ranks), OffloadError)
+    batches = ranks.all_or_none(option, lambda: _batches(file), OffloadError)
+    times = [ranks.all_or_none(option, lambda: _pass(file, batches), OffloadError) for _ in range(1 + RUNS)]
     return statistics.median(times[1:]) / (2 * FILE)
 
 
@@ -76,17 +73,3 @@ def touch(batch: Batch, buffer: memoryview) -> None:
     """Change a byte of each chunk, so that it is written."""
     for _, _, at in batch.pieces:
         buffer[at] ^= 1
-
-
-def _everywhere(ranks: RankGroup, run: Callable[[], _T]) -> _T:
-    """What ``run`` returns, once it is through on every rank."""
-    error, found = "", None
-    try:
-        found = run()
-    except OffloadError as e:
-        error = str(e)
-    for rank, text in enumerate(ranks.told(error)):
-        if text:
-            raise OffloadError(f"zerofx.calibrate(path=) on rank {rank}: {text}")
-    assert found is not None
-    return found

@@ -22,7 +22,7 @@ class in a file of its own, which puts itself into `SHARINGS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from zerofx._torch import PretendedGroup, backend_name, resolve_process_group
 from zerofx.model.sharding import Sharding
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.watch import Watch, alone, watch_of, watch_too
+
+_T = TypeVar("_T")
 
 
 class RankGroup:
@@ -68,6 +70,23 @@ class RankGroup:
         if self.size > 1:
             dist.all_gather_object(everyone, what, group=self.process_group)
         return everyone
+
+    def all_or_none(self, option: str, work: Callable[[], _T], error: type[Exception]) -> _T:
+        """What ``work`` returns, once it went well on every rank. A collective; ``work`` is none.
+
+        Raises:
+            error: on every rank, where it was raised on one of them. It names ``option`` and the rank.
+        """
+        said, found = "", None
+        try:
+            found = work()
+        except error as e:
+            said = str(e)
+        for rank, text in enumerate(self.told(said)):
+            if text:
+                raise error(f"{option} on rank {rank}: {text}")
+        assert found is not None
+        return found
 
     def sum_(self, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce ``value`` over the ranks, in place; returns it. A collective."""

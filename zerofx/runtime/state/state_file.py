@@ -422,17 +422,8 @@ def opened(folder: Path, ranks: RankGroup, run: str) -> StateFile:
     Raises:
         OffloadError: on every rank, where one of them cannot make its own.
     """
-    file: StateFile | None = None
-    error = ""
-    try:
-        file = StateFile(folder, ranks.rank, ranks.told(run)[0], ranks)
-    except OffloadError as e:
-        error = str(e)
-    for rank, text in enumerate(ranks.told(error)):
-        if text:
-            raise OffloadError(f"offload= on rank {rank}: {text}")
-    assert file is not None
-    return file
+    run = ranks.told(run)[0]
+    return ranks.all_or_none("offload=", lambda: StateFile(folder, ranks.rank, run, ranks), OffloadError)
 
 
 def _locked(path: Path) -> int:
