@@ -183,6 +183,13 @@ def test_codes_are_planned_with_the_bytes_of_their_rows_and_the_time_they_take_t
         zerofx.plan(model, world_size=(2, 2), wire=wire)
 
 
+def test_codes_of_changes_are_planned_where_they_are_built() -> None:
+    model, options = nn.Linear(256, 256, device="meta"), {"world_size": 2, "stages": (0, 1, 2, 3)}
+    plans = [zerofx.plan(model, **options, wire=wire).stages for wire in (None, zerofx.Wire("int4"))]  # type: ignore[arg-type]
+    ratios = [float(b.traffic.gathered / a.traffic.gathered) for a, b in zip(*plans, strict=True) if a.stage]
+    assert ratios == [pytest.approx(4.125 / 32, rel=0.1)] * 2 + [1]
+
+
 def test_codes_between_nodes_change_the_bytes_between_them_alone() -> None:
     model = nn.Linear(256, 256, device="meta")
     for replicas in (2, 4):

@@ -94,7 +94,9 @@ class Wire:
 
     def in_stage(self, stage: int) -> Wire | None:
         """What of it there is in ``stage``: nothing in stage 0, and in stage 3 no codes of changes."""
-        return None if stage == 0 else replace(self, weights=None) if stage == 3 and self.of_changes else self
+        if stage == 0:
+            return None
+        return replace(self, weights=None) if stage == 3 and self.of_changes else self
 
     @property
     def weight_code(self) -> Code | None:

@@ -231,8 +231,8 @@ def plan(
         memory: bytes that each rank has; a stage is recommended then.
         mixed_precision, groups: as they would be given to `zerofx.compile`. Groups are as large as on an accelerator
             (`zerofx.Grouping`); on gloo there are more, which are smaller.
-        wire: what travels in codes in stages 1 to 3, as it would be given to `zerofx.compile`. Writing and reading
-            codes takes time if there is a ``memory_bandwidth``.
+        wire: what travels in codes in stages 1 to 3, as it would be given to `zerofx.compile`; codes of changes in 1
+            and 2 alone. Writing and reading codes takes time if there is a ``memory_bandwidth``.
         offload: what lives in a file per rank in stages 1 to 3, as it would be given to `zerofx.compile`; weights do in
             stage 3. Nothing is looked for at the path. Memory is what stays in memory then; ``on disk`` what does not,
             and ``through it`` what a step reads and writes there. In ``buffers`` are four of 8 MB, 32 MB of what was
