@@ -191,8 +191,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits(make_workers: Any, tmp_path: Pa
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int]:
-    """Of a step, counted by process group; and as predicted: all, and between rows."""
+def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int, int]:
+    """Of a step, counted by process group; and as predicted: all, and between rows. And the elements of a layer's layout."""
     model = compiled(Wide(), (2, 2), sharding, wire, memory_budget=300_000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -210,22 +210,21 @@ def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int]:
     for event in log.events:
         found[names[event.group]] = found.get(names[event.group], 0) + event.bytes
     predicted = zerofx.predict(model)
-    return found, predicted.wire_bytes, predicted.replica_bytes
+    return found, predicted.wire_bytes, predicted.replica_bytes, next(model.parameters())._group.layout.numel
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_sends_the_bytes_of_codes_between_rows_and_whole_numbers_in_them(make_workers: Any, scheme: str) -> None:
     sharding = SCHEMES[scheme]
     plain, coded = (make_workers(4).run(bytes_received, sharding, wire)[0] for wire in (None, codes(sharding)))
-    for found, total, between in (plain, coded):
+    for found, total, between, _ in (plain, coded):
         assert sum(found.values()) == total, (found, total)
         assert between == found["column"] if sharding in (None, BETWEEN) else between
     crossing = "column" if sharding in (None, BETWEEN) else "weights"
     assert 0.25 < coded[0][crossing] / plain[0][crossing] < 0.28  # each row has room for a whole bias
     assert 0.25 < coded[2] / plain[2] < 0.28
-    numel, block = 256 * 257, 4 * 256
-    for group in coded[0].keys() - {crossing}:  # whole numbers; but a rank's part of a layer is whole blocks
-        assert coded[0][group] * numel == plain[0][group] * -(-numel // block) * block
+    for group in coded[0].keys() - {crossing}:  # whole numbers; of a layout that may be longer, in whole blocks
+        assert coded[0][group] * plain[3] == plain[0][group] * coded[3]
 
 
 def test_a_dry_run_has_the_bytes_and_the_nodes_of_codes_between_replicas() -> None:
