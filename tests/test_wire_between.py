@@ -192,7 +192,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(make_workers: Any, tmp_path: Pa
 
 
 def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int, int]:
-    """Of a step, counted by process group; and as predicted: all, and between rows. And the elements of a layer's layout."""
+    """Of a step, counted by process group; and as predicted: all, and between rows. And a layer's elements, padded."""
     model = compiled(Wide(), (2, 2), sharding, wire, memory_budget=300_000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

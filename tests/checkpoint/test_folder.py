@@ -125,6 +125,26 @@ def test_a_save_that_dies_after_one_that_died_leaves_what_that_one_had_made_whol
         assert value_of(path) == 2.0, die_at
 
 
+@pytest.mark.parametrize("text", ["", '{"zerofx": '])
+def test_a_save_that_dies_as_it_writes_the_mark_leaves_nothing_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def dies(_: Any, file: Any, **options: Any) -> None:
+        file.write(text)
+        file.flush()
+        raise Died
+
+    zerofx.save(tmp_path, model(1.0), step=1)
+    with monkeypatch.context() as patch, contextlib.suppress(Died):
+        patch.setattr(json, "dump", dies)
+        patch.setattr(folders, "abandon", lambda folder: None)  # who is killed removes nothing
+        zerofx.save(tmp_path, model(2.0), step=2)
+    assert (tmp_path / ".step-00000002.tmp").exists()
+    assert zerofx.latest(tmp_path) == tmp_path / "step-00000001" and value_of(tmp_path) == 1.0
+    zerofx.save(tmp_path, model(3.0), step=2)
+    assert value_of(tmp_path) == 3.0
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_step_that_is_whole_under_its_hidden_name_counts_and_is_removed_in_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int

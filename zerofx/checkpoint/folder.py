@@ -71,11 +71,13 @@ class Mark:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """The last file of a checkpoint."""
-        with (folder / MARK).open("w") as file:
+        """The last file of a checkpoint. It gets its name when it is whole: the name alone says that all is."""
+        part = folder / f"{MARK}.part"
+        with part.open("w") as file:
             json.dump(asdict(self), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        part.rename(folder / MARK)
         sync(folder)
 
     @staticmethod
