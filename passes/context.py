@@ -218,6 +218,20 @@ class Division:
         )
 
 
+class OnDisk(NamedTuple):
+    """What of a rank's state lives in a file (`zerofx.Offload`): for who reads a graph. No pass asks for it.
+
+    Attributes:
+        path: this rank's file; of a dry run, which has none, the folder.
+        kinds: "moment", "weights", "gradient".
+        groups: the names of those whose state is there, of all of the module's.
+    """
+
+    path: str
+    kinds: frozenset[str]
+    groups: frozenset[str]
+
+
 class _Chain:
     def __repr__(self) -> str:
         return "CHAIN"
@@ -278,6 +292,8 @@ class Context:
     """Stage 3: the groups whose shards live elsewhere than on the device (`fetch`)."""
     gradients_away: frozenset[str] = frozenset()
     """Those whose gradients do (`put`)."""
+    on_disk: OnDisk | None = None
+    """What lives in a file, moments as well; None: nothing does."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""

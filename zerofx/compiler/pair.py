@@ -367,6 +367,7 @@ class CompiledGraph:
             "gradients_away": frozenset(
                 g.layout.name for g in self.groups.values() if family.stage and "gradient" in g.home.streams
             ),
+            "on_disk": family.on_disk,
             "memory_budget": self.memory_budget,
             "activations": self.activations,
             "division": self.division,

@@ -13,6 +13,7 @@ rehearsal      they are run on fake tensors
 recorder       what ran is noted
 inductor_code  Inductor's code, made to run so
 price          what one division of `memory=` would take
+files          what is in a rank's file, and what the optimizer moves there
 workspace      what kernels take inside of themselves
 calibrate      the rates of this machine and network
 disk           that of a disk
@@ -22,6 +23,7 @@ dry_run        graphs for any number of ranks, on one machine
 Imports every room below `zerofx.inspect`::
 
     recorder ◀── inductor_code ◀── rehearsal ◀── predict ◀── calibrate, price
+    files ◀── predict
     disk ◀── calibrate
     flops ◀── speed ◀── schemes ──▶ cost ◀── wires ◀── plan ──▶ schemes
 """

@@ -1,33 +1,36 @@
 """What a training step will take, read off its compiled graphs: time, exposed communication, bytes sent, live bytes.
 
-`zerofx.rehearse` says what each graph does; here it is put on a clock with two resources, by four rates. Nothing is
+`zerofx.rehearse` says what each graph does; here it is put on a clock with three resources, by five rates. Nothing is
 measured, no step is run::
 
     compute   ▐ embed ▐ wait ░▐ block 0     ▐ wait ▐ block 1     ▐        a kernel: max(flops / rate, bytes / rate)
     wire      ▐▐ gather b.0  ▐▐ gather b.1 ▐                              a collective: latency + bytes / rate
+    file      ▐▐ fetch b.1  ▐ fetch b.2    ▐                              a transfer: bytes / rate
                              ▲░ exposed: compute stands
 
 Kernels run one after the other in the code's order; collectives queue in the order they are started, those between
-replicas at a link of their own where `Rates` have one; a wait blocks
-compute until its collective is through. Every exchange uses both directions of a link at once, so that what counts is
-what a rank receives. Where gloo has no core of its own, compute is slower by ``core_share`` while anything travels. The
-roofline model of a kernel is Williams, Waterman and Patterson, 2009.
+replicas at a link of their own where `Rates` have one; a wait blocks compute until its collective is through. What a
+file gives and takes (`zerofx.Offload`) has a queue of its own: one thread reads and writes for graphs, in the order in
+which they ask. Every exchange uses both directions of a link at once, so that what counts is what a rank receives.
+Where gloo has no core of its own, compute is slower by ``core_share`` while anything travels. The roofline model of a
+kernel is Williams, Waterman and Patterson, 2009.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from torch import nn
 
 from zerofx.compiler.api import _groups, graphs
 from zerofx.compiler.records import GraphRecord
 from zerofx.inspect.memory import holders_of
+from zerofx.inspect.predict.files import Files
 from zerofx.inspect.predict.recorder import KINDS, Kind, Operation, Phase
 from zerofx.inspect.predict.rehearsal import rehearse
 from zerofx.model.layout import GroupLayout
-from zerofx.model.units import format_bytes
+from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes.context import Context
 
 
@@ -70,11 +73,27 @@ class Rates:
         """How long ``operation`` takes, by itself; nothing for a wait."""
         if operation.kind == "kernel":
             return max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
+        if operation.through_file:
+            return operation.through_file / self.of_disk()
         if operation.kind == "start" and self.link_of(operation):
             return self.replica_latency_s + operation.far / (self.replica_bytes_per_s or self.link_bytes_per_s)
         if operation.kind == "start":
             return self.link_latency_s + operation.nbytes / self.link_bytes_per_s
         return 0.0
+
+    def of_disk(self) -> float:
+        """`disk_bytes_per_s`, which must be known.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if self.disk_bytes_per_s is None:
+            raise ValueError(
+                "rates without disk_bytes_per_s, for graphs that read and write a file (offload=): how long that takes "
+                "is not known. zerofx.calibrate(path=...) measures it; or give it: "
+                "dataclasses.replace(rates, disk_bytes_per_s=1e9)."
+            )
+        return self.disk_bytes_per_s
 
     def link_of(self, operation: Operation) -> int:
         """Which link a collective takes: 0, or 1 where there is another one between replicas."""
@@ -109,6 +128,7 @@ class PhasePrediction:
         spans: the operations on the clock; empty without rates.
         time_s, exposed_s: seconds of compute from the graph's start to its end, and of these, waiting. None without
             rates.
+        file_exposed_s: of ``exposed_s``, waiting for a file.
     """
 
     graph: int
@@ -118,6 +138,17 @@ class PhasePrediction:
     spans: tuple[Span, ...] = ()
     time_s: float | None = None
     exposed_s: float | None = None
+    file_exposed_s: float | None = None
+
+    @property
+    def file_read(self) -> int:
+        """Bytes that this rank reads from its file; whole pages, as they are read."""
+        return sum(operation.read for operation in self.operations)
+
+    @property
+    def file_written(self) -> int:
+        """Bytes that it writes there."""
+        return sum(operation.written for operation in self.operations)
 
     @property
     def wire_bytes(self) -> int:
@@ -143,11 +174,13 @@ class Prediction:
         phases: the graphs, in the order they run.
         held_bytes: parameters, shards and replicas at rest: what is there before the step and after it.
         rates: what the times rest on.
+        files: what is in this rank's file, and what an optimizer's step moves there; None: there is none.
     """
 
     phases: tuple[PhasePrediction, ...]
     held_bytes: int
     rates: Rates | None = field(default=None)
+    files: Files | None = None
 
     @property
     def time_s(self) -> float | None:
@@ -156,8 +189,31 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds of it that compute waits for collectives."""
+        """Seconds of it that compute waits for collectives, and for a file."""
         return None if self.rates is None else sum(phase.exposed_s or 0.0 for phase in self.phases)
+
+    @property
+    def file_exposed_s(self) -> float | None:
+        """Of these, for a file."""
+        return None if self.rates is None else sum(phase.file_exposed_s or 0.0 for phase in self.phases)
+
+    @property
+    def optimizer_s(self) -> float | None:
+        """Seconds that a step of `zerofx.AdamW` takes through a file; None: there is none, or its rate is not known."""
+        rates, files = self.rates, self.files
+        if rates is None or files is None or rates.disk_bytes_per_s is None:
+            return None
+        return max((files.read + files.written) / rates.disk_bytes_per_s, files.touched / rates.memory_bytes_per_s)
+
+    @property
+    def file_read(self) -> int:
+        """Bytes that graphs read from this rank's file; what the optimizer reads is in `files`."""
+        return sum(phase.file_read for phase in self.phases)
+
+    @property
+    def file_written(self) -> int:
+        """Bytes that graphs write there."""
+        return sum(phase.file_written for phase in self.phases)
 
     @property
     def wire_bytes(self) -> int:
@@ -189,6 +245,10 @@ class Prediction:
             "held_bytes": self.held_bytes,
             "peak_bytes": self.peak_bytes,
             "peak": self.peak,
+            "file_read": self.file_read,
+            "file_written": self.file_written,
+            "file_exposed_s": self.file_exposed_s,
+            "optimizer_s": self.optimizer_s,
             "rates": asdict(self.rates) if self.rates else None,
         }
 
@@ -201,12 +261,25 @@ class Prediction:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
+        if self.files is not None:
+            lines += self._of_files(self.files)
         if self.replica_bytes:
             lines.append(f"received from other rows of the mesh: {format_bytes(self.replica_bytes)} of it")
         graphs = len({phase.graph for phase in self.phases})
         if graphs > 1:  # else all of the model may be in it
             lines.append(f"not in it: what is computed outside of the {graphs} graphs, and what that holds")
         return "\n".join(lines)
+
+    def _of_files(self, files: Files) -> list[str]:
+        read, written, waits = format_bytes(self.file_read), format_bytes(self.file_written), ""
+        if self.file_exposed_s:
+            waits = f", for which compute waits {format_seconds(self.file_exposed_s)}"
+        took = "" if self.optimizer_s is None else f", in {format_seconds(self.optimizer_s)}"
+        return [
+            f"on disk: {files}",
+            f"graphs read {read} of it and write {written}{waits}",
+            f"zerofx.AdamW reads {format_bytes(files.read)} and writes {format_bytes(files.written)}{took}",
+        ]
 
 
 def predict(
@@ -242,7 +315,13 @@ def predict(
             "loss.backward(), before zerofx.predict."
         )
     held = _held_by(chosen) if isinstance(model, GraphRecord) else _held(model)
-    return on_the_clock(rehearse(chosen, probe), rates, held)
+    context = next(trace.context for record in chosen for trace in record.traces())
+    if isinstance(model, GraphRecord):
+        files = Files.of_module(context, layouts_of(chosen))
+    else:
+        groups = _groups(model)
+        files = Files.of_module(context, [group.layout for group in groups], groups[0].rank)
+    return replace(on_the_clock(rehearse(chosen, probe), rates, held), files=files)
 
 
 def step_of(model: nn.Module | GraphRecord, records: Iterable[GraphRecord] | None = None) -> list[GraphRecord]:
@@ -276,7 +355,7 @@ def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: in
         if rates is None:
             predicted.append(PhasePrediction(phase.graph, phase.name, operations, over_graph))
             continue
-        began, waited = clock.compute, clock.exposed
+        began, waited, for_file = clock.compute, clock.exposed, clock.for_file
         spans = tuple(clock.run(operation, rates) for operation in operations)
         predicted.append(
             PhasePrediction(
@@ -287,21 +366,29 @@ def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: in
                 spans,
                 time_s=clock.compute - began,
                 exposed_s=clock.exposed - waited,
+                file_exposed_s=clock.for_file - for_file,
             )
         )
     return Prediction(tuple(predicted), held_bytes, rates)
 
 
 class _Clock:
-    """When compute and the links are next free, and what compute waited so far."""
+    """When compute, the links and the file are next free, and what compute waited so far (of it, for the file)."""
 
     def __init__(self) -> None:
-        self.compute = self.exposed = 0.0
+        self.compute = self.exposed = self.for_file = 0.0
         self._free = [0.0, 0.0]  # when each link is
+        self._file = 0.0
         self._done: dict[int, float] = {}
+        self._of_file: set[int] = set()
 
     def run(self, operation: Operation, rates: Rates) -> Span:
         seconds = rates.seconds(operation)
+        if operation.through_file:
+            start = max(self.compute, self._file)
+            self._file = self._done[operation.collective] = start + seconds
+            self._of_file.add(operation.collective)
+            return Span(operation, start, start + seconds)
         if operation.kind == "start":
             link = rates.link_of(operation)
             start = max(self.compute, self._free[link])
@@ -311,6 +398,7 @@ class _Clock:
         if operation.kind == "wait":
             self.compute = max(start, self._done.pop(operation.collective))
             self.exposed += self.compute - start
+            self.for_file += (self.compute - start) * (operation.collective in self._of_file)
         else:
             self.compute = self._through(seconds, 1 - rates.core_share)
         return Span(operation, start, self.compute)
@@ -345,7 +433,9 @@ def _live(phase: Phase, live: LiveBytes) -> Iterable[LiveBytes]:
 def _held(module: nn.Module) -> int:
     storages = {}
     for group in _groups(module):
-        if group.family.stage:
+        if group.weights.streams:
+            tensors = []  # it lives elsewhere, wherever it is now
+        elif group.family.stage:
             tensors = [group.shard, group.weights.buffer]
         else:
             tensors = [group.parameter(slot) for slot in group.layout.slots]
@@ -358,7 +448,9 @@ def _held(module: nn.Module) -> int:
 
 def _held_by(records: list[GraphRecord]) -> int:
     """The same, by the layouts (zerofx.runtime.state.group has the table)."""
-    return held_by_layouts(next(trace.context for record in records for trace in record.traces()), layouts_of(records))
+    contexts = [trace.context for record in records for trace in record.traces()]
+    away = {name for context in contexts for name in context.weights_away}
+    return held_by_layouts(contexts[0], [layout for layout in layouts_of(records) if layout.name not in away])
 
 
 def held_by_layouts(context: Context, layouts: Iterable[GroupLayout]) -> int:

@@ -23,7 +23,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
 from zerofx.inspect.predict.workspace import Workspaces
+from zerofx.passes.carry import FETCH, PUT, WAIT_FETCH, WAIT_PUT
 from zerofx.passes.kinds import PICKING
+from zerofx.runtime.state.state_file import padded
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "temporary")
@@ -36,13 +38,14 @@ class Operation:
 
     Attributes:
         name: the FX node's name, or the kernel's that Inductor wrote.
-        kind: "kernel"; or "start" or "wait" of a collective.
+        kind: "kernel"; or "start" or "wait" of a collective, or of what a file gives or takes.
         group: a kernel's is the group that was waited for last: the layer at work.
         source: ``file:line`` of the user's line; "" where the code does not say.
         flops: of a kernel, by PyTorch's own formulas; 0 for what has none.
         nbytes: a kernel's: read and written. A start's: received, and as many sent, by this rank.
         collective: the same number for a start and its wait; -1 for a kernel.
         far: of a start's bytes, those that come from other rows of a mesh of two dimensions.
+        read, written: of a start that is no collective, bytes from this rank's file, and into it (`zerofx.Offload`).
     """
 
     name: str
@@ -53,6 +56,13 @@ class Operation:
     nbytes: int = 0
     collective: int = -1
     far: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def through_file(self) -> int:
+        """What a file gives and takes; 0 for all else."""
+        return self.read + self.written
 
 
 @dataclass(eq=False)
@@ -116,6 +126,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.group: str = ""
         self._buffers: dict[int, tuple[weakref.ref[Any], Buffer | None]] = {}  # by storage; None: there before
         self._pending: dict[int, tuple[int, str, Any]] = {}  # by storage: number, group, what it must not lose
+        self._carried: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}  # what is on its way from and to a file
         self._code: Code | None = None
         self._started = 0
         self._seen = True
@@ -146,6 +157,8 @@ class Recorder(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._seen:
             return func(*args, **kwargs)
+        if func in _CARRIES:
+            return self._carry(func, *args)
         name = func._schema.name.split("::")[1]
         if name == "wait_tensor":
             self._wait(args[0])
@@ -208,6 +221,52 @@ class Recorder(_torch.TorchDispatchMode):
         if self._kind(x) in (None, "weights"):
             self.group = group
         self.operations.append(Operation(self.name or "wait_tensor", "wait", group, self.source, collective=number))
+
+    # ------------------------------------------------------------------ files
+
+    def transfer(self, name: str, group: str, read: int = 0, written: int = 0) -> int:
+        """Note that bytes start on their way from or to this rank's file; the number to `arrived`."""
+        number, self._started = self._started, self._started + 1
+        whole = padded(read), padded(written)
+        operation = Operation(name, "start", group, self.source, collective=number, read=whole[0], written=whole[1])
+        self.operations.append(operation)
+        return number
+
+    def arrived(self, name: str, group: str, number: int) -> None:
+        """Note that compute waits for a transfer."""
+        self.operations.append(Operation(name, "wait", group, self.source, collective=number))
+
+    def _carry(self, func: Any, *args: Any) -> Any:
+        """A fetch, a put, or the wait for one, as `zerofx.runtime.state.in_file` does it."""
+        name, tensor, group, *place = self.name, *(args if func in (FETCH, PUT) else args[1:])
+        with self.unseen():
+            nothing = tensor.new_empty(0)
+        if func is FETCH:
+            with self.unseen():
+                here = torch.empty_like(tensor)
+            self.allocate(here)
+            self.classify(here, "weights")
+            self._carried[group,] = self.transfer(name or "fetch", group, read=nbytes_of(tensor)), here
+            return nothing
+        if func is PUT:
+            self.classify(tensor, "gradients")
+            self.give_back(nbytes_of(tensor))  # the place in the file is a storage that is emptied
+            number = self.transfer(name or "put", group, written=nbytes_of(tensor))
+            self._carried[(group, *place)] = number, tensor
+            return nothing
+        number, here = self._carried.pop((group, *place))
+        self.arrived(name or "wait", group, number)
+        if func is WAIT_PUT:
+            return nothing
+        assert self._code is not None
+        if self._code.world_size == 1:  # else the gather is what makes it the group at work
+            self.group = group
+        return here
+
+    def give_back(self, nbytes: int) -> None:
+        """So much is taken and given back at once."""
+        buffer = Buffer(nbytes, "gradients")
+        self.changes += [Change(len(self.operations), buffer, made) for made in (True, False)]
 
     # ------------------------------------------------------------------ memory
 
@@ -274,6 +333,7 @@ _WIRE = {
     "all_reduce": 2,
     "all_reduce_": 2,
 }
+_CARRIES = (FETCH, WAIT_FETCH, PUT, WAIT_PUT)
 _DECODES = frozenset(["decode"])  # what is read of weights in codes are weights
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
 _PICKS = frozenset("embedding index index_select gather".split())

@@ -15,7 +15,8 @@ Three things are added, because no code says them:
 * a collective holds on to what it sends until it is waited for (a pairwise gather sends its part of the result);
 * the replicas of stages 1 and 2, and shards that replicas update together, are refreshed before the forward that reads
   them first;
-* ``.grad`` is None when backward starts, and becomes the reduced gradients.
+* ``.grad`` is None when backward starts, and becomes the reduced gradients. Where they live in a file and a second one
+  comes, both come to memory, and the sum leaves it when others need the room (`zerofx.runtime.state.state_file.KEPT`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from zerofx.passes.coded import flattened, row_nbytes
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
+from zerofx.runtime.state import state_file
+from zerofx.runtime.state.state_file import padded
 
 
 def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:
@@ -185,6 +188,7 @@ class _Step:
         self.has_gradient: set[Any] = set()
         self.kept: dict[Any, torch.Tensor] = {}
         self.refreshed: set[Any] = set()
+        self.sums: dict[GroupLayout, torch.Tensor] = {}  # of a file's gradients, in memory, the longest unused first
 
     def forward(self, i: int, code: _Code) -> None:
         inputs, layouts = [self._input(node) for node in code.inputs], code.context.shards
@@ -231,9 +235,40 @@ class _Step:
                 self._keep(ParameterRef(reduction.layout, reduction.slots[0]), gradient)
                 continue
             slots = {(reduction.layout, slot) for slot in reduction.slots}
-            if slots - self.has_gradient:  # else it is added to what is there
+            if reduction.layout.name in code.context.gradients_away and not code.context.steps:
+                self._add_in_file(reduction.layout, slots)
+            elif slots - self.has_gradient:  # else it is added to what is there
                 self.gradients.append(gradient)
             self.has_gradient |= slots
+
+    def _add_in_file(self, layout: GroupLayout, slots: set[Any]) -> None:
+        """As `zerofx.runtime.state.gradients.Gradients.accumulate` does with a gradient that has left."""
+        recorder, nbytes = self.recorder, layout.shard_numel * layout.dtype.itemsize
+        if not slots & self.has_gradient:
+            recorder.give_back(nbytes)  # views of it are made
+            return
+        new, before = self._room(layout, nbytes), self.sums.pop(layout, None)
+        read = padded(nbytes)
+        if before is None:
+            before, read = self._room(layout, nbytes, beside=nbytes), 2 * read
+        recorder.arrived("add", layout.name, recorder.transfer("add", layout.name, read=read))
+        self.sums[layout] = before
+        del new
+
+    def _room(self, layout: GroupLayout, nbytes: int, beside: int = 0) -> torch.Tensor:
+        """Memory for what the file has, in the place of sums that were not used for the longest time."""
+        for other in list(self.sums):
+            if nbytes + beside + sum(map(nbytes_of, self.sums.values())) <= state_file.KEPT:
+                break
+            if other != layout:
+                gone = nbytes_of(self.sums.pop(other))
+                number = self.recorder.transfer("sum", other.name, written=gone)
+                self.recorder.arrived("sum", other.name, number)
+        with self.recorder.unseen():
+            made = torch.empty(layout.shard_numel, dtype=layout.dtype)
+        self.recorder.allocate(made)
+        self.recorder.classify(made, "gradients")
+        return made
 
     def _keep(self, parameter: ParameterRef, gradient: torch.Tensor) -> None:
         """As `zerofx.runtime.state.gradients.Gradients.keep` does."""

@@ -72,8 +72,11 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it."""
-    if not Home.any_away:
+    """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it.
+
+    But where nobody looks at elements: ``zero_grad`` would read all weights from a file.
+    """
+    if not Home.any_away or name_of(func) in METADATA or _is_zero_grad(func, args):
         return _dispatch(func, args, kwargs)
     with at_hand_of(_sharded([*args, *kwargs.values()])):
         return _dispatch(func, args, kwargs)
@@ -85,7 +88,7 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = _on_slices(func, args, kwargs, args[0], args[0])
         if result is not NotImplemented:
             return result
-    if func == _SET_GRAD and args[1] is None:  # `zero_grad`
+    if _is_zero_grad(func, args):
         return _as_is(func, args, kwargs)
     name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
@@ -132,6 +135,10 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if reduced is not NotImplemented:
             return reduced
     return _on_full(func, name, args, kwargs, written, tracked)
+
+
+def _is_zero_grad(func: Callable, args: tuple) -> bool:
+    return func == _SET_GRAD and args[1] is None
 
 
 def name_of(func: Callable) -> str:

@@ -28,7 +28,7 @@ from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.offload import Offload
 from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.model.wire import Wire
-from zerofx.passes.context import Buckets
+from zerofx.passes.context import Buckets, OnDisk
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
@@ -96,6 +96,12 @@ class Family:
     @file.setter
     def file(self, file: StateFile) -> None:
         self._file = weakref.ref(file)
+
+    @property
+    def on_disk(self) -> OnDisk | None:
+        """What lives in `file`, in words."""
+        file = self.file
+        return None if file is None else OnDisk(str(file.path), file.holds, frozenset(self.in_file))
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""

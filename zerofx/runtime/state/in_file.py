@@ -122,13 +122,15 @@ class InFile(OnDevice):
         return here.fill_(math.nan)  # it was noted: the graph goes on, and all ranks raise as the step ends
 
     def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
-        return _transfers().submit(self._put, gradient)
+        place = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        place.untyped_storage().resize_(0)  # nobody writes to it: it is a place in the file, here and now
+        return _transfers().submit(self._put, gradient, place)
 
-    def _put(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _put(self, gradient: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         with self._its.noting():
-            stored = self._its.stored(gradient.contiguous())
-            self._note(stored)
-            return stored
+            self._its.store(gradient.contiguous(), place)
+            self._note(place)
+            return place
         return gradient.clone()
 
     def lend(self, state: torch.Tensor) -> torch.Tensor:

@@ -153,17 +153,18 @@ class StateFile:
     # ---- extents ----------------------------------------------------------------------------------------------------
 
     def take(self, tensor: torch.Tensor, *, fresh: bool = False) -> None:
-        """The storage of ``tensor`` lives in the file from now on. ``fresh``: it is all zeros.
+        """The storage of ``tensor`` lives in the file from now on. ``fresh``: it is all zeros, or empty already.
 
         Raises:
             OffloadError: there is no space.
         """
         storage = tensor.untyped_storage()
-        if not storage.nbytes() or self.extent_of(tensor) is not None:
+        nbytes = storage.nbytes() or (tensor.nbytes if fresh else 0)
+        if not nbytes or self.extent_of(tensor) is not None:
             return
         with self._lock:
-            at = self._place(padded(storage.nbytes()))
-            extent = Extent(at, storage.nbytes(), tensor.itemsize, StorageWeakRef(storage))
+            at = self._place(padded(nbytes))
+            extent = Extent(at, nbytes, tensor.itemsize, StorageWeakRef(storage))
             extent.sums = [None] * -(-extent.nbytes // (CHUNK * extent.itemsize))
             self._extents[storage._cdata] = extent
             self.nbytes += extent.nbytes
@@ -220,15 +221,13 @@ class StateFile:
                 self.check()
                 self._bring(extent, _memory(into.data_ptr(), extent.nbytes))
 
-    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of ``tensor``, 1-D, in the file and not in memory. Raises as `take` and `write`."""
+    def store(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
+        """``place`` is ``tensor``, 1-D, in the file; its storage stays empty. Raises as `take` and `write`."""
         with self._lock:
             self.check()
-            copy = torch.empty_like(tensor)
-            self.take(copy, fresh=True)
-            if (extent := self.extent_of(copy)) is not None:
+            self.take(place, fresh=True)
+            if (extent := self.extent_of(place)) is not None:
                 self._send(extent, _memory(tensor.data_ptr(), extent.nbytes))
-            return copy
 
     @contextlib.contextmanager
     def shaping(self, extent: Extent) -> Iterator[None]:
