@@ -145,12 +145,14 @@ def failed(folder: str, how: str, rank: int = 1) -> list[str]:
         step = OPTIMIZERS["decayed in part"](list(model.parameters()))
         steps(model, step, "", 1)
         if dist.get_rank() == rank:
-            path = groups_of(model)[0].home.file.path  # type: ignore[union-attr]
+            file = groups_of(model)[0].home.file
+            assert file is not None
             if how == "full":
                 patch.setattr(os, "posix_fallocate", _no_space)
-                groups_of(model)[0].home.file._free.clear()  # type: ignore[union-attr]
+                file._bury()
+                file._free.clear()
             else:
-                spoil(path, how, patch)
+                spoil(file.path, how, patch)
         try:
             steps(model, step, "", 1)
         except zerofx.OffloadError as e:
