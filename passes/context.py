@@ -218,18 +218,39 @@ class Division:
         )
 
 
+STATE = {"moment": "optimizer state", "weights": "weights", "gradient": "gradients"}
+"""What a kind of state is called."""
+
+
 class OnDisk(NamedTuple):
     """What of a rank's state lives in a file (`zerofx.Offload`): for who reads a graph. No pass asks for it.
 
     Attributes:
         path: this rank's file; of a dry run, which has none, the folder.
-        kinds: "moment", "weights", "gradient".
-        groups: the names of those whose state is there, of all of the module's.
+        kinds: of `STATE`.
+        groups: the names of those whose state is there.
+        of: how many groups the module has.
+        choice: the options that chose these, as they were given; "" where all were taken.
     """
 
     path: str
     kinds: frozenset[str]
     groups: frozenset[str]
+    of: int
+    choice: str = ""
+
+    @property
+    def names(self) -> str:
+        """Of its kinds, in words."""
+        *first, last = [name for kind, name in STATE.items() if kind in self.kinds]
+        return f"{', '.join(first)} and {last}" if first else last
+
+    @property
+    def which(self) -> str:
+        """How many groups, and by what choice."""
+        if len(self.groups) == self.of:
+            return "all groups"
+        return f"{len(self.groups)} of {self.of} groups ({self.choice})"
 
 
 class _Chain:

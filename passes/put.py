@@ -77,5 +77,5 @@ KINDS |= {
         brings="gradients",
         stands="right behind the gradient: two are on their way at most",
     ),
-    "wait_put": Kind(verb="left", stands="in front of the put after the next, or at the end"),
+    "wait_put": Kind(verb="left", brings="gradients", stands="in front of the put after the next, or at the end"),
 }

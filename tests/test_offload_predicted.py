@@ -13,14 +13,20 @@ import torch
 import zerofx
 from tests import models
 from tests.memory import allocated_peak
+from tests.models import GPT
+from tests.test_explain import said as answers_of
 from tests.test_offload import EACH_LAYER, Net, small
 from tests.test_offload_costs import Counter, offload
 from tests.test_predict import INSTANT, ONE_PER_PRODUCT, mlp
+from tests.test_report import Page, place, value
 from tests.workers import Workers
 from zerofx.inspect.predict.predict import on_the_clock
 from zerofx.inspect.predict.rehearsal import rehearse, rehearse_micro_batches
+from zerofx.model.units import format_bytes
+from zerofx.passes import edit
 from zerofx.runtime.state import state_file
 
+NOWHERE = "/no/such/folder"
 WHOLE = {"chunk": state_file.CHUNK, "buffer": state_file.BUFFER}
 """Chunks as they are: of smaller ones some of a gradient may be zeros, which a new file has already."""
 
@@ -47,7 +53,15 @@ def step_of(folder: str, stage: int, parts: str, executor: str) -> tuple[dict[st
             found["optimizer"] = counter.moved
         held = zerofx.memory_summary(model).nbytes
         found["held"] = held["shards"] + held["replicas"]
+        if executor == "eager":
+            options["offload"] = offload(NOWHERE, parts)
+            dry = zerofx.dry_run(models.build("gpt"), call=batch, world_size=2, stage=stage, **options)
+            found["dry"] = zerofx.predict(dry)
         return found, zerofx.predict(model)
+
+
+def facts(prediction: Any) -> list[Any]:
+    return [(phase.file_read, phase.file_written, phase.wire_bytes, phase.peak) for phase in prediction.phases]
 
 
 CASES = [
@@ -68,6 +82,10 @@ def test_bytes_through_a_file_are_those_that_it_moves_and_live_bytes_the_allocat
         assert sum(said.files.at_rest.values()) == found["at rest"]
         assert said.held_bytes == found["held"]
         assert said.peak_bytes == pytest.approx(min(found["peaks"]), rel=0.03)
+        if "dry" in found:
+            assert facts(found["dry"]) == facts(said)
+            assert found["dry"].held_bytes == said.held_bytes
+    assert not Path(NOWHERE).exists()
 
 
 def accumulated(folder: str, stage: int, parts: str, kept: int) -> list[tuple[dict[str, int], tuple[int, int]]]:
@@ -171,3 +189,88 @@ def test_rates_without_a_disk_are_refused_where_graphs_use_one() -> None:
     with pytest.raises(ValueError, match=r"rates without disk_bytes_per_s.*calibrate\(path"):
         on_the_clock(rehearse([mlp(weights_away=frozenset("a"))]), ONE_PER_PRODUCT)
     assert on_the_clock(rehearse([mlp()]), ONE_PER_PRODUCT).file_exposed_s == 0
+
+
+def dry(parts: str, stage: int = 3, **options: Any) -> Any:
+    model, tokens = GPT(layers=3, dim=16, heads=2, vocab=32, length=8), torch.zeros(2, 8, dtype=torch.long)
+    where = offload(NOWHERE, parts, **options)
+    given = {"executor": "eager", "groups": zerofx.Grouping(min_bytes=0), "offload": where}
+    return zerofx.dry_run(model, tokens, tokens, world_size=4, stage=stage, **given)
+
+
+def test_explain_says_what_a_transfer_is_from_where_and_who_waits() -> None:
+    record = dry("mwg", fraction=0.5)
+    there = record.forward.context.on_disk
+    assert (there.which, there.groups) == ("2 of 5 groups (fraction=0.5)", {"blocks.0", "blocks.1"})
+    answers = answers_of(record.forward, "fetch blocks.1")
+    (shard,) = (n for n in edit.tagged(record.forward.before_lower().graph, "shard") if "blocks_1" in n.name)
+    assert answers["brings"].startswith(f"{format_bytes(shard.meta['val'].nbytes)}: blocks.1.")
+    assert answers["made by"].startswith("fetch: ")
+    assert answers["waits"] == "wait_fetch_default_1: nothing computes meanwhile"  # its gather starts ahead of all
+    assert answers["on disk"] == (
+        f"its optimizer state, weights and gradients, in {NOWHERE}: as of 2 of 5 groups (fraction=0.5)"
+    )
+    waits = answers_of(record.forward, "wait_fetch blocks.1")
+    assert waits["started"].startswith("fetch_default_1: ") and waits["then"].startswith("all_gather_into_tensor")
+    put, left = answers_of(record.backward, "put blocks.1"), answers_of(record.backward, "wait_put blocks.1")
+    assert put["takes"] == left["takes"] and "blocks.1.norm1.weight" in put["takes"]
+    assert put["waits"].startswith(left["started"].replace("put", "wait_put", 1).partition(":")[0])
+    other = answers_of(record.forward, "all_gather blocks.2")
+    assert other["on disk"] == f"nothing of it: the group is none of the 2 of 5 groups (fraction=0.5) in {NOWHERE}"
+
+
+def test_explain_counts_what_computes_while_a_gradient_is_written() -> None:
+    graph = dry("mg", stage=2).backward.before_lower().graph
+    (start,) = (n for n in edit.tagged(graph, "put") if n.meta["zerofx"].group == "norm")
+    (wait,) = start.users
+    order = edit.positions(graph)
+    between = [n for n in graph.nodes if order[start] < order[n] < order[wait]]
+    count = sum(n.op == "call_function" and "zerofx" not in n.meta for n in between)
+    assert count > 0
+    answer = answers_of(dry("mg", stage=2).backward, "put norm")["waits"]
+    assert answer == f"{wait.name}: {count} of the model's operators compute meanwhile"
+
+
+def test_a_printed_graph_says_what_is_on_disk() -> None:
+    forward, backward = dry("m", stage=1, groups=("blocks.*",)).traces()
+    line = f"  on disk  optimizer state of 3 of 5 groups (groups=('blocks.*',)), in {NOWHERE}"
+    assert str(forward).splitlines()[1] == str(backward).splitlines()[1] == line
+    assert "on disk  optimizer state and weights of all groups" in str(dry("mw"))
+    assert answers_of(forward, "refresh blocks.0")["on disk"].startswith("its optimizer state, in ")
+
+
+def test_a_report_has_the_file_on_the_timeline_and_its_bytes(tmp_path: Path) -> None:
+    rates = zerofx.Rates(1e10, 1e10, 1e8, 1e-4, disk_bytes_per_s=1e8)
+    record = dry("mwg", groups=("blocks.*",))
+    page = Page(zerofx.report(record, tmp_path / "out.html", rates).read_text())
+    prediction = zerofx.predict(record, rates)
+    (step,) = page.find("table", "step")
+    for name in ("disk_bytes", "file_read", "file_written", "file_exposed_s", "optimizer_s"):
+        assert value(page, step, name) == [prediction.summary()[name]] and prediction.summary()[name]
+    for section, phase in zip(page.find("section", "phase"), prediction.phases, strict=True):
+        (names,) = page.find("div", "names", section)
+        assert names["text"].startswith("computewirefile")
+        rows = page.find("div", "row", section)
+        bars = sorted(page.find("button", within=rows[-1]), key=place)
+        transfers = [o for o in phase.operations if o.through_file]
+        assert [bar["text"] for bar in bars] == [o.group for o in transfers]
+        for bar, o in zip(bars, transfers, strict=True):
+            does = f"{'write' if o.written else 'read'} {o.group}: {format_bytes(o.through_file)}"
+            assert bar["title"].startswith(does)
+            assert bar["data-find"] == f"{'put' if o.written else 'fetch'} {o.group}"
+        assert len(page.find("button", within=rows[-2])) == sum(o.kind == "start" for o in phase.operations) - len(bars)
+    (table,) = page.find("table", "groups")
+    assert table["text"].count("optimizer state, weights and gradients") == 3
+    plain = Page(zerofx.report(dry("m"), tmp_path / "out.html").read_text())
+    assert "optimizer state of all groups in /no/such/folder" in plain.all[0]["text"]
+
+
+def test_a_dry_run_refuses_what_a_run_would() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+    options = {"stage": 3, "executor": "eager"}
+    with pytest.raises(ValueError, match="no group has such a name"):
+        zerofx.dry_run(model, x, world_size=2, offload=zerofx.Offload(NOWHERE, groups=("nothing",)), **options)
+    with pytest.raises(ValueError, match="weights= is not built for that yet"):
+        where = offload(NOWHERE, "mw")
+        zerofx.dry_run(model, x, world_size=(2, 2), offload=where, **options)
+    assert not Path(NOWHERE).exists()

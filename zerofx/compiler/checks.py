@@ -73,11 +73,11 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
     planned = plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block)
     if (offload := Offload.of(options.offload)) is not None:
-        _check_offload(offload, [layout for layout, _ in planned], device)
+        check_offload(offload, [layout for layout, _ in planned], device)
     return planned
 
 
-def _check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
+def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
     """Refuse a home that is not there."""
     if device.type != "cpu":
         raise ValueError(

@@ -30,7 +30,7 @@ from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 from zerofx.passes import before_lower, edit
-from zerofx.passes.context import Context, Tag
+from zerofx.passes.context import Context, OnDisk, Tag
 from zerofx.passes.kinds import KINDS, Kind
 from zerofx.passes.own import Pass
 from zerofx.passes.schedule import (
@@ -167,11 +167,16 @@ class Reasons:
         said += _PLACES[tag.kind](self, node, tag.group) if tag.kind in _PLACES else []
         if kind.stands:
             said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(self.graph, tag.group)))
+        if tag.kind in _CARRIES:
+            said += self._carried(node, tag.kind)
+        if self.context.on_disk is not None and tag.kind in _SAID_OF_DISKS:
+            said.append(("on disk", self._on_disk(self.context.on_disk, tag.group)))
         return [*said, *self._line(node)]
 
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
-        size = format_bytes(whole_bytes(node.args[0] if tag.kind == "discard" else node))  # type: ignore[arg-type]
+        about = node.args[0] if tag.kind == "discard" else node.args[1] if tag.kind == "wait_put" else node
+        size = format_bytes(whole_bytes(about))  # type: ignore[arg-type]
         taken = ("reduce_scatter", "all_reduce", "sum_replicas")
         if tag.kind in taken or KINDS.get(tag.kind, Kind()).brings == "gradients":
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
@@ -194,6 +199,29 @@ class Reasons:
         if phase == "forward":
             return [("then", f"it is not saved: backward computes it again ({given(chosen)})")]
         return [("again", f"forward has not saved it ({given(chosen)})")]
+
+    def _carried(self, node: Node, kind: str) -> Why:
+        """When a transfer was started, and who waits for it."""
+        if kind in ("fetch", "put"):
+            (wait,) = (user for user in node.users if user.meta["zerofx"].kind == f"wait_{kind}")
+            start, other, words = node, wait, "waits"
+        else:
+            start, other, words = node.args[0], node.args[0], "started"  # type: ignore[assignment]
+            wait = node
+        between = [n.name for n in self._between(start, wait) if self._computes(n)]
+        meanwhile = (
+            f"{len(between)} of the model's operators compute meanwhile" if between else "nothing computes meanwhile"
+        )
+        said = [(words, f"{other.name}: {meanwhile}")]
+        if kind == "wait_fetch":
+            readers = [n for n in node.users if n.meta.get("zerofx", Tag("", "")).kind != "discard"]
+            said.append(("then", f"{', '.join(n.name for n in readers[:MOST_NAMES])} reads it"))
+        return said
+
+    def _on_disk(self, there: OnDisk, group: str) -> str:
+        if group in there.groups:
+            return f"its {there.names}, in {there.path}: as of {there.which}"
+        return f"nothing of it: the group is none of the {there.which} in {there.path}"
 
     def _index(self, group: str) -> int:
         return next(i for i, gather in enumerate(self.gathers) if gather.group == group)
@@ -319,7 +347,13 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "step": Reasons._step,
     "ahead": Reasons._ahead,
 }
+_CARRIES = ("fetch", "wait_fetch", "put", "wait_put")
+_SAID_OF_DISKS = ("all_gather", "refresh", "reduce_scatter", "step", *_CARRIES)
 _ABOUT = {
+    "fetch": "brings",
+    "wait_fetch": "brings",
+    "put": "takes",
+    "wait_put": "takes",
     "all_gather": "brings",
     "wait": "brings",
     "refresh": "brings",

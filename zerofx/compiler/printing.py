@@ -73,7 +73,14 @@ def format_trace(trace: Rewriting, fold: bool = True) -> str:
     collectives = edit.tagged(graph, *_verbs())
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
     body = _body(graph, width)
-    return "\n".join([_header(trace, collectives), *(_folded(body) if fold else (line for _, line in body))])
+    lines = _folded(body) if fold else (line for _, line in body)
+    return "\n".join([_header(trace, collectives), *_on_disk(trace), *lines])
+
+
+def _on_disk(trace: Rewriting) -> Iterator[str]:
+    there = trace.context.on_disk
+    if there is not None:
+        yield f"  on disk  {there.names} of {there.which}, in {there.path}"
 
 
 def _header(trace: Rewriting, collectives: list[Node]) -> str:

@@ -42,6 +42,7 @@ from torch import nn
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.compiler.api import _groups
 from zerofx.model.units import format_bytes
+from zerofx.passes.context import STATE
 from zerofx.passes.pool import spare_pieces
 from zerofx.runtime.eager.leaf import groups_of_leaves
 from zerofx.runtime.state.group import ShardGroup
@@ -130,8 +131,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     replica = (0, 1) if outer is None else (outer.rank, outer.size)
     files = [file for file in {group.home.file for group in groups} if file is not None]
     on_disk = sum(file.nbytes for file in files)
-    names = {"moment": "optimizer state", "weights": "weights", "gradient": "gradients"}
-    of = tuple(name for kind, name in names.items() if any(kind in file.holds for file in files))
+    of = tuple(name for kind, name in STATE.items() if any(kind in file.holds for file in files))
     return MemorySummary(
         first.rank,
         first.layout.world_size,

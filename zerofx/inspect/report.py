@@ -48,6 +48,18 @@ _MEANS = {
     "wire_bytes": "by this rank, which sends as many",
     "peak_bytes": "allocated by the step, on top of what is held at rest",
     "held_bytes": "parameters, shards and replicas",
+    "disk_bytes": "in this rank's file, once there is optimizer state",
+    "file_read": "from it, by the graphs",
+    "file_written": "to it",
+    "file_exposed_s": "of what is exposed, compute waits for the file",
+    "optimizer_s": "of zerofx.AdamW, through the file; on top of the time above",
+}
+_OF_FILES = {
+    "disk_bytes": "on disk",
+    "file_read": "read",
+    "file_written": "written",
+    "file_exposed_s": "waits for it",
+    "optimizer_s": "optimizer",
 }
 
 
@@ -93,7 +105,7 @@ def report(
         facts=_facts(layouts, context, any(record.pretended for record in chosen)),
         step=_step(prediction, measured or {}),
         phases="".join(_phase(phase, len(chosen)) for phase in prediction.phases),
-        groups=_group_table(layouts, context.stage),
+        groups=_group_table(layouts, context),
         graphs="".join(_graph(i, trace, len(chosen)) for i, trace in traces),
     )
     Path(path).write_text(page, encoding="utf-8")
@@ -112,6 +124,8 @@ def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str
         facts.append(f"{given(chosen)}: {saved} of {whole} saved for backward")
     if (divided := context.division) is not None:
         facts.append(f"a step takes {format_bytes(divided.peak_bytes)}, {format_bytes(divided.at_rest)} of it at rest")
+    if (there := context.on_disk) is not None:
+        facts.append(escape(f"{there.names} of {there.which} in {there.path}"))
     if context.param_dtype is not None:
         facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")
     return " · ".join([*facts, f"torch {escape(torch.__version__)}"])
@@ -119,8 +133,8 @@ def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str
 
 def _step(prediction: Prediction, measured: Mapping[str, float]) -> str:
     summary = prediction.summary()
-    rows = []
-    for key, words in {**_COMPARED, "held_bytes": "held at rest"}.items():
+    rows, said = [], {**_COMPARED, "held_bytes": "held at rest"}
+    for key, words in (said if prediction.files is None else said | _OF_FILES).items():
         value, real = summary[key], measured.get(key)
         off = f"{100 * (value / real - 1):+.1f} %" if real and isinstance(value, (int, float)) else ""
         shown = _cell(key, value) if value is not None else '<span class="soft">no rates</span>'
@@ -133,6 +147,8 @@ def _step(prediction: Prediction, measured: Mapping[str, float]) -> str:
 
 def _phase(phase: PhasePrediction, graphs: int) -> str:
     facts = [f"receives {_cell('wire_bytes', phase.wire_bytes)}"]
+    for key, words, nbytes in (("file_read", "reads", phase.file_read), ("file_written", "writes", phase.file_written)):
+        facts += [f"{words} {_cell(key, nbytes)}"] if nbytes else []
     if phase.time_s is not None:
         facts = [f"{_cell('time_s', phase.time_s)}, {_cell('exposed_s', phase.exposed_s)} exposed", *facts]
     else:
@@ -156,20 +172,22 @@ def _name(graph: int, phase: str, graphs: int) -> str:
     return (f"graph {graph}, " if graphs > 1 else "") + phase
 
 
-def _group_table(layouts: list[GroupLayout], stage: int) -> str:
-    rows = []
+def _group_table(layouts: list[GroupLayout], context: Context) -> str:
+    rows, there = [], context.on_disk
     for layout in layouts:
         members = "<br>".join(escape(f"{slot.name} {list(slot.shape)}") for slot in layout.slots)
         rows.append(
             [
                 escape(layout.name),
                 _cell("bytes", layout.nbytes),
-                _cell("bytes", layout.nbytes // (layout.world_size if stage else 1)),
+                _cell("bytes", layout.nbytes // (layout.world_size if context.stage else 1)),
+                *([] if there is None else [there.names if layout.name in there.groups else ""]),
                 str(layout.dtype).removeprefix("torch.") + ("" if layout.requires_grad else ", frozen"),
                 f"<details><summary>{len(layout.slots)}</summary>{members}</details>",
             ]
         )
-    return _table("groups", ["group", "bytes", "on this rank", "dtype", "parameters"], rows)
+    disk = [] if there is None else ["on disk"]
+    return _table("groups", ["group", "bytes", "on this rank", *disk, "dtype", "parameters"], rows)
 
 
 def _graph(i: int, trace: Trace, graphs: int) -> str:

@@ -5,6 +5,7 @@
                0          10         20         30 ms
     compute   ▐ tokens ▐░▐ blocks.0 ▐ blocks.1 ▐    neighbouring kernels of one group are one bar; ░ compute waits
     wire      ▐ tokens ▐ blocks.1 ▐                 a bar per collective, while its bytes travel
+    file      ▐ blocks.1 ▐                          a bar per shard that is read, and gradient that is written
     live      ▁▁▂▂▃▃▄▄▅▅▆▆▅▅▆▆▇▇▆▆                  bytes by kind, stacked
 
 The axis is seconds where there are any, else operations, one step each. Places on it are percentages, so that to zoom
@@ -44,12 +45,14 @@ class _Bar:
 
 
 def chart(phase: PhasePrediction) -> str:
-    """The axis, compute, the wire and live bytes, as HTML."""
+    """The axis, compute, the wire, the file where there is one, and live bytes, as HTML."""
     times, end = _axis(phase)
     most = max((sum(live.values()) for live in phase.live), default=0)
     scale = "".join(f'<span style="bottom:{100 * y:.2f}%">{format_bytes(y * most)}</span>' for y in (0, 0.5, 1))
     lanes = [("compute", _compute(phase, times))]
-    lanes += [("" if i else "wire", lane) for i, lane in enumerate(_lanes(_wire(phase, times)))]
+    for name, files in (("wire", False), ("file", True)):
+        bars = _travelling(phase, times, files)
+        lanes += [("" if i else name, lane) for i, lane in enumerate(_lanes(bars)) if bars or not files]
     names = "".join(f'<div class="row">{name}</div>' for name, _ in lanes)
     rows = "".join(f'<div class="row">{"".join(_bar(bar, end) for bar in bars)}</div>' for _, bars in lanes)
     return (
@@ -145,13 +148,17 @@ def _compute(phase: PhasePrediction, times: list[tuple[float, float]]) -> list[_
 
 def _groups_at_work(phase: PhasePrediction) -> list[str]:
     """The group that each operation works for: whose weights were waited for last, else whose gradients travel next."""
-    reduced = [o for o in phase.operations if o.kind == "start" and direction(o) == "reduce"]
+    reduced = [o for o in phase.operations if _reduces(o)]
     groups, following = [], reduced[-1].group if reduced else ""
     for operation in reversed(phase.operations):
-        if operation.kind == "start" and direction(operation) == "reduce":
+        if _reduces(operation):
             following = operation.group
         groups.append(operation.group or following)
     return groups[::-1]
+
+
+def _reduces(operation: Operation) -> bool:
+    return operation.kind == "start" and not operation.through_file and direction(operation) == "reduce"
 
 
 def _kernel(operation: Operation, start: float, stop: float, timed: bool) -> str:
@@ -161,11 +168,12 @@ def _kernel(operation: Operation, start: float, stop: float, timed: bool) -> str
     return f"{took}{operation.name}  {format_bytes(operation.nbytes)} read and written{flops}{where}"
 
 
-def _wire(phase: PhasePrediction, times: list[tuple[float, float]]) -> list[_Bar]:
+def _travelling(phase: PhasePrediction, times: list[tuple[float, float]], files: bool) -> list[_Bar]:
+    """What is on the wire; or on its way from and to a file."""
     waits = {o.collective: times[i][1] for i, o in enumerate(phase.operations) if o.kind == "wait"}
     bars = []
     for i, operation in enumerate(phase.operations):
-        if operation.kind != "start":
+        if operation.kind != "start" or bool(operation.through_file) != files:
             continue
         if phase.spans:
             zero, span = _zero(phase), phase.spans[i]
@@ -173,7 +181,11 @@ def _wire(phase: PhasePrediction, times: list[tuple[float, float]]) -> list[_Bar
         else:  # no times: from the start to its wait
             start, end = times[i][0], waits.get(operation.collective, float(len(times)))
         kind = direction(operation)
-        words = f"{kind} {operation.group}: {format_bytes(operation.nbytes)} received{_when(phase, start, end)}"
+        does, done, nbytes = kind, "received", operation.nbytes
+        if files:
+            does = "write" if operation.written else "read"
+            done, nbytes = f"{'to' if operation.written else 'from'} the file", operation.through_file
+        words = f"{does} {operation.group}: {format_bytes(nbytes)} {done}{_when(phase, start, end)}"
         bars.append(_Bar(start, end, kind, operation.group, words, f"{_node_kind(operation)} {operation.group}"))
     return bars
 
@@ -196,7 +208,9 @@ def _when(phase: PhasePrediction, start: float, stop: float) -> str:
 
 
 def direction(operation: Operation) -> str:
-    """Whether a collective brings weights ("gather") or takes gradients ("reduce"), by the name that it has."""
+    """Whether a start brings weights ("gather") or takes gradients ("reduce"), by the name that it has."""
+    if operation.through_file:
+        return "reduce" if operation.written else "gather"
     return "gather" if "gather" in operation.name or "refresh" in operation.name else "reduce"
 
 
@@ -206,11 +220,15 @@ _WAITS = {
     "reduce_scatter": "wait_grad",
     "all_reduce": "wait_grad",
     "sum_replicas": "wait_replicas",
+    "fetch": "wait_fetch",
+    "put": "wait_put",
 }
 
 
 def _node_kind(operation: Operation) -> str:
     """The kind of the node that starts it, as its comment in a listing says."""
+    if operation.through_file:
+        return "put" if operation.written else "fetch"
     if direction(operation) == "gather":
         return "refresh" if "refresh" in operation.name else "all_gather"
     if operation.far == operation.nbytes and operation.far:

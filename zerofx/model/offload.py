@@ -80,6 +80,13 @@ class Offload:
         parts = {"moment": self.optimizer, "gradient": self.gradients, "weights": self.weights}
         return frozenset(kind for kind, place in parts.items() if place not in (None, "cpu"))
 
+    @property
+    def choice(self) -> str:
+        """The options that choose groups, as they were given; "" where all are taken."""
+        given = [f"fraction={self.fraction}"] * (self.fraction < 1)
+        given += [f"groups={self.groups!r}"] * (self.groups is not None)
+        return ", ".join(given)
+
     def chosen(self, layouts: Sequence[GroupLayout]) -> set[str]:
         """The names of the groups whose state moves: a fact about the model, and so the same on every rank.
 

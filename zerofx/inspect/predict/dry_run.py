@@ -19,6 +19,7 @@ What stands in for what:
 the module          a copy whose parameters have their shapes and no memory
 the ranks           a process group that has a name, a size and no members
 the shards          tensors on the meta device
+a file              the name of its folder; nothing is made or looked for there (``offload=``)
 compiled code       a function that returns zeros of the right shape, one element each
 a CUDA device       its properties (zerofx/_torch/pretended_cuda.py), with a CUDA build and no GPU; its tensors are on
                     the CPU, and tracers see them on ``cuda:0``
@@ -30,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,15 +40,17 @@ from torch.fx import GraphModule, Node
 
 from zerofx._torch import ARCHITECTURES, PretendedDevice, compile_module, pretended_cuda, pytree
 from zerofx.compiler.backend import Backend
-from zerofx.compiler.checks import check_module, check_wire
-from zerofx.compiler.options import Options, check_scheme
+from zerofx.compiler.checks import check_module, check_offload, check_wire
+from zerofx.compiler.options import Options, check_places, check_scheme
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.offload import Offload
 from zerofx.passes import edit
 from zerofx.runtime.eager.ondemand import average_by_hook
 from zerofx.runtime.ranks.sharing import Sharing, pretended
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
+from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.weights import weights_of
 
 
@@ -108,7 +112,9 @@ def dry_run(
         module = place.without_memory(module)
         sharing = pretended(replicas, ranks, backend, sharding)
         check_wire(checked.wire, sharing, one_dimension=not isinstance(world_size, tuple))
-        groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked)
+        if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
+            check_places(offload, {"world_size": world_size})
+        groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked, device)
         compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
         stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input
@@ -169,14 +175,35 @@ class _Place:
         return x if self.pretended is None else self.pretended.stands_in(x)
 
 
-def _shard(module: nn.Module, sharing: Sharing, options: Options) -> list[ShardGroup]:
+class _NoFile(StateFile):
+    """What a rank's file would hold."""
+
+    def __init__(self, folder: Path, holds: frozenset[str]) -> None:
+        self.path, self.holds = folder, holds
+        self.error, self.in_step, self.nbytes = "", False, 0
+
+    def take(self, tensor: torch.Tensor, *, fresh: bool = False) -> None:
+        """Shards of a dry run are nowhere."""
+
+    def extent_of(self, tensor: torch.Tensor) -> None:
+        """None: see `take`."""
+
+
+def _shard(module: nn.Module, sharing: Sharing, options: Options, device: torch.device) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
     precision, wire = options.mixed_precision, options.wire
-    groups, family = [], Family(options.stage, precision, options.buckets, options.one_copy, wire)
+    offload = Offload.of(options.offload)
+    groups, family = [], Family(options.stage, precision, options.buckets, options.one_copy, wire, offload)
     nowhere = torch.device("meta")
     backend, block = sharing.weights.backend(nowhere), options.code_block
     ranks = sharing.optimizer.size
     planned = plan_groups(module, ranks, Grouping.of(options.groups), backend=backend, code_block=block)
+    if offload is not None:
+        check_offload(offload, [layout for layout, _ in planned], device)
+        if offload.folder is not None:
+            family.in_file = offload.chosen([layout for layout, _ in planned])
+            file = _NoFile(offload.folder, offload.kinds)
+            family.file = file  # which the groups will hold
     for layout, parameters in planned:
         group = ShardGroup(layout, sharing, nowhere, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):

@@ -19,11 +19,8 @@ from dataclasses import dataclass
 
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes
-from zerofx.passes.context import Context
+from zerofx.passes.context import STATE, Context, OnDisk
 from zerofx.runtime.state.state_file import padded
-
-NAMES = {"moment": "optimizer state", "weights": "weights", "gradient": "gradients"}
-"""What a kind of state is called."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +28,13 @@ class Files:
     """Of one rank.
 
     Attributes:
-        path: the file; of a dry run the folder.
-        groups: the names of those whose state is there.
-        of: how many there are in all.
+        there: of which groups.
         at_rest: bytes by kind: "moment", "weights", "gradient".
         read, written: by a step of `zerofx.AdamW`.
         touched: bytes of memory that its arithmetic reads and writes, of all groups.
     """
 
-    path: str
-    groups: tuple[str, ...]
-    of: int
+    there: OnDisk
     at_rest: dict[str, int]
     read: int
     written: int
@@ -53,8 +46,7 @@ class Files:
         there = context.on_disk
         if there is None:
             return None
-        layouts = list(layouts)
-        at_rest, read, written, touched = dict.fromkeys(sorted(there.kinds), 0), 0, 0, 0
+        at_rest, read, written, touched = {kind: 0 for kind in STATE if kind in there.kinds}, 0, 0, 0
         for layout in layouts:
             low, numel = layout.dtype.itemsize == 2, _updated(layout, rank)
             shard = layout.shard_numel * layout.dtype.itemsize
@@ -75,14 +67,12 @@ class Files:
             if "gradient" in there.kinds:
                 at_rest["gradient"] += shard
                 read += padded(shard)
-        names = tuple(layout.name for layout in layouts if layout.name in there.groups)
-        return Files(there.path, names, len(layouts), at_rest, read, written, touched)
+        return Files(there, at_rest, read, written, touched)
 
     def __str__(self) -> str:
         """In a line, without the bytes that the optimizer moves."""
-        kinds = ", ".join(f"{format_bytes(n)} of {NAMES[kind]}" for kind, n in self.at_rest.items())
-        count = "all groups" if len(self.groups) == self.of else f"{len(self.groups)} of {self.of} groups"
-        return f"{kinds}, of {count}, in {self.path}"
+        kinds = ", ".join(f"{format_bytes(n)} of {STATE[kind]}" for kind, n in self.at_rest.items())
+        return f"{kinds}, of {self.there.which}, in {self.there.path}"
 
 
 def _updated(layout: GroupLayout, rank: int) -> int:

@@ -245,6 +245,7 @@ class Prediction:
             "held_bytes": self.held_bytes,
             "peak_bytes": self.peak_bytes,
             "peak": self.peak,
+            "disk_bytes": 0 if self.files is None else sum(self.files.at_rest.values()),
             "file_read": self.file_read,
             "file_written": self.file_written,
             "file_exposed_s": self.file_exposed_s,

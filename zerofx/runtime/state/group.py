@@ -100,8 +100,10 @@ class Family:
     @property
     def on_disk(self) -> OnDisk | None:
         """What lives in `file`, in words."""
-        file = self.file
-        return None if file is None else OnDisk(str(file.path), file.holds, frozenset(self.in_file))
+        file, offload = self.file, self.offload
+        if file is None or offload is None:
+            return None
+        return OnDisk(str(file.path), file.holds, frozenset(self.in_file), len(self._groups), offload.choice)
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""
