@@ -36,6 +36,7 @@ from zerofx.passes.all_reduce import all_reduce
 from zerofx.passes.compress import compress
 from zerofx.passes.context import Context, ParameterRef, Recipe, Reduction, Tag
 from zerofx.passes.discard import discard
+from zerofx.passes.far import far
 from zerofx.passes.fetch import fetch
 from zerofx.passes.gather import gather
 from zerofx.passes.group import group
@@ -70,6 +71,7 @@ PIPELINE: list[Pass] = [
     keep,
     near,
     prefetch,
+    far,
     replicate,
     fetch,
     discard,
@@ -118,6 +120,7 @@ __all__ = [
     "before_lower",
     "compress",
     "discard",
+    "far",
     "fetch",
     "gather",
     "group",

@@ -51,6 +51,8 @@ class Tag:
     refresh                 the wait for that copy to be up to date
     kept                    the placeholder of a gradient that was kept back
     gathered                the placeholder of a whole group that forward kept
+    far, wait_far           the start of bringing a shard from the parts of its
+                            column, and the shard when it has come
     near                    this rank's part of a gathered group among near
                             ranks: what forward takes of it; the placeholder
                             that brings it to backward
@@ -276,6 +278,8 @@ class Context:
     """How many of these there are."""
     divides_between: bool = False
     """Stage 3: each of these updates a part of the shard, and shards are refreshed before forward."""
+    two_hops: bool = False
+    """Stage 3: each of these has that part alone, and graphs bring the shard from there (`far`)."""
     near_group: str = ""
     """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left it (`near`)."""
     near_ranks: int = 1
@@ -387,6 +391,11 @@ class Context:
     def is_of_replicas(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective with these arguments runs between the replicas: its process group stands last."""
         return bool(self.replica_group) and args[-1:] == (self.replica_group,)
+
+    @property
+    def refreshed_shards(self) -> bool:
+        """Whether shards are given to a graph while they are brought up to date."""
+        return self.divides_between and not self.two_hops
 
     @property
     def world_size(self) -> int:

@@ -108,7 +108,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
     apart = travelling()
     carried = ("fetch", "wait_fetch")
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "discard", *carried, *apart, *reductions):
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "wait_far", "discard", *carried, *apart, *reductions):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
@@ -122,6 +122,8 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
         elif kind in apart:
             after[node] += previous
             previous = [*previous, node]
+        elif kind == "wait_far":
+            after[node] += [start for start in previous if start is not node.args[0]]
         elif kind == "all_gather":
             for buffer in dead:
                 _follow(after, node, buffer, order, nodes)

@@ -61,9 +61,14 @@ def _leave(graph: Graph, ctx: Context) -> int:
         def add(target: Any, *args: Any, wait: Node = wait, tag: Tag = tag) -> Node:
             return edit.insert(graph, target, args, tag=tag, near=wait)
 
-        with graph.inserting_before(wait.next):
-            part = add(_zerofx.own_part.default, wait, ctx.near_ranks, ctx.near_group)
-            outputs[position] = add(_aten.clone.default, part)
+        if ctx.two_hops:  # what the row gathers from is such a part
+            (start,) = wait.all_input_nodes
+            (part,) = start.all_input_nodes
+            outputs[position] = part
+        else:
+            with graph.inserting_before(wait.next):
+                part = add(_zerofx.own_part.default, wait, ctx.near_ranks, ctx.near_group)
+                outputs[position] = add(_aten.clone.default, part)
         value = part.meta["val"]
         name = ctx.saved_names[position]
         ctx.kept_gathered[group] = Gathered(position, name, value.numel(), value.dtype, ctx.near_ranks)

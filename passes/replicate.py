@@ -55,7 +55,7 @@ def replicate(gm: GraphModule, ctx: Context) -> int:
     """Sum every reduced gradient over the replicas; returns how many sums, and waits for shards, were put in."""
     if ctx.replicas == 1:
         return 0
-    waits = _await_shards(gm.graph) if ctx.divides_between else 0
+    waits = _await_shards(gm.graph) if ctx.refreshed_shards else 0
     sums = _sum_all(gm.graph, ctx) if ctx.sync != "keep" and ctx.reductions else 0
     return edit.finish(gm, waits + sums)
 

@@ -102,11 +102,13 @@ class Reader(Known):
         ctx, sharded = self.ctx, self.ctx.gathers
         self.homes.setdefault(layout.name, []).append(node)
         dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
-        self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
         cast = (dtype,) if dtype != layout.dtype else ()
+        if ctx.two_hops:
+            layout = replace(layout, world_size=layout.world_size * ctx.replicas)
+        self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
         flat = Flat(layout, (range(layout.shard_numel),), cast)
         flat = replace(flat, whole=layout.world_size == 1 or not sharded)
-        if ctx.divides_between or (layout.world_size > 1 and not sharded):  # the caller started to refresh it
+        if ctx.refreshed_shards or (layout.world_size > 1 and not sharded):  # the caller started to refresh it
             self.facts[node] = Started(node, flat)
             self.waits[node] = []
         else:
@@ -206,7 +208,7 @@ class Reader(Known):
         if isinstance(fact.brings, Flat) and fact.brings.code:
             self.arrived[op.node] = fact.start
             self.facts[op.node] = fact.brings
-        elif isinstance(fact.brings, Flat) and self.ctx.gathers and fact.start in self.ops:
+        elif isinstance(fact.brings, Flat) and fact.brings.whole and self.ctx.gathers and fact.start in self.ops:
             self.new_buffer(op.node, fact.start, fact.brings)
         else:
             self.facts[op.node] = fact.brings
@@ -268,6 +270,11 @@ class Reader(Known):
         """Whether it is a part of a group among near ranks."""
         return bool(self.ctx.near_group) and not flat.whole and flat.layout.world_size == self.ctx.near_ranks
 
+    def _is_part(self, flat: Flat) -> bool:
+        """Whether it is a part of what a column has, which crosses the rows first."""
+        row = self.ctx.world_size
+        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == row * self.ctx.replicas
+
     def _read_near(self, op: Op, flat: Flat) -> None:
         """This rank's part of a gathered group, among near ranks."""
         full, ranks, process_group = op.args
@@ -285,12 +292,20 @@ class Reader(Known):
 
     def _start_gather(self, op: Op, flat: Flat) -> None:
         _, world_size, process_group = op.args
-        right = self.ctx.near_group if self._is_near(flat) else self.ctx.process_group
-        self.check_collective(op, flat.layout, world_size, process_group, right)
+        brings, over, right = replace(flat, whole=True), flat.layout, self.ctx.process_group
+        if self._is_near(flat):
+            right = self.ctx.near_group
+        elif self._is_part(flat):
+            row = replace(over, world_size=over.world_size // self.ctx.replicas)
+            if flat.part != over.shard_numel:
+                self.fail("slice", op.node, "it brings pieces of a part from other rows", "all of the part")
+            brings, over = Flat(row, (range(row.shard_numel),), flat.dtypes), replace(over, world_size=self.ctx.replicas)
+            right = self.ctx.replica_group
+        self.check_collective(op, over, world_size, process_group, right)
         if flat in self.started:
             self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
         self.started[flat] = op.node
-        self.facts[op.node] = Started(op.node, replace(flat, whole=True))
+        self.facts[op.node] = Started(op.node, brings)
         self.waits[op.node] = []
 
     def _start_reduction(self, op: Op) -> None:

@@ -190,6 +190,15 @@ class Options:
             raise ValueError(f"reduce_group={self.reduce_group!r}: expected a process group, its name, or None.")
 
     @property
+    def two_hops(self) -> bool:
+        """Whether a gather over all ranks of a mesh may be one along the column and one in the row.
+
+        Else it is one exchange: codes, and rows of tables, travel straight from rank to rank.
+        """
+        alone = self.wire is None and not self.lookups and not self.one_copy and self.reduce_group is None
+        return self.stage == 3 and alone
+
+    @property
     def code_block(self) -> int:
         """Elements that a layout keeps together, since they travel with one scale."""
         return 1 if self.wire is None else self.wire.block

@@ -351,6 +351,7 @@ class CompiledGraph:
             "replica_group": "" if group.sharing.replicas is None else group.sharing.replicas.name,
             "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
             "divides_between": group.sharing.divides_between,
+            "two_hops": group.sharing.two_hops,
             "near_group": "" if group.sharing.near is None else group.sharing.near.name,
             "near_ranks": group.sharing.near_ranks,
             "crosses": group.sharing.crosses,

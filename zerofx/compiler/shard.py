@@ -62,7 +62,7 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
-    sharing = sharing.by(options.sharding) if options.stage else sharing.undivided()
+    sharing = sharing.by(options.sharding, two_hops=options.two_hops) if options.stage else sharing.undivided()
     device = _device(module, options, sharing.weights)
     planned = plan_alike(module, options, sharing, device)
     conversion = _Conversion(module, options, sharing, device)
@@ -130,7 +130,7 @@ class _Conversion:
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""
-        case = weights_of(self.options.stage, self.options.one_copy, self.sharing.divides_between)
+        case = weights_of(self.options.stage, self.options.one_copy, self.sharing)
         dtype = self.family.precision.param_dtype
         return case.allocate([(layout, dtype or layout.dtype) for layout, _ in planned], self.sharing)
 

@@ -13,6 +13,7 @@ CORNERS = (
     "zerofx.runtime.ranks.gloo_threads",  # gloo's threads on a core that computes      ranks/sharing.py SETTLED
     "zerofx.runtime.ranks.two_levels",  # meshes of two dimensions                      ranks/sharing.py SHARINGS
     "zerofx.runtime.state.row_copy",  # optimizer state divided between replicas        state/weights.py WEIGHTS
+    "zerofx.runtime.state.part",  # weights divided over a whole mesh, in two hops      state/weights.py WEIGHTS
     "zerofx.runtime.state.one_copy",  # weights once for all ranks of a host            state/weights.py WEIGHTS
     "zerofx.runtime.state.in_file",  # the optimizer's state in a file                 state/home.py HOMES
     "zerofx.passes.lookups",  # rows of tables that are only looked up                  passes PIPELINE

@@ -110,7 +110,7 @@ def dry_run(
     check_module(module)
     with _place(device, architecture) as place:
         module = place.without_memory(module)
-        sharing = pretended(replicas, ranks, backend, sharding)
+        sharing = pretended(replicas, ranks, backend, sharding, two_hops=checked.two_hops)
         check_wire(checked.wire, sharing, one_dimension=not isinstance(world_size, tuple))
         if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
             check_places(offload, {"world_size": world_size})

@@ -192,7 +192,7 @@ class _Step:
 
     def forward(self, i: int, code: _Code) -> None:
         inputs, layouts = [self._input(node) for node in code.inputs], code.context.shards
-        between = code.context.divides_between
+        between = code.context.refreshed_shards
         if code.context.stage in (1, 2) or between:
             for layout, replica in zip(layouts, inputs[len(inputs) - len(layouts) :], strict=True):
                 if layout not in self.refreshed and layout.requires_grad and (layout.world_size > 1 or between):

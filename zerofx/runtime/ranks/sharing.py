@@ -11,6 +11,7 @@
                          reduced are summed over them too. None where there is one replica
     sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
     sharing.near_ranks   how many of ``weights`` are in a row of a mesh, where that is known
+    sharing.two_hops     whether a rank keeps 1/(R S) of the weights, which cross the rows once on their way to a gather
     sharing.crosses      whether ``weights`` are ranks of several rows of a mesh
 
 Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
@@ -117,6 +118,7 @@ class Sharing:
     near: RankGroup | None = None
     near_ranks: int = 1
     crosses: bool = False
+    two_hops: bool = False
 
     @property
     def weights_cross(self) -> bool:
@@ -138,8 +140,11 @@ class Sharing:
         """The names of the process groups that have a watchdog of their own."""
         return {ranks.name for ranks in (self.weights, self.replicas) if ranks is not None}
 
-    def by(self, sharding: Sharding | None) -> Sharing:
-        """The same ranks, by the option ``sharding``. On one dimension ``"shard"`` and ``"all"`` are the same."""
+    def by(self, sharding: Sharding | None, *, two_hops: bool = False) -> Sharing:
+        """The same ranks, by the option ``sharding``. On one dimension ``"shard"`` and ``"all"`` are the same.
+
+        ``two_hops``: a gather over all ranks may be one along the column and one in the row.
+        """
         return self
 
     def undivided(self) -> Sharing:
@@ -223,12 +228,16 @@ class OneGroup(Sharing):
             )
 
 
-def pretended(replicas: int, ranks: int, backend: str = "", sharding: Sharding | None = None) -> Sharing:
+def pretended(
+    replicas: int, ranks: int, backend: str = "", sharding: Sharding | None = None, *, two_hops: bool = False
+) -> Sharing:
     """Ranks that are not there: ``replicas`` of a module, each divided over ``ranks``, by ``sharding``."""
     if replicas == 1:
         return OneGroup.pretended(ranks, backend)
     everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
-    if sharding is not None and (sharding.one_dimension or sharding.gathers_near):
+    over_all = sharding is not None and (sharding.one_dimension or sharding.gathers_near)
+    hops = two_hops and over_all and ranks > 1
+    if sharding is not None and over_all and not hops:
         one = OneGroup(everyone)
         one.near_ranks, one.crosses = ranks, True
         if sharding.gathers_near and ranks > 1:
@@ -236,8 +245,12 @@ def pretended(replicas: int, ranks: int, backend: str = "", sharding: Sharding |
         return one
     sharing = OneGroup.pretended(ranks, backend)
     sharing.replicas, sharing.everyone = PretendedRanks(replicas, backend, "dry run, replicas"), everyone
-    if sharding is not None and sharding.divides_optimizer:
+    if sharding is not None and (sharding.divides_optimizer or hops):
         sharing.optimizer = everyone
+    if sharding is not None and hops:
+        sharing.two_hops = True
+        if sharding.gathers_near:
+            sharing.near, sharing.near_ranks = sharing.weights, ranks
     return sharing
 
 

@@ -54,9 +54,16 @@ class TwoLevels(OneGroup):
         super().__init__(row, reductions)
         self.everyone, self.replicas, self._mesh = everyone, column, ranks
 
-    def by(self, sharding: Sharding | None) -> Sharing:
+    def by(self, sharding: Sharding | None, *, two_hops: bool = False) -> Sharing:
         if sharding is None:
             return self
+        over_all = sharding.one_dimension or sharding.gathers_near
+        if over_all and two_hops and self.weights.size > 1:
+            hops = copy.copy(self)
+            hops.optimizer, hops.two_hops = Placed(self.everyone, self._mesh), True
+            if sharding.gathers_near:
+                hops.near, hops.near_ranks = self.weights, self.weights.size
+            return hops
         if sharding.one_dimension or (sharding.gathers_near and self.weights.size == 1):
             one = OneGroup(self.everyone, self._reductions)
             one.near_ranks, one.crosses = self.weights.size, True

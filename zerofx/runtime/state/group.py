@@ -173,7 +173,7 @@ class ShardGroup:
         stage, precision = family.stage, family.precision
         self.home: Home = home_of(stage, device, family.file if layout.name in family.in_file else None)
         dtype = precision.param_dtype or layout.dtype
-        case = weights_of(stage, family.one_copy, sharing.divides_between)
+        case = weights_of(stage, family.one_copy, sharing)
         wire = family.wire
         coded = wire is not None and (wire.between == "all" or sharing.weights_cross)
         code = wire.weight_code if wire is not None and coded else None

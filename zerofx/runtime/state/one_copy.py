@@ -60,7 +60,7 @@ class InCommon(Replicated):
         self.others = memory is not None
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
+    def takes(cls, stage: int, one_copy: bool, sharing: Sharing | None = None) -> bool:
         return stage == 3 and one_copy
 
     @classmethod

@@ -57,8 +57,8 @@ class RowCopy(Weights):
             self.shard = self.copy.data.narrow(0, self.column.rank * layout.shard_numel, layout.shard_numel)
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
-        return stage == 3 and divides_between
+    def takes(cls, stage: int, one_copy: bool, sharing: Sharing | None = None) -> bool:
+        return stage == 3 and sharing is not None and sharing.divides_between and not sharing.two_hops
 
     def shortened_by(self, code: Code) -> bool:
         return code.shortens(self.layout.dtype)

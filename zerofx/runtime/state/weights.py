@@ -90,8 +90,8 @@ class Weights:
         """Make the shard and the replica, as far as a case has them."""
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
-        """Whether weights are so in this stage. ``divides_between``: replicas share the optimizer's state."""
+    def takes(cls, stage: int, one_copy: bool, sharing: Sharing | None = None) -> bool:
+        """Whether weights are so in this stage. ``sharing``: who shares them; None: the ranks of one process group."""
         raise NotImplementedError
 
     @classmethod
@@ -203,7 +203,7 @@ class Whole(Weights):
     steps_inside = False
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
+    def takes(cls, stage: int, one_copy: bool, sharing: Sharing | None = None) -> bool:
         return stage == 0
 
 
@@ -220,8 +220,8 @@ class Sharded(Weights):
         return "weights" in self.home.streams
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
-        return stage == 3 and not one_copy and not divides_between
+    def takes(cls, stage: int, one_copy: bool, sharing: Sharing | None = None) -> bool:
+        return stage == 3 and not one_copy and (sharing is None or not sharing.divides_between)
 
 
 class Replicated(Weights):
@@ -239,7 +239,7 @@ class Replicated(Weights):
             self.shard = self.home.new("weights", layout.shard_numel, layout.dtype, self.device)
 
     @classmethod
-    def takes(cls, stage: int, one_copy: bool, divides_between: bool = False) -> bool:
+    def takes(cls, stage: int, one_copy: bool, sharing: Sharing | None = None) -> bool:
         return stage in (1, 2)
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -295,16 +295,16 @@ WEIGHTS: list[type[Weights]] = [Whole, Replicated, Sharded]
 """Every case. The first that takes a stage is taken."""
 
 
-def weights_of(stage: int, one_copy: bool, divides_between: bool = False) -> type[Weights]:
-    """How weights are kept in a stage. ``divides_between``: see `Sharing`.
+def weights_of(stage: int, one_copy: bool, sharing: Sharing | None = None) -> type[Weights]:
+    """How weights are kept in a stage. ``sharing``: who shares them; None: the ranks of one process group.
 
     Raises:
         ValueError: no case takes it.
     """
     for case in WEIGHTS:
-        if case.takes(stage, one_copy, divides_between):
+        if case.takes(stage, one_copy, sharing):
             return case
-    chosen = "sharding=" if divides_between else f"one_copy={one_copy!r}"
+    chosen = "sharding=" if sharing is not None and sharing.divides_between else f"one_copy={one_copy!r}"
     raise ValueError(f"{chosen} with stage={stage}: this zerofx has no such weights. Leave it out.")
 
 
