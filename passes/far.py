@@ -45,7 +45,8 @@ def far(gm: GraphModule, ctx: Context) -> int:
     if not ctx.two_hops:
         return 0
     graph = gm.graph
-    waits = [_hop(graph, shard, ctx) for shard in edit.tagged(graph, "shard")]
+    behind = edit.last_placeholder(graph)
+    waits = [_hop(graph, shard, behind, ctx) for shard in edit.tagged(graph, "shard")]
     order = edit.positions(graph)
     waits.sort(key=lambda wait: min(order[reader] for reader in wait.users))
     for before, wait in zip([None, *waits], waits):
@@ -58,15 +59,15 @@ def far(gm: GraphModule, ctx: Context) -> int:
     return edit.finish(gm, len(waits))
 
 
-def _hop(graph: Graph, shard: Node, ctx: Context) -> Node:
-    """The first hop of one group, of which ``shard`` becomes the part; returns the wait for it."""
+def _hop(graph: Graph, shard: Node, inputs: Node | None, ctx: Context) -> Node:
+    """The first hop of one group, of which ``shard`` becomes the part, behind all ``inputs``; returns its wait."""
     users, group = list(shard.users), shard.meta["zerofx"].group
     alone = len(users) == 1 and edit.is_kind(users[0], "narrow") and edit.is_cast(users[0])
     sent = users[0] if alone else shard
     readers = list(sent.users)
     for node in dict.fromkeys((shard, sent)):
         node.meta["val"] = node.meta["val"].new_empty(node.meta["val"].numel() // ctx.replicas)
-    with graph.inserting_after(sent if alone else edit.last_placeholder(graph)):
+    with graph.inserting_after(sent if alone else inputs):
         args = (sent, ctx.replicas, ctx.replica_group)
         start = edit.insert(graph, _c10d.all_gather_into_tensor.default, args, tag=Tag("far", group), near=readers[0])
     with graph.inserting_after(start):

@@ -86,6 +86,7 @@ CASES = [
 
 BETWEEN = zerofx.Sharding(gradients="all", optimizer="all")
 NEAR = zerofx.Sharding(weights="all", gradients="all", optimizer="all")
+ALL = zerofx.Sharding(weights="all", backward="all", gradients="all", optimizer="all")
 
 
 def compare(shape: tuple[int, int], cases: list[Any], optimizer: str, sharding: Any = None) -> None:
@@ -117,13 +118,18 @@ def test_backward_that_gathers_from_near_ranks_trains_as_one_dimension(make_work
     make_workers(4).run(compare, (2, 2), NEARBY[1:3], "zerofx", NEAR, timeout=300)
 
 
+def test_weights_that_cross_the_rows_in_two_hops_train_as_on_one_dimension(make_workers: Any) -> None:
+    leaf = ("no_sync", {"leaf_modules": ["blocks.1"], **SMALL})
+    make_workers(4).run(compare, (2, 2), [("step_in_backward", SMALL), leaf], "zerofx", ALL, timeout=300)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_workers: Any, shape: Any) -> None:
     make_workers(shape[0] * shape[1]).run(compare, shape, DIVIDED[1:3], "zerofx", BETWEEN, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cases", "sharding"), [(NEARBY, NEAR), (DIVIDED, BETWEEN)])
+@pytest.mark.parametrize(("cases", "sharding"), [(NEARBY, NEAR), (DIVIDED, BETWEEN), (DIVIDED, ALL)])
 def test_divided_over_both_dimensions_training_is_as_on_one_in_every_way(
     make_workers: Any, cases: Any, sharding: Any
 ) -> None:
@@ -155,7 +161,7 @@ def compare_inductor() -> None:
     """The graphs are the same with both executors; numbers of one dimension are the eager executor's."""
     mesh = mesh_of(2, 2)
     wanted = losses_of_generated_code(None, None, executor="eager")
-    for sharding in (None, BETWEEN, NEAR):
+    for sharding in (None, BETWEEN, NEAR, ALL):
         assert losses_of_generated_code(sharding, mesh, executor="inductor") == pytest.approx(wanted, rel=1e-5)
 
 
@@ -187,7 +193,9 @@ def test_mixed_precision_on_six_ranks_is_as_on_one_dimension(make_workers: Any, 
 def bytes_by_dimension(stage: int, sharding: Any) -> None:
     """A step's collectives by process group are the formulas, and what is predicted."""
     mesh, row = mesh_of(2, 2), 2
-    model = zerofx.compile(build(), mesh=mesh, groups=GROUPS, executor="eager", stage=stage, sharding=sharding)
+    budget = 60_000 if sharding in (NEAR, ALL) else None
+    options = {"groups": GROUPS, "executor": "eager", "stage": stage, "sharding": sharding, "memory_budget": budget}
+    model = zerofx.compile(build(), mesh=mesh, **options)
     names = mesh.get_group(1).group_name, mesh.get_group(0).group_name
     layouts = [group.layout for group in groups_of(model)]
     x = torch.zeros(2, LENGTH, dtype=torch.long)
@@ -200,10 +208,12 @@ def bytes_by_dimension(stage: int, sharding: Any) -> None:
         model(x, x).backward()
     wire = {name: sum(e.bytes for e in log.events if e.group == name and "send" not in e.name) for name in names}
     whole = sum(layout.nbytes for layout in layouts)
-    again = zerofx.graphs(model)[0].backward.context.shards if stage == 3 else []
-    gathered = whole + sum(layout.nbytes for layout in again)
-    assert wire[names[0]] == (gathered + whole) * (row - 1) // row
-    assert wire[names[1]] == 2 * (whole // row) // 2
+    backward = zerofx.graphs(model)[0].backward.context
+    again = sum(layout.nbytes for layout in backward.shards) if stage == 3 else 0
+    near = sum(backward.kept_gathered[name].nbytes * row for name in backward.gathered if sharding == NEAR)
+    assert wire[names[0]] == (whole + again + near + whole) * (row - 1) // row
+    crossed = again if sharding == ALL else 0
+    assert wire[names[1]] == 2 * (whole // row) // 2 + crossed // row // 2
     assert {e.group for e in log.events} == set(names)
     predicted = zerofx.predict(model)
     assert predicted.wire_bytes == sum(wire.values())
@@ -214,7 +224,7 @@ def bytes_by_dimension(stage: int, sharding: Any) -> None:
     assert "of replica" in str(zerofx.memory_summary(model))
 
 
-@pytest.mark.parametrize(("stage", "sharding"), [(2, None), (3, None), (3, BETWEEN)])
+@pytest.mark.parametrize(("stage", "sharding"), [(2, None), (3, None), (3, BETWEEN), (3, NEAR), (3, ALL)])
 def test_bytes_of_each_dimension_are_the_formulas_and_the_prediction(
     make_workers: Any, stage: int, sharding: Any
 ) -> None:

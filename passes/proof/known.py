@@ -26,6 +26,7 @@ class Known:
 
     Attributes:
         nodes, order: of the graph; each node's place.
+        row: how many ranks graphs gather among.
         before: the graph before all passes, read; None where it is not known.
         facts: of nodes that are no values of the model's (facts.py).
         numbers: of those that are (meaning.py).
@@ -57,6 +58,7 @@ class Known:
         self.ctx = ctx
         self.meanings: Meanings = ctx.meanings or Meanings()
         self.numbering: Numbering = Numbering(self.meanings)
+        self.row: int = ctx.world_size
         self.nodes: list[Node] = list(gm.graph.nodes)
         self.order: dict[Node, int] = {node: i for i, node in enumerate(self.nodes)}
         self.before: Original | None = None

@@ -272,8 +272,7 @@ class Reader(Known):
 
     def _is_part(self, flat: Flat) -> bool:
         """Whether it is a part of what a column has, which crosses the rows first."""
-        row = self.ctx.world_size
-        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == row * self.ctx.replicas
+        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == self.row * self.ctx.replicas
 
     def _read_near(self, op: Op, flat: Flat) -> None:
         """This rank's part of a gathered group, among near ranks."""
@@ -299,8 +298,8 @@ class Reader(Known):
             row = replace(over, world_size=over.world_size // self.ctx.replicas)
             if flat.part != over.shard_numel:
                 self.fail("slice", op.node, "it brings pieces of a part from other rows", "all of the part")
-            brings, over = Flat(row, (range(row.shard_numel),), flat.dtypes), replace(over, world_size=self.ctx.replicas)
-            right = self.ctx.replica_group
+            brings = Flat(row, (range(row.shard_numel),), flat.dtypes)
+            over, right = replace(over, world_size=self.ctx.replicas), self.ctx.replica_group
         self.check_collective(op, over, world_size, process_group, right)
         if flat in self.started:
             self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")

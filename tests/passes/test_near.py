@@ -17,20 +17,21 @@ from zerofx.passes.context import Meanings
 NEAR: dict[str, Any] = {"near_group": "row", "near_ranks": 2, "memory_budget": 600}
 
 
-def pair(**options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]:
-    """Forward and backward of two layers on four ranks; each weight is saved for backward."""
-    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "meanings": Meanings(), **NEAR, **options}
-    s = Sketch(world_size=4, **shared)
-    x = s.input("x", 4, 8)
-    a, b = s.parameters("a", aw=(8, 8))[0], s.parameters("b", bw=(8, 8))[0]
+def pair(width: int = 8, **options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]:
+    """Forward and backward of two layers, on four ranks if not told otherwise; each weight is saved for backward."""
+    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "meanings": Meanings(), "world_size": 4}
+    shared |= {**NEAR, **options}
+    s = Sketch(**shared)
+    x = s.input("x", 4, width)
+    a, b = s.parameters("a", aw=(width, width))[0], s.parameters("b", bw=(width, width))[0]
     h = s.call(aten.mm.default, x, a)
     y = s.call(aten.mm.default, h, b)
     forward = s.done(y, x, h, a, b, saved=[1, 2, 3, 4])
-    s = Sketch("backward", world_size=4, **shared)
-    s.group("a", aw=(8, 8)), s.group("b", bw=(8, 8))
-    x, h = s.input("x", 4, 8), s.input("mm", 4, 8)
+    s = Sketch("backward", **shared)
+    s.group("a", aw=(width, width)), s.group("b", bw=(width, width))
+    x, h = s.input("x", 4, width), s.input("mm", 4, width)
     a, b = s.parameter("aw"), s.parameter("bw")
-    dy = s.input("tangents_1", 4, 8)
+    dy = s.input("tangents_1", 4, width)
     dh = s.call(aten.mm.default, dy, s.call(aten.t.default, b))
     db = s.call(aten.mm.default, s.call(aten.t.default, h), dy)
     dx = s.call(aten.mm.default, dh, s.call(aten.t.default, a))

@@ -12,7 +12,8 @@ the field calls it           between rows travel, of N weights on R x S     a ra
 ===========================  =============================================  =======================================
 HSDP, MiCS                   2 (R - 1)/R N/S                                1/S of weights, gradients and moments
 ZeRO-1 between replicas      2 (R - 1)/R N/S, half of it in forward         1/S of weights
-hpZ (ZeRO++)                 (R - 1)/R N/S at least, twice                  1/S of weights from forward to backward
+hpZ (ZeRO++)                 2 (R - 1)/R N/S, half of it in forward         1/S of weights from forward to backward
+one dimension                3 (R - 1)/R N/S, a third of it in forward      nothing
 ===========================  =============================================  =======================================
 """
 

@@ -425,11 +425,14 @@ def _mesh_costs(
     )
 
     def of(stage: int, sharding: Sharding) -> StageCost:
-        sharing = pretended(*mesh, sharding=sharding) if stage else OneGroup.pretended(mesh[0] * mesh[1])
+        two_hops = stage == 3 and wire is None
+        sharing: Sharing = OneGroup.pretended(mesh[0] * mesh[1])
+        if stage:
+            sharing = pretended(*mesh, sharding=sharding, two_hops=two_hops)
         accumulating = no_sync and micro_batches > 1
         held = memory_of_mesh(stage, sizes, sharing, of_16_bit=dtype.itemsize == 2, accumulating=accumulating)
         held = held.at(N=trained.numel, n=trained.groups, k=micro_batches)
-        parts = sharing.weights.size if stage == 3 else 1
+        parts = (sharing.optimizer if sharing.two_hops else sharing.weights).size if stage == 3 else 1
         far = crossing(layouts, wire.in_stage(stage) if wire else None, sizes, precision, *mesh, sharding)
         apart = trained.numel * dtype.itemsize / sharing.optimizer.size if far.first else 0  # shards beside copies
         sent_on = trained.numel / (mesh[1] if sharing.replicas else 1)
@@ -439,7 +442,7 @@ def _mesh_costs(
         left = trained.numel * int(sizes.weight) // mesh[1] if stage == 3 and sharding.gathers_near else 0
         gathered = left + (_three(layouts, int(sizes.weight)) if stage == 3 else 0)
         packed = _three(learns, int(sizes.gradient)) if stage else 0
-        phases, time = Mesh(*mesh, sharding).sent(stage, sizes, far, trained, frozen), None
+        phases, time = Mesh(*mesh, sharding, sharing.two_hops).sent(stage, sizes, far, trained, frozen), None
         if speed is not None and not learns:
             raise ValueError("no parameter requires a gradient: there is no training step to time.")
         if speed is not None:

@@ -14,10 +14,13 @@ scheme                    each forward         backward    each reduction       
 HSDP, stage 3             row(w N)             row(w N)    row(g N) + col(2 g N/S)
 HSDP, stages 1 and 2                                       row(g N) + col(2 g N/S)     row(w N)
 ZeRO-1 between replicas   row(w N)             row(w N)    row(g N) + col(g N/S)       col(m N/S)
-hpZ                       all(w N)             row(w N)    all(g N)
-one dimension, stage 3    all(w N)             all(w N)    all(g N)
+hpZ                       two(w N)             row(w N)    row(g N) + col(g N/S)
+one dimension, stage 3    two(w N)             two(w N)    row(g N) + col(g N/S)
 stage 0                                                    all(2 g N)
 ========================  ===================  ==========  ==========================  =====================
+
+``two(x)`` is a gather in two hops, ``row(x) + col(x/S)`` (`zerofx.passes.far`). In codes it is one exchange,
+``all(x)``, and so is the reduction.
 
 In codes (``Wire(between="nodes")``) what crosses rows has other sizes of elements (`zerofx.inspect.predict.wires`), and
 HSDP sends ``(R - 1) g N/S`` between rows: all replicas add up all that was sent.
@@ -67,11 +70,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """``rows`` of ``ranks`` ranks, divided by ``sharding``."""
+    """``rows`` of ``ranks`` ranks, divided by ``sharding``; ``two_hops``: see `zerofx.runtime.ranks.sharing`."""
 
     rows: int
     ranks: int
     sharding: Sharding
+    two_hops: bool = False
 
     def _row(self, nbytes: float, n: int) -> Sent:
         return Sent(near=(self.ranks - 1) / self.ranks * nbytes, collectives=n if self.ranks > 1 else 0)
@@ -89,10 +93,15 @@ class Mesh:
         gathered = self._row(float(sizes.weight) * every, count)
         if stage == 0:
             return Phases(reduction=self._all(2 * float(sizes.gradient) * numel, n))
-        if self.sharding.one_dimension or self.sharding.gathers_near:
+        over_all = self.sharding.one_dimension or self.sharding.gathers_near
+        if over_all and not self.two_hops:
             forward, reduction = self._all(far.weight * every, count), self._all(far.gradient * numel, n)
             return Phases(forward, forward if self.sharding.one_dimension else gathered, reduction)
         reduction = self._row(float(sizes.gradient) * numel, n)
+        if over_all:
+            forward = gathered + self._col(float(sizes.weight) * every / self.ranks, count)
+            backward = forward if self.sharding.one_dimension else gathered
+            return Phases(forward, backward, reduction + self._col(float(sizes.gradient) * shard, n))
         if self.sharding.divides_optimizer:
             reduction += self._col(far.gradient * shard, n)
             return Phases(gathered, gathered, reduction, self._col(far.refreshed * shard, n))
@@ -157,12 +166,13 @@ def memory(stage: int, sizes: cost.Sizes, sharing: Sharing, *, of_16_bit: bool, 
     ranks = cost.Ranks.of(sharing)
     if sharing.divides_between:
         ranks = replace(ranks, gradients=ranks.optimizer)
+    if sharing.two_hops:
+        ranks = replace(ranks, weights=ranks.optimizer)
     if of_16_bit:
         return cost.memory_16_bit(stage, ranks=ranks, accumulating=accumulating)
     found = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
-    if (
-        sharing.divides_between and sizes.mixed
-    ):  # what a row has is of the parameters' dtype, and the shard a part of it
+    if sharing.divides_between and not sharing.two_hops and sizes.mixed:
+        # What a row has is of the parameters' dtype, and the shard a part of it.
         copy: Expr = sizes.master * cost.N / ranks.weights
         return replace(found, weights=copy, master=Float(0))
     return found
