@@ -12,6 +12,8 @@
                  use full                                       full = wait(start)
                                                                 use full
 
+With two hops (`zerofx.passes.far`) the part is what the first one brought, and nothing is copied.
+
 The near ranks, those of one host say, have a part each, 1/S of the group. Together they have it whole: a second copy
 inside of the host, from forward to backward. It takes 1/S of the weights in memory, and spares the slow link one of two
 gathers. The part travels in the place of one of the group's parameters among what forward saves, as whole groups do
