@@ -22,7 +22,7 @@ CUSTOM = Layer("custom", width=6, frozen=True)
 
 @pytest.mark.timeout(1200)
 @settings(
-    max_examples=25,
+    max_examples=15,
     derandomize=True,
     deadline=None,
     database=None,
