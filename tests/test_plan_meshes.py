@@ -71,11 +71,14 @@ def test_seconds_of_the_schemes_are_those_that_were_measured_on_two_hosts() -> N
     plan = zerofx.plan(model, world_size=(2, 2), stages=[3], memory=1e9, flops=1.0, **options)
     found = [float(each.time.step) for each in plan.stages if each.time]
     wanted = [each["median_s"] for each in measured.values()]
-    assert sorted(range(4), key=found.__getitem__) == sorted(range(4), key=wanted.__getitem__) == [1, 0, 2, 3]
     assert found == pytest.approx(wanted, rel=0.1)
+    rows, between, near, line = found  # the same bytes cross in the first three; the fourth gathers from afar twice
+    assert line > 1.3 * max(rows, between, near) and 1.3 * max(wanted[:3]) < wanted[3]
+    assert between == pytest.approx(near, rel=0.01) and wanted[1] == pytest.approx(wanted[2], rel=0.01)
+    assert between < rows and wanted[1] < wanted[0]
     assert plan.recommended is plan.stages[1]
     assert "recommended: stage 3, ZeRO-1 between replicas, the fastest that fits" in str(plan)
-    assert "2.0 GB/s in a row, 15.2 MB/s between rows" in str(plan)
+    assert "2.0 GB/s in a row, 15.1 MB/s between rows" in str(plan)
 
 
 def test_with_one_rate_both_links_are_one_and_codes_take_time() -> None:

@@ -15,6 +15,7 @@ state_file    that file: chunks, checksums, who has it
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host
 row_copy      on a mesh of two dimensions: optimizer state that replicas of a module share
+part          on a mesh of two dimensions: weights that are divided over all of it, and gathered in two hops
 ============  ==================================================================
 
 Imports `zerofx.runtime.ranks` and what is below it::
