@@ -190,6 +190,7 @@ class Division:
         memory_budget: for gathered weights; None: as without the option.
         step_s: predicted seconds of the forwards and backwards of one optimizer step.
         tried: how many divisions were predicted.
+        elsewhere: what other graphs of the module add at the worst moment.
     """
 
     nbytes: int
@@ -199,17 +200,19 @@ class Division:
     memory_budget: float | None
     step_s: float
     tried: int = 1
+    elsewhere: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """All of it at the worst moment."""
-        return self.at_rest + sum(self.peak.values())
+        return self.at_rest + sum(self.peak.values()) + self.elsewhere
 
     def __str__(self) -> str:
         """The worst moment of a step, by class."""
         kept = {None: "", math.inf: "  all stay gathered"}
         weights = kept.get(self.memory_budget, f"  within {self.memory_budget or 0:,.0f}")
         rows = [f"  {kind:<11} {n:>15,}{weights * (kind == 'weights')}" for kind, n in self.peak.items()]
+        rows += [f"  {'other graphs':<12} {self.elsewhere:>14,}"] * bool(self.elsewhere)
         return "\n".join(
             [
                 f"a step takes {self.peak_bytes:,} bytes of memory={self.nbytes:,}",

@@ -19,7 +19,14 @@ was found ends the search: those below it compute more.
 All of it follows from the graph, from bytes and from rates that are the same everywhere, so every rank divides alike;
 that is compared through the store (`zerofx.runtime.ranks.agree.publish_choice`).
 
-A module must be one graph. What another one leaves between its forward and backward is not known here.
+**Several graphs.** A module with graph breaks is several graphs, and each is compiled when the one before has run.
+While one is at its peak, the others have what they save, or the gradients that they have made. So a division fits if,
+for each graph that is known::
+
+    at rest + peak of this graph + what waits of all others  <=  memory
+
+What waits of graphs that are still to come is estimated: as much as this one saves, by how many parameters they have,
+and their gradients. So the first graph leaves room for the next, and none takes what another was promised.
 """
 
 from __future__ import annotations
@@ -44,6 +51,7 @@ from zerofx.passes.save_entries import save_entries
 from zerofx.passes.schedule import TooLittle
 from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.ranks.watch import watch_of
+from zerofx.runtime.state.held import Taken
 
 STEPS = 2
 """How many budgets for gathered weights there are between the default one and all of them."""
@@ -76,11 +84,12 @@ class Tried(NamedTuple):
     memory_budget: float | None
     at_rest: int
     price: Price
+    elsewhere: int
 
     @property
     def needs(self) -> int:
         """All bytes of a rank at the worst moment."""
-        return self.at_rest + sum(self.price.peak.values())
+        return self.at_rest + sum(self.price.peak.values()) + self.elsewhere
 
 
 class Trials:
@@ -91,6 +100,7 @@ class Trials:
         self.tried: dict[tuple[int, float | None], Tried | None] = {}
         self._needed = max((group.gathered_nbytes for group in unit.groups.values()), default=0)
         self._workspaces: dict[Any, int] | None = {} if unit.pretend is None else None
+        self._others: list[Taken] = unit.family.held.taken_elsewhere(unit.names)
 
     def choose(self) -> Tried:
         """The fastest that fits.
@@ -112,7 +122,7 @@ class Trials:
             least, costs = self._offers()
             raise ValueError(
                 f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
-                f"of which {format_bytes(least.at_rest)} are there at rest. Predicted: {costs}."
+                f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. Predicted: {costs}."
             )
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
 
@@ -183,8 +193,37 @@ class Trials:
             layouts = [(group.graph_layout, group.layout) for group in self.unit.family.groups()]
             rest = PRICES.at_rest(forward, layouts, self.memory)
             price = PRICES.price(forward, backwards, self.memory, self._workspaces)
-            self.tried[key] = Tried(rung, memory_budget, rest, price)
+            self.tried[key] = Tried(rung, memory_budget, rest, price, self._elsewhere(rest, price))
         return self.tried[key]
+
+    def _elsewhere(self, at_rest: int, price: Price) -> int:
+        """What other graphs add where this one is at its peak; or where one of them is, if that is worse."""
+        here = at_rest + sum(price.peak.values())
+        come, waits = self._to_come(price.left), self.taken(at_rest, price).waits
+        known = sum(other.waits for other in self._others)
+        there = (other.at_rest + other.peak + known - other.waits + waits + come for other in self._others)
+        return max(here + known + come, *there) - here if self._others else come
+
+    def taken(self, at_rest: int, price: Price) -> Taken:
+        """What this graph takes by a division."""
+        groups = [group for group in self.unit.family.groups() if group.layout.name in self.unit.names]
+        return Taken(at_rest, sum(price.peak.values()), self._waits(price.left, self._gradients(groups)))
+
+    def _to_come(self, left: int) -> int:
+        """What is likely to wait of graphs that were not compiled yet, where this one leaves ``left``."""
+        layouts = frozenset(group.layout.name for group in self.unit.family.groups())
+        unread = self.unit.family.held.unread_elsewhere(self.unit.names, layouts)
+        groups = [group for group in self.unit.family.groups() if group.layout.name in unread]
+        return self._waits(int(left / self.unit.share()) - left, self._gradients(groups))
+
+    def _waits(self, left: int, gradients: int) -> int:
+        """What is there of a graph while others run: a backward's gradients come when what was saved is gone."""
+        return left + gradients if self.memory.micro_batches > 1 else max(left, gradients)
+
+    def _gradients(self, groups: Sequence[Any]) -> int:
+        whole = self.memory.no_sync or not self.unit.options.stage
+        layouts = [group.layout for group in groups if group.layout.requires_grad]
+        return sum(x.nbytes if whole else x.shard_numel * x.dtype.itemsize for x in layouts)
 
     def _offers(self) -> tuple[Tried, str]:
         """What needs least; and in words how long a step takes with it, and with more, up to all."""
@@ -199,6 +238,11 @@ class Trials:
             f"at {x.needs:,} a step takes about {format_seconds(x.price.step_s)}" for x in [least, *shown]
         )
         return least, costs
+
+
+def _of_others(tried: Tried) -> str:
+    said = f", and about {format_bytes(tried.elsewhere)} are of the module's other graphs"
+    return said if tried.elsewhere else ""
 
 
 def ways(memory: Memory) -> list[Sync]:
@@ -226,16 +270,11 @@ def divide(
         rungs.extend(ladder(cut, memory.nbytes, fuses, lambda forward: save_entries(forward, brought)))
         return rungs[0][0]
 
-    if other := [g.layout.name for g in unit.family.groups() if g.layout.name not in unit.names]:
+    if any(group.pending for group in unit.groups.values()) and unit.family.held.saved_now(unit.names):
         raise ValueError(
-            f"memory= and a graph that does not read group {other[0]!r}: several graphs of one module are not divided "
-            "yet. Mend the graph break, or give memory_budget= and activation_budget= instead."
-        )
-    if any(group.pending for group in unit.family.groups()) and unit.family.held.saved_now():
-        raise ValueError(
-            "memory= and a graph that is compiled while another has activations in memory: several graphs of one "
-            "module, or several forwards ahead of their backwards, are not divided yet. Mend the graph break, run each "
-            "backward before the next forward, or give memory_budget= and activation_budget= instead."
+            "memory= and a graph that is compiled while another that reads the same groups has activations in memory: "
+            "these two are not divided yet. Mend the graph break, run each backward before the next forward, or give "
+            "memory_budget= and activation_budget= instead."
         )
     what = _identity(unit, joint)
     partition(copy_graph(joint), look)
@@ -250,9 +289,17 @@ def divide(
     price = tried.price
     at_peak, count = dict(price.peak), len(trials.found())
     unit.division = Division(
-        memory.nbytes, tried.at_rest, at_peak, price.left, tried.memory_budget, price.step_s, count
+        memory.nbytes,
+        tried.at_rest,
+        at_peak,
+        price.left,
+        tried.memory_budget,
+        price.step_s,
+        count,
+        tried.elsewhere,
     )
     held = unit.family.held
+    held.takes(unit.names, trials.taken(tried.at_rest, price))
     held.saves(unit.names, unit.activations.saved_bytes)
     held.gathers_within(unit.names, tried.memory_budget)
     group = unit.any_group().sharing.optimizer
@@ -270,7 +317,7 @@ def check_code(unit: Any) -> None:
     division = unit.division
     if division is None or unit.options.executor != "inductor" or unit.pretend is not None:
         return
-    needs = division.at_rest + PRICES.of_code(unit.record)
+    needs = division.at_rest + PRICES.of_code(unit.record) + division.elsewhere
     if needs > division.nbytes:
         raise RuntimeError(
             f"memory={division.nbytes:,}: the code that Inductor wrote takes {needs:,} bytes, where the graphs that it "

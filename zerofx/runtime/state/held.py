@@ -14,13 +14,25 @@ graph anew, for a shape that it alone has met, must come to the schedule that th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zerofx._torch import StorageWeakRef, storage_of
 
 Names = frozenset[str]
+
+
+class Taken(NamedTuple):
+    """What one graph of a module takes within `memory=`, in bytes.
+
+    ``at_rest`` is there before a step and after it; ``peak`` comes on top at this graph's worst moment; ``waits`` of it
+    may be there while other graphs run.
+    """
+
+    at_rest: int
+    peak: int
+    waits: int
 
 
 class Held:
@@ -30,6 +42,7 @@ class Held:
         self._gathered: dict[Names, int] = {}
         self._saved: dict[Names, int] = {}
         self._budgets: dict[Names, tuple[float | None]] = {}
+        self._taken: dict[Names, Taken] = {}
         self._answers: dict[tuple[Names, str], Any] = {}
         self._activations: dict[Names, list[StorageWeakRef]] = {}
 
@@ -49,6 +62,14 @@ class Held:
         """What a graph of the groups ``names`` gathers within since it was first compiled; None: it was not yet."""
         return self._budgets.get(names)
 
+    def takes(self, names: Names, taken: Taken) -> None:
+        """A step of the graph of the groups ``names`` takes so much."""
+        self._taken[names] = taken
+
+    def taken_elsewhere(self, names: Names) -> list[Taken]:
+        """What graphs of other groups than ``names`` take, in the order in which they were first compiled."""
+        return [taken for other, taken in self._taken.items() if other != names]
+
     def gathered_elsewhere(self, names: Names, phase: str) -> int:
         """Bytes that graphs of other groups than ``names`` leave gathered, as ``phase`` of these was to know it."""
         return self._answers.setdefault((names, phase), _others(self._gathered, names))
@@ -66,9 +87,9 @@ class Held:
         refs = [StorageWeakRef(x.untyped_storage()) for x in values if isinstance(x, torch.Tensor)]
         self._activations[names] = [ref for ref in self._activations.get(names, ()) if not ref.expired()] + refs
 
-    def saved_now(self) -> list[torch.UntypedStorage]:
-        """What forwards with a budget for activations have saved, as far as it is still there."""
-        refs = [ref for refs in self._activations.values() for ref in refs]
+    def saved_now(self, names: Names | None = None) -> list[torch.UntypedStorage]:
+        """What forwards with a budget have saved and is still there, of the graph of the groups ``names`` or of all."""
+        refs = [ref for key, refs in self._activations.items() for ref in refs if names in (None, key)]
         return [storage for ref in refs if (storage := storage_of(ref)) is not None]
 
 
