@@ -2,7 +2,7 @@
 
 ======================================================================  ===============================================
 ``zerofx.encode(flat, rows, code, whole, group, within)``               uint8 ``[rows * B]``: each row of ``flat``
-``zerofx.decode(wire, rows, numel, code, whole, dtype)``                ``[rows * numel]`` of ``dtype``: what was
+``zerofx.decode(wire, rows, numel, code, whole, dtype, group, within)``  ``[rows * numel]`` of ``dtype``: what was
                                                                         written
 ``zerofx.sum_coded(pack, arrived, numel, code, whole, group, within)``  float32 ``[numel]``: the sum over ranks of this
                                                                         rank's row of their packs, in rank order
@@ -43,7 +43,10 @@ from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
-_library.define("decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype) -> Tensor")
+_library.define(
+    "decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group='',"
+    " str within='') -> Tensor"
+)
 _library.define(
     "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group, str within='')"
     " -> Tensor"
@@ -122,10 +125,17 @@ def _encode(
 
 @torch.no_grad()
 def _decode(
-    arrived: torch.Tensor, rows: int, numel: int, code: str, whole: Sequence[int], dtype: torch.dtype
+    arrived: torch.Tensor,
+    rows: int,
+    numel: int,
+    code: str,
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    process_group: str = "",
+    within: str = "",
 ) -> torch.Tensor:
     out = arrived.new_empty(rows * numel, dtype=dtype)
-    decode_into(out, arrived, rows, Code.of(code), whole)
+    decode_into(out, arrived, rows, Code.of(code), whole, first_row(process_group, within))
     return out
 
 
@@ -201,7 +211,7 @@ def encoded(
 
 
 def _decoded(
-    arrived: torch.Tensor, rows: int, numel: int, code: str, whole: Sequence[int], dtype: torch.dtype
+    arrived: torch.Tensor, rows: int, numel: int, code: str, whole: Sequence[int], dtype: torch.dtype, *over: str
 ) -> torch.Tensor:
     return arrived.new_empty(rows * numel, dtype=dtype)
 

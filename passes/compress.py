@@ -29,7 +29,8 @@ and get one sum, bit by bit::
                                                          total = zerofx.sum_sent(rows, R, S, …)
                                                          shard = total * (1 / (R M))
 
-Replicas that share the optimizer's work exchange codes, as the ranks above do.
+Replicas that share the optimizer's work exchange codes, as the ranks above do. Where a gather has two hops (`far`), the
+first one is in codes, and the row gathers what was read of them.
 
 With ``Wire(error_feedback=True)`` a pack is written by ``zerofx.encode_rest`` (`feedback`).
 
@@ -45,7 +46,7 @@ Requires ``group``; runs behind all passes that ask how long a gathered buffer l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,10 @@ def compress(gm: GraphModule, ctx: Context) -> int:
     layouts |= {ref.layout.name: ref.layout for ref in ctx.gradients.values()}
     for start in edit.tagged(gm.graph, "all_gather") if inside else ():
         edits += _gather(gm, start, layouts[start.meta["zerofx"].group], inside.weight_code)  # type: ignore[union-attr]
+    for start in edit.tagged(gm.graph, "far") if between else ():
+        layout, within = layouts[start.meta["zerofx"].group], (ctx.replica_group, ctx.process_group)
+        parts = replace(layout, world_size=layout.world_size * ctx.replicas)
+        edits += _gather(gm, start, parts, between.weight_code, within)  # type: ignore[union-attr]
     starts = edit.tagged(gm.graph, "reduce_scatter") if inside else []
     starts += edit.tagged(gm.graph, "sum_replicas") if between else []
     for start in starts:
@@ -105,20 +110,21 @@ class _Way:
         return _Way(code, kind, ctx.replicas, ctx.replica_group, ctx.process_group, ctx.divides_between)
 
 
-def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None) -> bool:
+def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None, over: tuple[str, ...] = ()) -> bool:
+    """Put a code around one gather; ``over``: along the column of a mesh, its process group and that of the row."""
     shard, (wait,) = cast(Node, start.args[0]), start.users
     value = shard.meta["val"]
     if code is None or value.numel() != layout.shard_numel or not code.shortens(value.dtype):
         return False
     whole, group = flattened(sent_whole(layout)), layout.name
-    args: tuple[Any, ...] = (shard, 1, str(code), whole, start.args[2])
+    args: tuple[Any, ...] = (shard, 1, str(code), whole, *(over or (start.args[2],)))
     row = _insert(gm, start, _zerofx.encode.default, args, Tag("encode", group))
     for mark in [user for user in shard.users if edit.is_kind(user, "discard") and start.next is user]:
         row.append(mark)  # of a shard that was fetched: its codes are sent
     readers = list(wait.users)
     start.args = (row, *start.args[1:])
     _revalue(start, wait)
-    args = (wait, layout.world_size, layout.shard_numel, str(code), whole, value.dtype)
+    args = (wait, start.args[1], layout.shard_numel, str(code), whole, value.dtype, *over)
     full = _insert(gm, wait.next, _zerofx.decode.default, args, Tag("decode", group), near=wait)
     for reader in readers:
         reader.replace_input_with(wait, full)

@@ -35,7 +35,7 @@ def compiled(module: Any, shape: tuple[int, int], sharding: Any, wire: Any, **op
 # ---- the numbers ----------------------------------------------------------------------------------------------------
 
 
-def by_hand(scheme: str, rank: int, shape: tuple[int, int]) -> list[torch.Tensor]:
+def by_hand(scheme: str, rank: int, shape: tuple[int, int], stage: int) -> list[torch.Tensor]:
     """The gradients as ``rank`` adds them up, in 64 bits where nothing is written in codes."""
     rows, columns = shape
     mine: list[list[torch.Tensor]] = []  # what each rank, or row, sends
@@ -47,9 +47,9 @@ def by_hand(scheme: str, rank: int, shape: tuple[int, int]) -> list[torch.Tensor
         model(batch(0, other)).backward()
         mine.append([p.grad.double() for p in model.parameters()])  # type: ignore[union-attr]
     own = rank
-    if scheme in ("HSDP", "ZeRO-1 between"):
+    if scheme in ("HSDP", "ZeRO-1 between") or (columns > 1 and stage == 3):  # else one exchange over all
         mine = [[sum(x) for x in zip(*mine[r * columns : (r + 1) * columns])] for r in range(rows)]  # type: ignore[misc]
-        own = rank // columns if scheme == "ZeRO-1 between" else -1
+        own = rank // columns if scheme != "HSDP" else -1
     sent = [[g if i == own else rounded(g) for g in each] for i, each in enumerate(mine)]
     return [sum(x) / (rows * columns) for x in zip(*sent)]  # type: ignore[misc]
 
@@ -59,8 +59,8 @@ def one_step(scheme: str, shape: tuple[int, int], options: dict[str, Any]) -> fl
     rank = dist.get_rank()
     model = compiled(Net(), shape, SCHEMES[scheme], codes(SCHEMES[scheme]), **options)
     model(batch(0, rank)).backward()
-    off = [0.0]
-    for p, gradient in zip(model.parameters(), by_hand(scheme, rank, shape), strict=True):
+    off, found = [0.0], by_hand(scheme, rank, shape, options.get("stage", 3))
+    for p, gradient in zip(model.parameters(), found, strict=True):
         piece = p._group.layout.piece(p._slot, p._group.rank)
         mine = gradient.flatten().narrow(0, piece.in_parameter, piece.length)
         if piece.length:
@@ -74,6 +74,7 @@ CASES = [
     ("HSDP", {"stage": 2}),
     ("ZeRO-1 between", {}),
     ("hpZ", {}),
+    ("one dimension", {}),
     ("one dimension", {"stage": 1}),
 ]
 
@@ -119,6 +120,8 @@ def ranks_agree() -> None:
         (None, zerofx.Wire(None, "int4", between="nodes", **fed), {"stage": 2}),
         (BETWEEN, zerofx.Wire("fp8", "int4", between="nodes", **fed), {}),
         (BETWEEN, zerofx.Wire("int8", "int8", between="nodes"), {"leaf_modules": ["deep"]}),
+        (ALL, zerofx.Wire("fp8", "int4", between="nodes", **fed), {"leaf_modules": ["deep"]}),
+        (NEAR, zerofx.Wire("int8", "int8", between="nodes"), {}),
     ]
     for sharding, wire, options in runs:
         found = train(sharding, wire, **options)
@@ -219,11 +222,9 @@ def test_a_step_sends_the_bytes_of_codes_between_rows_and_whole_numbers_in_them(
     plain, coded = (make_workers(4).run(bytes_received, sharding, wire)[0] for wire in (None, codes(sharding)))
     for found, total, between, _ in (plain, coded):
         assert sum(found.values()) == total, (found, total)
-        assert between == found["column"] if sharding in (None, BETWEEN) else between
-    crossing = "column" if sharding in (None, BETWEEN) else "weights"
-    assert 0.25 < coded[0][crossing] / plain[0][crossing] < 0.28  # each row has room for a whole bias
-    assert 0.25 < coded[2] / plain[2] < 0.28
-    for group in coded[0].keys() - {crossing}:  # whole numbers; of a layout that may be longer, in whole blocks
+        assert between == found["column"]
+    assert 0.25 < coded[0]["column"] / plain[0]["column"] < 0.28  # each row has room for a whole bias
+    for group in coded[0].keys() - {"column"}:  # whole numbers; of a layout that may be longer, in whole blocks
         assert coded[0][group] * plain[3] == plain[0][group] * coded[3]
 
 

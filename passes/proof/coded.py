@@ -38,11 +38,13 @@ def read_coded(known: Known, op: Op, fact: Any) -> None:
 def _encode(known: Known, op: Op, fact: Any) -> None:
     source, rows, *how, process_group = op.args[:5]
     if isinstance(fact, Flat):
-        wire = known.ctx.wire_inside
+        ctx, part = known.ctx, known.is_part(fact)
+        wire = ctx.wire_between if part else ctx.wire_inside
         if fact.code or fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")
         _check(known, op, fact.layout, wire.weight_code if wire else None, (rows, *how), 1)
-        known.check_collective(op, fact.layout, fact.layout.world_size, process_group, known.ctx.process_group)
+        over = (ctx.replica_group, ctx.process_group) if part else (ctx.process_group,)
+        _check_over(known, op, (process_group, *op.args[5:]), over)
         known.facts[op.node] = replace(fact, code=how[0])
         return
     if known.ctx.wire is not None and known.ctx.wire.error_feedback:
@@ -132,16 +134,25 @@ def start_exchange(known: Known, op: Op, pack: Pack) -> None:
 
 
 def _decode(known: Known, op: Op, fact: Any) -> None:
-    arrived, rows, numel, code, whole, dtype = op.args
-    if not isinstance(fact, Flat) or not fact.code or not fact.whole:
+    arrived, rows, numel, code, whole, dtype, *over = op.args
+    if not isinstance(fact, Flat) or not fact.code or not (fact.whole or known.ctx.two_hops):
         known.fail("wire", op.node, f"it reads {arrived.name!r} as codes", "what ranks have sent in codes")
     if arrived in known.decoded:
         known.fail("wire", op.node, f"{known.decoded[arrived].name!r} reads them too", "each gather read once")
     known.decoded[arrived] = op.node
-    layout, wire = fact.layout, known.ctx.wire_inside
+    ctx, layout = known.ctx, fact.layout
     was = fact.dtypes[-1] if fact.dtypes else layout.dtype
-    wanted = (layout.world_size, layout.shard_numel, was)
+    right: tuple[str, ...] = ()
+    wire, ranks, part = ctx.wire_inside, layout.world_size, layout.shard_numel
+    if not fact.whole:  # of a column
+        wire, ranks, part = ctx.wire_between, ctx.replicas, part // ctx.replicas
+        right = (ctx.replica_group, ctx.process_group)
+    wanted = (ranks, part, was)
     _check(known, op, layout, wire.weight_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
+    _check_over(known, op, tuple(over), right)
+    if not fact.whole:
+        known.facts[op.node] = replace(fact, code="")
+        return
     known.new_buffer(op.node, known.arrived[arrived], replace(fact, code=""), wait=arrived)
 
 

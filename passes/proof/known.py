@@ -110,6 +110,10 @@ class Known:
         if type(op.value.numel()) is not int:
             self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
 
+    def is_part(self, flat: Flat) -> bool:
+        """Whether it is a part of what a column has, which crosses the rows first."""
+        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == self.row * self.ctx.replicas
+
     def new_buffer(self, node: Node, start: Node, flat: Flat, wait: Node | None = None) -> None:
         """``node`` is a gathered buffer; ``wait``: for what it was made of, if that is another node."""
         self.facts[node] = flat

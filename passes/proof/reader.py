@@ -270,10 +270,6 @@ class Reader(Known):
         """Whether it is a part of a group among near ranks."""
         return bool(self.ctx.near_group) and not flat.whole and flat.layout.world_size == self.ctx.near_ranks
 
-    def _is_part(self, flat: Flat) -> bool:
-        """Whether it is a part of what a column has, which crosses the rows first."""
-        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == self.row * self.ctx.replicas
-
     def _read_near(self, op: Op, flat: Flat) -> None:
         """This rank's part of a gathered group, among near ranks."""
         full, ranks, process_group = op.args
@@ -294,11 +290,11 @@ class Reader(Known):
         brings, over, right = replace(flat, whole=True), flat.layout, self.ctx.process_group
         if self._is_near(flat):
             right = self.ctx.near_group
-        elif self._is_part(flat):
+        elif self.is_part(flat):
             row = replace(over, world_size=over.world_size // self.ctx.replicas)
             if flat.part != over.shard_numel:
                 self.fail("slice", op.node, "it brings pieces of a part from other rows", "all of the part")
-            brings = Flat(row, (range(row.shard_numel),), flat.dtypes)
+            brings = Flat(row, (range(row.shard_numel),), flat.dtypes, code=flat.code)
             over, right = replace(over, world_size=self.ctx.replicas), self.ctx.replica_group
         self.check_collective(op, over, world_size, process_group, right)
         if flat in self.started:

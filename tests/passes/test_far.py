@@ -155,3 +155,35 @@ def test_what_breaks_a_rule_of_two_hops_is_found(backend: str) -> None:
                 if error.rule not in rules:
                     wrong.append(f"{mutant.__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def codes_of_the_row(gm: GraphModule, ctx: Context) -> None:
+    set_arg(tagged(gm, "encode")[0], 4, ctx.process_group)
+
+
+def read_as_of_another_column(gm: GraphModule, ctx: Context) -> None:
+    set_arg(tagged(gm, "decode")[0], 7, "another")
+
+
+def never_read(gm: GraphModule, ctx: Context) -> None:
+    bypass(tagged(gm, "decode")[0])
+
+
+def test_in_codes_the_first_hop_is_written_and_read_by_the_column() -> None:
+    wire, wrong = zerofx.Wire("int8", None, between="nodes"), []
+    graphs = finished(**HOPS, wire=wire)
+    for gm, _ in graphs:
+        order = events(gm, "encode", "far", "wait_far", "decode", "all_gather")
+        assert order[:2] == [f"{kind} {order[0].split()[1]}" for kind in ("encode", "far")]
+        for row in tagged(gm, "all_gather"):
+            assert row.args[0].meta["zerofx"].kind == "decode"
+    for gm, ctx in graphs:
+        for mutant in (codes_of_the_row, read_as_of_another_column, never_read):
+            broken, its = another((gm, ctx))
+            mutant(broken, its)
+            try:
+                verify(broken, its)
+                wrong.append(mutant.__name__)
+            except VerificationError as error:
+                assert error.rule in ("group", "wire", "gather"), error
+    assert not wrong

@@ -193,10 +193,10 @@ class Options:
     def two_hops(self) -> bool:
         """Whether a gather over all ranks of a mesh may be one along the column and one in the row.
 
-        Else it is one exchange: codes, and rows of tables, travel straight from rank to rank.
+        Else it is one exchange: codes in a row, too, and rows of tables travel straight from rank to rank.
         """
-        alone = self.wire is None and not self.lookups and not self.one_copy and self.reduce_group is None
-        return self.stage == 3 and alone
+        alone = not self.lookups and not self.one_copy and self.reduce_group is None
+        return self.stage == 3 and alone and (self.wire is None or self.wire.between == "nodes")
 
     @property
     def code_block(self) -> int:

@@ -425,7 +425,7 @@ def _mesh_costs(
     )
 
     def of(stage: int, sharding: Sharding) -> StageCost:
-        two_hops = stage == 3 and wire is None
+        two_hops = stage == 3 and (wire is None or wire.between == "nodes")
         sharing: Sharing = OneGroup.pretended(mesh[0] * mesh[1])
         if stage:
             sharing = pretended(*mesh, sharding=sharding, two_hops=two_hops)

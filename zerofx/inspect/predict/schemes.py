@@ -19,8 +19,8 @@ one dimension, stage 3    two(w N)             two(w N)    row(g N) + col(g N/S)
 stage 0                                                    all(2 g N)
 ========================  ===================  ==========  ==========================  =====================
 
-``two(x)`` is a gather in two hops, ``row(x) + col(x/S)`` (`zerofx.passes.far`). In codes it is one exchange,
-``all(x)``, and so is the reduction.
+``two(x)`` is a gather in two hops, ``row(x) + col(x/S)`` (`zerofx.passes.far`). In codes of which some stay in a row
+(``between="all"``) it is one exchange, ``all(x)``, and so is the reduction.
 
 In codes (``Wire(between="nodes")``) what crosses rows has other sizes of elements (`zerofx.inspect.predict.wires`), and
 HSDP sends ``(R - 1) g N/S`` between rows: all replicas add up all that was sent.
@@ -99,9 +99,9 @@ class Mesh:
             return Phases(forward, forward if self.sharding.one_dimension else gathered, reduction)
         reduction = self._row(float(sizes.gradient) * numel, n)
         if over_all:
-            forward = gathered + self._col(float(sizes.weight) * every / self.ranks, count)
+            forward = gathered + self._col(far.weight * every / self.ranks, count)
             backward = forward if self.sharding.one_dimension else gathered
-            return Phases(forward, backward, reduction + self._col(float(sizes.gradient) * shard, n))
+            return Phases(forward, backward, reduction + self._col(far.gradient * shard, n))
         if self.sharding.divides_optimizer:
             reduction += self._col(far.gradient * shard, n)
             return Phases(gathered, gathered, reduction, self._col(far.refreshed * shard, n))

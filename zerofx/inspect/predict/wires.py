@@ -13,6 +13,7 @@ On a mesh (``between="nodes"``), of N/S elements that a row of S ranks has reduc
     sum over replicas       N/S (g + s) + R N/S (s + 8)
     a part of it            (R - 1)/R N/S (g + s + s + 8) + N/(R S) (g + 8)
     what was updated        N/(R S) (m + s) + N/S (s + m)
+    the first of two hops   N/(R S) (w + s) + N/S (s + w)
 """
 
 from __future__ import annotations
@@ -110,16 +111,18 @@ def crossing(
     if wire is None:
         return plain
     every = rows * ranks
-    if sharding.one_dimension or sharding.gathers_near:
+    over_all = sharding.one_dimension or sharding.gathers_near
+    if over_all and wire.between == "all":
         found = coded(layouts, wire, sizes, precision, every)
         sent = float(found.sizes.weight), float(found.sizes.gradient)
         return replace(plain, weight=sent[0], gradient=sent[1], gather=found.gather, reduction=found.reduction)
     precision, numel = precision or MixedPrecision(), sum(slot.numel for layout in layouts for slot in layout.slots)
-    divided, shard = sharding.divides_optimizer, numel / ranks
+    divided, shard = over_all or sharding.divides_optimizer, numel / ranks
     parts, updated, reduced = every if divided else ranks, 0.0, 0.0
     for layout in layouts:
         layout = replace(layout, world_size=parts)
-        updated += _row(layout, wire.weight_code, layout.dtype) * parts / numel
+        dtype = (precision.param_dtype or layout.dtype) if over_all else layout.dtype
+        updated += _row(layout, wire.weight_code, dtype) * parts / numel
         reduced += _row(layout, wire.gradient_code, precision.reduce_dtype or precision.param_dtype or layout.dtype) * (
             parts / numel
         )
@@ -128,6 +131,9 @@ def crossing(
         plain = replace(plain, gradient=reduced, reduction=work)
     elif reduced < g:
         plain = replace(plain, summed=reduced * rows / 2, reduction=shard * (g + reduced + rows * (reduced + 8)))
-    if divided and updated < m:
+    if over_all:
+        if updated < w:
+            plain = replace(plain, weight=updated, gather=shard * (1 + 1 / rows) * (w + updated))
+    elif divided and updated < m:
         plain = replace(plain, refreshed=updated, first=shard * (1 + 1 / rows) * (m + updated))
     return plain

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.model.layout import GroupLayout
+from zerofx.passes.coded import gather_into
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
 from zerofx.runtime.state.weights import WEIGHTS, Weights
@@ -47,10 +48,15 @@ class Part(Weights):
         part, name = self.shard.to(out.dtype), self.layout.name
         in_row = out.new_empty(replace(self.layout, world_size=self.ranks.size).shard_numel)
         with alone(self.column.name, where, "all-gather", name, in_row.nbytes, part.dtype):
-            for work in self.travel.gather_into(in_row, part, self.column.name):
+            for work in self._cross(in_row, part):
                 work.wait()
         with alone(self.ranks.name, where, "all-gather", name, self.nbytes, part.dtype):
             return self.travel.gather_into(out, in_row, self.ranks.name)
+
+    def _cross(self, out: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+        if self.code is None:
+            return self.travel.gather_into(out, part, self.column.name)
+        return gather_into(self.travel, out, part, self.code, self.sent_whole, self.column.name, self.ranks.name)
 
 
 WEIGHTS.insert(0, Part)
