@@ -11,6 +11,7 @@ schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
 pool          where large buffers on a CPU come from
+alike         which values all ranks of a process group have alike
 travel        how a buffer travels between ranks: a seam
 coded         buffers in codes: operators, and a gather outside of graphs
 carry         state that lives elsewhere: operators that bring it and take it away
@@ -54,6 +55,7 @@ from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.replicate import replicate
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_parameters import save_parameters
+from zerofx.passes.save_parts import save_parts
 from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
@@ -74,6 +76,7 @@ PIPELINE: list[Pass] = [
     far,
     replicate,
     fetch,
+    save_parts,
     discard,
     step,
     put,
@@ -83,7 +86,7 @@ PIPELINE: list[Pass] = [
 ]
 """The passes of stages 1, 2 and 3, in order. Corners insert theirs (`zerofx.passes.lookups`)."""
 
-REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, prefetch, lower, verify)
+REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, prefetch, save_parts, lower, verify)
 """The passes of stage 0."""
 
 
@@ -136,6 +139,7 @@ __all__ = [
     "replicate",
     "save_entries",
     "save_parameters",
+    "save_parts",
     "save_random",
     "save_reads",
     "spare_gathers",

@@ -75,6 +75,10 @@ class Tag:
                             and the shard when it has come
     put, wait_put           the start of taking a gradient away, and the wait
                             until it has left
+    part                    this rank's part of what all tensor-parallel ranks
+                            have alike, which forward saves
+    collect, collected      the gather of all parts, and the wait for it
+    saved                   a view of that, or of what is cut
     step                    the update of a group in its backward, and
     ahead                   the start of its replicas' refresh after that
     discard                 the end of a gathered buffer
@@ -138,6 +142,35 @@ class Gathered(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class SavedPart:
+    """A value of which forward saves this rank's part (`zerofx.passes.save_parts`).
+
+    Attributes:
+        name: what computes it in forward.
+        numel, dtype: of the whole.
+        ranks: how many have a part each.
+        positions: the outputs of forward in whose places the part travels.
+        views: by the name that backward knows each of them by: its size, strides and offset in the whole's memory.
+    """
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    ranks: int
+    positions: tuple[int, ...]
+    views: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
+
+    @property
+    def numel_of_one(self) -> int:
+        return -(-self.numel // self.ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return self.numel * self.dtype.itemsize
+
+
 @dataclass
 class Meanings:
     """What forward's `verify` tells backward's: values, by the numbers that `zerofx.passes.proof.meaning` gives them.
@@ -147,12 +180,14 @@ class Meanings:
         brought: what it hands over after them: what backward is given under that name.
         kept: by group, what was left gathered (`zerofx.passes.proof.facts.Flat`).
         widened: of what was cast to a wider dtype, what it was cast from.
+        parts: by a part's number, what views of the whole are: size, strides and offset -> number.
     """
 
     saved: dict[str, int] = field(default_factory=dict)
     brought: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
+    parts: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -331,6 +366,14 @@ class Context:
     """Gathered bytes that other graphs of the module keep between forward and backward."""
     kept_gathered: dict[str, Gathered] = field(default_factory=dict)
     """Written by forward's `keep` and `near`, read by backward's: group name -> what was left gathered."""
+    parts_group: str = ""
+    """Name of the process group whose ranks save parts of what they have alike (`save_parts`); "" where none do."""
+    parts_ranks: int = 1
+    """How many these are."""
+    alike: frozenset[str] = frozenset()
+    """Forward: the nodes whose values these ranks have alike, as they have told each other."""
+    parts: dict[str, SavedPart] = field(default_factory=dict)
+    """Written by forward's `save_parts`, read by backward's: by the first name that backward knows each by."""
     own: tuple[Pass, ...] = ()
     """The user's passes (`zerofx.passes.own`)."""
     before: GraphModule | None = None

@@ -40,7 +40,7 @@ class Kind:
     verb: str = ""
     total: str = ""
     of: int | None = None
-    brings: Literal["weights", "gradients", "temporary"] = "temporary"
+    brings: Literal["weights", "gradients", "activations", "temporary"] = "temporary"
     stands: str | Callable[[Graph, str], str] = ""
 
 

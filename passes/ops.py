@@ -22,6 +22,13 @@ goes with the second:
 
 `zerofx.passes.pairwise` says how the exchange goes.
 
+One that cuts what forward saves (`zerofx.passes.save_parts`):
+
+==========================================================  ========================================================
+``zerofx.part(whole, T, group)``                            this rank's part of T, a copy: of the elements in row-major
+                                                            order, with zeros behind the last
+==========================================================  ========================================================
+
 Two that update weights while backward runs (`step`); whoever runs the graph has said how (`stepping`):
 
 ==========================================================  ========================================================
@@ -59,6 +66,7 @@ _library.define("reduce_grad(Tensor grad, int offset, int shard_numel, int world
 _library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
 _library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
 _library.define("own_part(Tensor(a) pack, int world_size, str process_group) -> Tensor(a)")
+_library.define("part(Tensor whole, int world_size, str process_group) -> Tensor")
 _library.define("step(Tensor gradient, str group) -> Tensor")
 _library.define("refresh(Tensor stepped, str group) -> Tensor")
 
@@ -103,6 +111,15 @@ def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str
 def _own_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
     part = pack.numel() // world_size
     return pack.narrow(0, resolve_process_group(process_group).rank() * part, part)
+
+
+def _part(whole: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    numel, out = whole.numel(), _any_of_parts(whole, world_size, process_group)
+    first = min(numel, resolve_process_group(process_group).rank() * out.numel())
+    mine = whole.reshape(-1)[first : first + out.numel()]
+    out[: mine.numel()].copy_(mine)
+    out[mine.numel() :].zero_()
+    return out
 
 
 class Stepper(Protocol):
@@ -165,12 +182,17 @@ def _any_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.
     return pack.narrow(0, part, part)  # not the first: Inductor asks whether it is aligned
 
 
+def _any_of_parts(whole: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    return whole.new_empty(-(-whole.numel() // world_size))
+
+
 for _name, _run, _shape in (
     ("unshard", _unshard, _unsharded),
     ("reduce_grad", _reduce_grad, _reduced),
     ("all_gather_pairwise", _all_gather_pairwise, _gathered),
     ("all_to_all_pairwise", _all_to_all_pairwise, _exchanged),
     ("own_part", _own_part, _any_part),
+    ("part", _part, _any_of_parts),
     ("step", _step, _nothing),
     ("refresh", _refresh, _nothing),
 ):

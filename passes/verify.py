@@ -31,6 +31,9 @@ fetch        weights that live elsewhere are read by their fetch alone: each is 
              two are on their way at most, in the order of the graph, each behind the readers of what is gone by then
 put          gradients that live elsewhere are taken away once, by the place that the caller knows, and waited for once;
              two are on their way at most, and nothing writes to one of them
+parts        of what all tensor-parallel ranks have alike, a part is saved, in the order of its memory; backward gathers
+             each once, in their process group, and reads what forward would have saved; one is under way beside the one
+             that is waited for; the order among that group's collectives is pinned
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
 own          what a user's pass inserted behind ours is read by such passes alone, and writes to nothing else; its
@@ -55,6 +58,7 @@ from zerofx.passes.context import Context
 from zerofx.passes.proof.carried import check_carried
 from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned, check_read
 from zerofx.passes.proof.outputs import Outputs
+from zerofx.passes.proof.parts import check_parts
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.steps import check_steps
 
@@ -76,6 +80,7 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_order(waits, reader.ops, reader.order, ctx)
     check_steps(reader)
     check_carried(reader)
+    check_parts(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order, reader.apart)
     return 0

@@ -49,6 +49,9 @@ class Known:
         brought: the shards that are brought;
         fetched: what was brought, by its wait; and
         leaving: what is being taken away, and what shares its memory.
+        collects: the starts of gathers of saved parts; and
+        collected: the numbers of these parts; and
+        renumbered: by the name of what was saved, the number of what is the same view of the same memory.
         own: what a user's passes inserted; and
         fresh: of these, what has memory of its own.
     """
@@ -86,6 +89,9 @@ class Known:
         self.brought: set[Node] = set()
         self.fetched: dict[Node, Buffer] = {}
         self.leaving: set[Node] = set()
+        self.collects: list[Node] = []
+        self.collected: set[Number] = set()
+        self.renumbered: dict[str, Any] = {}
         self.own: set[Node] = set()
         self.fresh: set[Node] = set()
         self._calls = itertools.count()

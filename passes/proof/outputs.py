@@ -18,6 +18,7 @@ from zerofx.passes.proof.carried import gradient_away
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Original
 from zerofx.passes.proof.own import check_own
+from zerofx.passes.proof.parts import Cut, check_saved
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
 from zerofx.passes.proof.steps import gradient_of
@@ -111,7 +112,7 @@ class Outputs:
             if self.before is not None and value in self.reader.weights and i not in self.before.lent:
                 self.reader.fail("write", value, "the caller may write to it, and it is a view of weights", "a copy")
         if i in ctx.saved and was is not None:
-            self.meanings.saved[name] = was
+            self.meanings.saved[name] = self.reader.renumbered.get(name, was)
 
     def _check_promised(self, i: int, ref: ParameterRef) -> None:
         """The caller puts ``ref`` at output ``i``: it must be what was saved there, or what that was a view of."""
@@ -143,6 +144,9 @@ class Outputs:
             self.meanings.kept[flat.layout.name] = flat
             return
         if not isinstance(value, Node):
+            return
+        if isinstance(flat, Cut):
+            check_saved(self.reader, i, name, value, was)
             return
         whole = value.op == "placeholder" or self.ctx.stage
         if value in self.reader.memory or (whole and value in self.derived):

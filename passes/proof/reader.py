@@ -17,7 +17,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import carried, coded, own
+from zerofx.passes.proof import carried, coded, own, parts
 from zerofx.passes.proof.facts import (
     ALL_REDUCES,
     DECODE,
@@ -77,6 +77,7 @@ class Reader(Known):
         for node in theirs:
             brought = self.meanings.brought if ctx.phase == "backward" else {}
             self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.numbering)
+            parts.read_input(self, node)
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)
         for layout, node in zip(ctx.shards, ours):
@@ -152,6 +153,8 @@ class Reader(Known):
             carried.read_carried(self, op)
         elif isinstance(fact, (carried.Away, carried.Ticket)):
             READERS[type(fact)](self, op, fact)
+        elif op.target is parts.PART:
+            parts.read_part(self, op)
         elif op.target in (STEP, REFRESH):
             self.updates.append(op)
             self.numbers[node] = hash(("update", node.name))
@@ -174,17 +177,21 @@ class Reader(Known):
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:
-            start = next((self.weights[x] for x in inputs if x in self.weights), None)
-            self.numbers[node] = self.numbering.of(op, self.numbers, self._calls, start or 0)
-            write(op, self.numbers, self.writes)
-            memory = [b for x in inputs for b in self.memory.get(x, ())]
-            if op.shares_memory():
-                if memory:
-                    self.memory[node] = memory
-                if start is not None:
-                    self.weights[node] = start
-            if len(inputs) == 1 and inputs[0] in self.derived and edit.views_or_casts(op.target):
-                self.derived.add(node)
+            self._compute(op, inputs)
+
+    def _compute(self, op: Op, inputs: list[Node]) -> None:
+        """One of the model's operations, or one that stands in its place."""
+        node, start = op.node, next((self.weights[x] for x in inputs if x in self.weights), None)
+        self.numbers[node] = self.numbering.of(op, self.numbers, self._calls, start or 0)
+        write(op, self.numbers, self.writes)
+        memory = [b for x in inputs for b in self.memory.get(x, ())]
+        if op.shares_memory():
+            if memory:
+                self.memory[node] = memory
+            if start is not None:
+                self.weights[node] = start
+        if len(inputs) == 1 and inputs[0] in self.derived and edit.views_or_casts(op.target):
+            self.derived.add(node)
 
     def _theirs(self, node: Node) -> bool:
         """Whether the model's own code has that node (a collective of its own, then)."""

@@ -36,6 +36,7 @@ from zerofx._torch.aot import (
     must_save,
     saved_outputs,
     saving_is_decided,
+    tangents,
     without_symbols,
 )
 from zerofx._torch.autograd import (
@@ -92,7 +93,7 @@ from zerofx._torch.inductor import (
     taken_apart,
     write_code,
 )
-from zerofx._torch.partition import LEAST, Cut, Partition, minimum_cut, partitioning, saving, without_code
+from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, without_code
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (
@@ -110,6 +111,7 @@ from zerofx._torch.tensors import (
     pytree,
     storage_of,
     watch_arguments,
+    with_numbers,
     with_own_storage,
 )
 from zerofx._torch.triton_kernels import KernelText, MachineCode, kernel_texts, machine_code

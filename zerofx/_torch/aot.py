@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch.tensors import pytree
 
@@ -171,6 +171,20 @@ def without_symbols(value: Any) -> Any:
 def is_tangent(node: Node) -> bool:
     """Whether a joint graph's node is the gradient of an output (2.11, 2.13, 2.15)."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def tangents(graph: Graph) -> dict[Node, Node]:
+    """Of a joint graph: each gradient of an output that comes as an input, and that output (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+
+    output = graph.output_node()
+    by_desc = dict(zip(output.meta["desc"], output.args[0]))  # type: ignore[arg-type]
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        if isinstance(desc, TangentAOTInput) and isinstance(of := by_desc.get(desc.output), Node):
+            found[node] = of
+    return found
 
 
 def must_save(node: Node) -> None:

@@ -163,12 +163,19 @@ def without_code() -> Iterator[None]:
         yield
 
 
-def minimum_cut(on_joint: Callable[[GraphModule], Any]) -> Callable[..., tuple[GraphModule, GraphModule]]:
-    """The partitioner that can recompute, for AOTAutograd without Inductor; ``on_joint`` gets the joint graph first."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+def cutting(
+    on_joint: Callable[[GraphModule], Any], *, recomputes: bool
+) -> Callable[..., tuple[GraphModule, GraphModule]]:
+    """A partitioner for AOTAutograd without Inductor; ``on_joint`` gets the joint graph first.
+
+    ``recomputes``: the one that can; else AOTAutograd's own, which saves what backward reads.
+    """
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    chosen = min_cut_rematerialization_partition if recomputes else default_partition
 
     def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         on_joint(joint)
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        return chosen(joint, inputs, **kwargs)
 
     return partition

@@ -27,6 +27,13 @@ call_plainly = torch._C._disabled_torch_function_impl
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 
+def with_numbers() -> contextlib.AbstractContextManager[Any]:
+    """Inside tensors are real, though something is being traced (2.11, 2.13, 2.15)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def fake_mode() -> contextlib.AbstractContextManager[Any]:
     """Tensors that are made inside have no memory (2.11, 2.13, 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode

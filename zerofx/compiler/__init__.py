@@ -10,6 +10,7 @@ wrappers      wrappers that would train the module in parallel once more
 backend       the ``torch.compile`` backend
 captured      what is done with Dynamo's graph
 activations   what forward saves, within a budget
+alike         what all tensor-parallel ranks have alike
 division      one budget, divided between weights and activations
 trial         one division, tried on copies
 pair          forward and backward of one graph: contexts, passes, executor

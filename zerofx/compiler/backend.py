@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
@@ -67,6 +68,8 @@ class Backend:
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
         unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
+        if torch.is_grad_enabled():
+            unit.ask(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs
         fused = self.options.executor == "inductor"
         with _torch.functorch_config(lazy_backward=lazy, fused=fused), unit.saving() as budgeted:
@@ -76,7 +79,9 @@ class Backend:
                 )
             else:
                 compilers = unit.compile_forward, unit.compile_backward, unit.compile_inference
-                partition = _torch.minimum_cut(unit.before_cut) if budgeted else None
+                partition = None
+                if budgeted or unit.alike is not None:
+                    partition = _torch.cutting(unit.before_cut, recomputes=budgeted)
                 compiled = _torch.compile_with_aot_autograd(gm, example_inputs, *compilers, partition)
         return refuse_double_backward(compiled)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import backend_name
+from zerofx._torch import backend_name, resolve_process_group
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.compiler.pooled import check_pool
@@ -66,6 +66,7 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
+    _check_partition(options, sharing)
     if options.pool:
         check_pool(device)
     check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
@@ -75,6 +76,25 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     if (offload := Offload.of(options.offload)) is not None:
         check_offload(offload, [layout for layout, _ in planned], device)
     return planned
+
+
+def _check_partition(options: Options, sharing: Sharing) -> None:
+    """Refuse ranks that have batches of their own: they have no activation alike."""
+    name = options.partition_activations
+    if name is None:
+        return
+    try:
+        ranks = dist.get_process_group_ranks(resolve_process_group(name))  # type: ignore[arg-type]
+    except RuntimeError as e:
+        raise ValueError(
+            f"partition_activations={name!r}: rank {dist.get_rank()} is in no process group of that name."
+        ) from e
+    trained = dist.get_process_group_ranks(sharing.everyone.process_group)
+    if len(both := sorted(set(ranks).intersection(trained))) > 1:
+        raise ValueError(
+            f"partition_activations has the ranks {ranks}, of which {both} share the training of this module: they "
+            "have batches of their own, and no activation alike. Expected the tensor-parallel dimension of the mesh."
+        )
 
 
 def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
@@ -94,6 +114,8 @@ def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Shari
     facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
     chosen = {name: getattr(options, name) for name in _ALIKE}
     chosen["leaf_modules"] = leaf_names(module, options.leaf_modules)
+    if (name := options.partition_activations) is not None:  # each has one of its own
+        chosen["partition_activations"] = resolve_process_group(name).size()  # type: ignore[arg-type]
     if sharing.replicas is not None:  # each replica has one of its own
         chosen["reduce_group"] = options.reduce_group is not None
     facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
@@ -108,6 +130,7 @@ _ALIKE = (
     "memory_budget",
     "activation_budget",
     "memory",
+    "partition_activations",
     "executor",
     "reduce_group",
     "one_copy",

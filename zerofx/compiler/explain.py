@@ -192,8 +192,10 @@ class Reasons:
         return [("for", place)] if place else []
 
     def _saving(self, node: Node) -> Why:
-        """What an `activation_budget` has to do with a node of the model's."""
+        """What an `activation_budget`, or `partition_activations`, has to do with a node of the model's."""
         chosen, phase = self.context.activations, self.context.phase
+        if phase == "forward" and any(part.name == node.name for part in self.context.parts.values()):
+            return [("then", f"a part is saved: {self.context.parts_ranks} tensor-parallel ranks have it alike")]
         if chosen is None or node.name not in chosen.recomputed:
             return []
         if phase == "forward":
@@ -354,6 +356,8 @@ _ABOUT = {
     "wait_fetch": "brings",
     "put": "takes",
     "wait_put": "takes",
+    "part": "cuts",
+    "collected": "brings",
     "all_gather": "brings",
     "wait": "brings",
     "refresh": "brings",

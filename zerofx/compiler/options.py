@@ -61,6 +61,9 @@ class Options:
             ``math.inf``: all stay gathered.
         activation_budget: what forward may save for backward, which recomputes the rest: a fraction, up to 1, of what
             it would save; or bytes, for all graphs of the module together. None: all (docs/activations.md).
+        partition_activations: the tensor-parallel dimension of a mesh (``mesh["tp"]``), or its process group. Of what
+            all of its ranks have alike, each saves a part, and backward gathers it (docs/activations.md). None: each
+            saves all.
         memory: bytes of its device that a rank may use for weights, gradients, optimizer state and activations, or a
             `zerofx.Memory`. The two budgets above follow from it (docs/memory.md). None: no such limit.
         groups: see `zerofx.model.grouping`.
@@ -101,6 +104,7 @@ class Options:
     executor: Executor = "inductor"
     memory_budget: float | None = None
     activation_budget: float | None = None
+    partition_activations: DeviceMesh | dist.ProcessGroup | str | None = None
     memory: int | Memory | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[LeafRule] | None = None
@@ -182,6 +186,7 @@ class Options:
                 'mesh["replicate", "shard"].'
             )
         _check_sharding(self)
+        object.__setattr__(self, "partition_activations", _name_of(self.partition_activations))
         if isinstance(self.reduce_group, dist.ProcessGroup):  # by name, as `zerofx.runtime.ranks.sharing` keeps it
             object.__setattr__(self, "reduce_group", self.reduce_group.group_name)
         elif self.reduce_group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
@@ -211,6 +216,11 @@ class Options:
                 raise ValueError(f"memory= with {name}={getattr(self, name)!r}: memory= divides itself. Leave one out.")
         if Offload.of(self.offload) is not None:
             raise ValueError("memory= with offload=: what lives elsewhere is not taken off yet. Leave one of both out.")
+        if self.partition_activations is not None:
+            raise ValueError(
+                "memory= with partition_activations=: what is saved in parts is not taken off yet. Leave one of both "
+                "out, or give activation_budget= and memory_budget= instead of memory=."
+            )
         if self.leaf_modules is not None:
             raise ValueError("memory= with leaf_modules=: what these take is not known ahead. Leave one of both out.")
 
@@ -266,6 +276,21 @@ class Options:
             found = nearest(unknown[0], known)
             raise ValueError(f"unknown option {unknown[0]!r}{found} zerofx knows {', '.join(known)}.")
         return Options(**options)
+
+
+def _name_of(tensor_parallel: Any) -> str | None:
+    """The name of the process group that ``partition_activations`` is, for options keep no process group."""
+    group = tensor_parallel
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        group = group.group_name
+    if group is not None and not isinstance(group, str):
+        raise ValueError(
+            f"partition_activations={tensor_parallel!r}: expected a DeviceMesh of one dimension, a process group, its "
+            "name, or None."
+        )
+    return group
 
 
 def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.activations import choose as choose_saved
 from zerofx.compiler.activations import cost, is_whole
+from zerofx.compiler.alike import Alike
 from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
@@ -31,7 +32,18 @@ from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runne
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes import edit
-from zerofx.passes.context import Activations, Context, Division, Gathered, Meanings, ParameterRef, Phase, Recipe, Sync
+from zerofx.passes.context import (
+    Activations,
+    Context,
+    Division,
+    Gathered,
+    Meanings,
+    ParameterRef,
+    Phase,
+    Recipe,
+    SavedPart,
+    Sync,
+)
 from zerofx.passes.proof.code import Promise
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_random import save_random
@@ -79,13 +91,23 @@ class CompiledGraph:
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
         self.meanings: Meanings = Meanings()
+        self.parts: dict[str, SavedPart] = {}
+        self.alike: Alike | None = None
         self.written: dict[str, str] = {}
         """What forward's code writes to and returns for backward: `zerofx.passes.proof.code.check_code`."""
         self.names: frozenset[str] = frozenset(layout.name for layout in self.groups)
 
+    def ask(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Find out what tensor-parallel ranks have alike of Dynamo's graph: a collective of theirs."""
+        if (name := self.options.partition_activations) is not None and self.groups:
+            alike = Alike(name, gm, example_inputs, self.family)  # type: ignore[arg-type]
+            self.alike = alike if alike.ranks.size > 1 else None
+
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
         save_reads(joint)
+        if self.alike is not None:
+            self.alike.learn(joint)
         if any(group.weights.gathers for group in self.groups.values()):
             spare_gathers(joint, self.parameters(joint.graph))
         if self.options.memory is not None or not is_whole(self.options.activation_budget):
@@ -197,8 +219,8 @@ class CompiledGraph:
         )
 
     def _counting(self, trace: Trace, others: set[int]) -> Callable[[list[Any]], None] | None:
-        """Tells the family what a forward saves within a budget, but for ``others`` and its own inputs."""
-        if self.activations is None:
+        """Tells the family what a forward saves within a budget, or in parts, but for ``others`` and its own inputs."""
+        if self.activations is None and not trace.context.parts:
             return None
         outputs, names, family = edit.output_values(trace.before.graph), self.names, weakref.ref(self.family)
         computed = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder"]
@@ -264,6 +286,8 @@ class CompiledGraph:
             carries=bool(ctx.weights_away or ctx.gradients_away),
             published=ctx.published,
             publish=self.family.published.update,
+            names=names if ctx.parts else (),
+            alike=self.alike,
         )
 
     def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
@@ -297,6 +321,7 @@ class CompiledGraph:
         # Backward may write over an input of the model's, by its place among the inputs that are left.
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
+        moved += [i for part in ctx.parts.values() for i in part.positions] if ctx.phase == "forward" else ()
         returned = len(edit.output_values(gm.graph))
         moved += range(returned - len(ctx.published), returned) if ctx.phase == "forward" else ()
         _torch.forget_output_strides(gm, moved)
@@ -332,6 +357,10 @@ class CompiledGraph:
             gradients={position: self.sharded[i] for position, i in gradients.items() if i in self.sharded},
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
+            parts=self.parts,
+            alike=self.alike.saved(gm) if self.alike is not None and phase == "forward" else frozenset(),
+            parts_group=self.alike.ranks.name if self.alike is not None else "",
+            parts_ranks=self.alike.ranks.size if self.alike is not None else 1,
             meanings=self.meanings,
             sync=sync,
             steps=steps,
@@ -389,9 +418,12 @@ def _examples(
 ) -> list[Any]:
     """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
 
-    In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else.
+    In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else. So it is of
+    what forward saved a part of.
     """
-    examples = [n.meta["val"] if n.name in ctx.parameters else x for n, x in zip(old, example_inputs)]
+    other = {name for part in ctx.parts.values() for name in part.views} if ctx.phase == "backward" else ()
+    other = {*ctx.parameters, *other}
+    examples = [n.meta["val"] if n.name in other else x for n, x in zip(old, example_inputs)]
     new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
     return [examples[i] for i in kept] + new
 

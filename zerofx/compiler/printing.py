@@ -103,6 +103,8 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
     elif "refresh" in sizes:
         how = "in common" if trace.context.one_copy else "waited for"
         parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
+    if "part" in sizes and (ranks := trace.context.parts_ranks):
+        parts.append(f"{len(sizes['part'])} values of {format_bytes(sum(sizes['part']))} saved in {ranks} parts")
     for kind, words in (_SIZED | {name: kind.total for name, kind in KINDS.items() if kind.total}).items():
         if kind in sizes:
             parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")

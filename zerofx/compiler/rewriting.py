@@ -175,6 +175,7 @@ def copy_context(ctx: Context) -> Context:
         recipes=dict(ctx.recipes),
         kept_gathered=dict(ctx.kept_gathered),
         saved_names=dict(ctx.saved_names),
+        parts=dict(ctx.parts),
         gathered=list(ctx.gathered),
         shards=list(ctx.shards),
         saved_parameters=dict(ctx.saved_parameters),

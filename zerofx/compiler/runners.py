@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zerofx.compiler.alike import Alike
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
 from zerofx.passes.feedback import feeding
@@ -117,6 +118,8 @@ class BackwardCode:
         carries: whether the graph fetches weights, or takes gradients away.
         published: under what names the outputs in front of these go to
         publish.
+        names: of its arguments, where tensor-parallel ranks have saved parts of what they have
+        alike: what they have to say of that.
     """
 
     compiled: Callable
@@ -131,8 +134,12 @@ class BackwardCode:
     carries: bool
     published: Sequence[str]
     publish: Publish
+    names: Sequence[str] = ()
+    alike: Alike | None = None
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
+        if self.alike is not None and self.alike.tangents and self.names:
+            self.alike.check(dict(zip(self.names, args, strict=True)))
         gathered = self._take_gathered(args)
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:

@@ -24,10 +24,11 @@ kept gradients   what `zerofx.no_sync` keeps back, whole
 cut off          with ``Wire(error_feedback=True)``, what codes cut off of the last gradients
 optimizer state  all tensors in ``optimizer.state``: moments, masters, counters
 buffers          the module's own buffers
-activations      what forward has saved for backward, where there is an ``activation_budget``
+activations      what forward has saved for backward, where there is an ``activation_budget``, or
+                 ``partition_activations``
 ===============  =========================================================================================
 
-Without such a budget activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
+Without either activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
 """
 
 from __future__ import annotations

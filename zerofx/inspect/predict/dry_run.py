@@ -96,7 +96,7 @@ def dry_run(
     replicas, ranks = world_size if isinstance(world_size, tuple) else (1, world_size)
     if min(replicas, ranks) < 1:
         raise ValueError(f"world_size={world_size}: expected 1 or more.")
-    for name in ("mesh", "reduce_group"):
+    for name in ("mesh", "reduce_group", "partition_activations"):
         if getattr(checked, name) is not None:
             raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
     if checked.leaf_modules is not None:

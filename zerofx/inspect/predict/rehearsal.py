@@ -145,6 +145,8 @@ class _Code:
         context = self.context
         if context.is_of_replicas(node.args):
             return context.replicas, 1
+        if node.meta["zerofx"].kind == "collect":  # inside of a host, as tensor-parallel ranks are
+            return context.parts_ranks, context.parts_ranks
         if context.near_ranks == 1:
             return self.world_size, self.world_size
         near = node.args[-1] == context.near_group

