@@ -142,7 +142,7 @@ def in_parts(shape: tuple[int, int], kind: dict[str, Any], **options: Any) -> di
 def test_a_step_is_the_same_bit_for_bit_and_what_all_have_alike_is_saved_in_parts(
     make_workers: Callable[[int], Any], shape: tuple[int, int]
 ) -> None:
-    ranks = make_workers(math.prod(shape)).run(in_parts, shape, {}, stage=3, timeout=300)
+    ranks = make_workers(math.prod(shape)).run(in_parts, shape, {}, stage=3, timeout=120)
     found = ranks[0]
     # What enters each norm, each pair of products, the adapter and the head.
     assert len(found["parts"]) == 6 and {nbytes for _, nbytes in found["parts"]} == {4 * ROWS * WIDTH}
