@@ -177,7 +177,10 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
     if isinstance(p, (ShardedTensor, ReplicatedParameter)):
         raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
     if type(p) is not nn.Parameter:
-        raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
+        instead = "Shard the plain module."
+        if hasattr(p, "device_mesh"):  # a DTensor
+            instead = "Give the module as it is before parallelize_module, its layers split by hand (docs/meshes.md)."
+        raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. {instead}")
     if not p.is_floating_point():
         raise ValueError(
             f"{name!r} has dtype {p.dtype}: expected a real floating-point type. Keep "
