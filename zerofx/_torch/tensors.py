@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,18 @@ call_plainly = torch._C._disabled_torch_function_impl
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 
-def with_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Inside tensors are real, though something is being traced (2.11, 2.13, 2.15)."""
+@contextlib.contextmanager
+def with_numbers() -> Iterator[None]:
+    """Inside tensors are real, though something is being traced (2.11, 2.13, 2.15).
+
+    Nor do operators go through Python's dispatcher. A collective that does keeps the interpreter's lock while it waits
+    for gloo's. A thread of gloo's has that one, and may wait for the interpreter's, to free a tensor.
+    """
+    from torch._dispatch.python import no_python_dispatcher
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    return unset_fake_temporarily()
+    with no_python_dispatcher(), unset_fake_temporarily():
+        yield
 
 
 def fake_mode() -> contextlib.AbstractContextManager[Any]:
