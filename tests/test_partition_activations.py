@@ -246,7 +246,7 @@ def told() -> dict[str, Any]:
 def test_what_differs_is_told(workers2: Any) -> None:
     first, second = workers2.run(told, timeout=200)
     (warning,) = first["warned"]
-    assert "input L['x'] of shape (64, 66) differs between the ranks [0, 1]" in warning and not second["warned"]
+    assert "argument 0 of shape (64, 66) differs between the ranks [0, 1]" in warning and not second["warned"]
     assert first["of other batches"] == []
     assert "the gradient of an output that the ranks [0, 1] have alike, differs" in first["gradient"]
     assert first["gradient"] == second["gradient"]

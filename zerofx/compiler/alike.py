@@ -17,6 +17,7 @@ because the collectives of the model itself are in the graph.
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
@@ -76,8 +77,9 @@ class Alike:
     def _warn(self, node: Node, x: torch.Tensor) -> None:
         if self.ranks.rank == 0:
             source = _torch.source_name(node) or node.name
+            source = re.sub(r"^L\['(?:kw)?args'\]\[(.+)\]$", r"argument \1", source)  # of the module's call
             warnings.warn(
-                f"partition_activations: the input {source} of shape {tuple(x.shape)} differs between the "
+                f"partition_activations: {source} of shape {tuple(x.shape)} differs between the "
                 f"{self.ranks}. What is computed from it is saved whole. Tensor-parallel ranks get one batch.",
                 stacklevel=2,
             )
