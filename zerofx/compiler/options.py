@@ -214,8 +214,6 @@ class Options:
         for name in ("memory_budget", "activation_budget"):
             if getattr(self, name) is not None:
                 raise ValueError(f"memory= with {name}={getattr(self, name)!r}: memory= divides itself. Leave one out.")
-        if Offload.of(self.offload) is not None:
-            raise ValueError("memory= with offload=: what lives elsewhere is not taken off yet. Leave one of both out.")
         if self.partition_activations is not None:
             raise ValueError(
                 "memory= with partition_activations=: what is saved in parts is not taken off yet. Leave one of both "

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes
 from zerofx.passes.context import STATE, Context, OnDisk
-from zerofx.runtime.state.state_file import padded
+from zerofx.runtime.optim.through_file import BUFFERS
+from zerofx.runtime.state.state_file import BUFFER, padded
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ class Files:
                 at_rest["gradient"] += shard
                 read += padded(shard)
         return Files(there, at_rest, read, written, touched)
+
+    def of(self, layout: GroupLayout) -> frozenset[str]:
+        """The kinds of a group's state that are in the file."""
+        return self.there.kinds if layout.name in self.there.groups else frozenset()
+
+    @property
+    def passing(self) -> int:
+        """Bytes of memory through which state passes: buffers, a stage; `torch.optim` has as much in `KEPT`."""
+        return (BUFFERS + 1) * min(BUFFER, self.read)
 
     def __str__(self) -> str:
         """In a line, without the bytes that the optimizer moves."""

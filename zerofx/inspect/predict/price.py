@@ -18,14 +18,15 @@ import torch
 from zerofx.compiler.division import PRICES, Price
 from zerofx.compiler.records import GraphRecord
 from zerofx.compiler.rewriting import Rewriting
+from zerofx.inspect.predict.files import Files
 from zerofx.inspect.predict.predict import Rates, held_by_layouts, on_the_clock
 from zerofx.inspect.predict.rehearsal import rehearse, rehearse_micro_batches
 from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 
-ORDINARY = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4)}
-"""The rates of an ordinary machine, by device, for who gives none: of a processor's core or two, and 8 Gbit/s."""
+ORDINARY = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4, disk_bytes_per_s=1e9)}
+"""The rates of an ordinary machine, by device, for who gives none: a processor's core or two, 8 Gbit/s, an SSD."""
 ORDINARY_ELSEWHERE = Rates(2e14, 2e12, 5e10, 2e-5)
 """Of a GPU in bfloat16, and a link between GPUs of one machine."""
 
@@ -50,20 +51,24 @@ def price(forward: Rewriting, backwards: Sequence[Rewriting], memory: Memory, fo
 
 
 def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
-    """Bytes that are there before a step and after it.
+    """Bytes of memory that are there before a step and after it.
 
     Weights, what the optimizer keeps, and the graph's other inputs. And what stands for each parameter and for its
-    gradient: an element; and the optimizer's counter of its steps: 4 bytes.
+    gradient: an element; and the optimizer's counter of its steps: 4 bytes. What lives in a file is not there, but the
+    buffers through which it passes are (`Files.passing`).
 
     Args:
         layouts: of each group of the module, as graphs see it and as the optimizer does.
     """
     context = forward.context
-    held = held_by_layouts(context, [seen for seen, _ in layouts])
+    held = held_by_layouts(context, [seen for seen, _ in layouts if seen.name not in context.weights_away])
+    files = Files.of_module(context, [layout for _, layout in layouts])
+    held += files.passing if files is not None else 0
     for _, layout in layouts:
         whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
         shard = layout.nbytes // layout.world_size if context.stage else whole
-        held += int(memory.moments * shard) * layout.requires_grad
+        if files is None or "moment" not in files.of(layout):
+            held += int(memory.moments * shard) * layout.requires_grad
         held += len(layout.slots) * (2 * layout.dtype.itemsize + 4)
     inputs = {}
     for node in forward.before.graph.find_nodes(op="placeholder"):
