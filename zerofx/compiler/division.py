@@ -52,6 +52,7 @@ from zerofx.passes.schedule import TooLittle
 from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.ranks.watch import watch_of
 from zerofx.runtime.state.held import Taken
+from zerofx.runtime.state.state_file import KEPT
 
 STEPS = 2
 """How many budgets for gathered weights there are between the default one and all of them."""
@@ -222,8 +223,15 @@ class Trials:
 
     def _gradients(self, groups: Sequence[Any]) -> int:
         whole = self.memory.no_sync or not self.unit.options.stage
-        layouts = [group.layout for group in groups if group.layout.requires_grad]
-        return sum(x.nbytes if whole else x.shard_numel * x.dtype.itemsize for x in layouts)
+        here, away = 0, 0
+        for group in groups:
+            layout = group.layout
+            nbytes = layout.nbytes if whole else layout.shard_numel * layout.dtype.itemsize
+            if not whole and "gradient" in group.home.streams:
+                away += nbytes * layout.requires_grad
+            else:
+                here += nbytes * layout.requires_grad
+        return here + (min(KEPT, away) if self.memory.micro_batches > 1 else 0)  # sums that stay a while
 
     def _offers(self) -> tuple[Tried, str]:
         """What needs least; and in words how long a step takes with it, and with more, up to all."""

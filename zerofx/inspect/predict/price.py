@@ -61,8 +61,9 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
         layouts: of each group of the module, as graphs see it and as the optimizer does.
     """
     context = forward.context
-    held = held_by_layouts(context, [seen for seen, _ in layouts if seen.name not in context.weights_away])
     files = Files.of_module(context, [layout for _, layout in layouts])
+    away = [] if files is None else [seen for seen, _ in layouts if "weights" in files.of(seen)]
+    held = held_by_layouts(context, [seen for seen, _ in layouts if seen not in away])
     held += files.passing if files is not None else 0
     for _, layout in layouts:
         whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
