@@ -47,11 +47,18 @@ def main() -> int:
                     if name not in found["rows"]:
                         found["rows"][name] = row = _row(model, stage, precision, architecture, known)
                         print(name, f"{row['seconds']} s", row.get("error", "")[:300], flush=True)
-                        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+                        _write(found)
                         write_page(found)
     write_page(found)
     rows = found["rows"].values()
     return int(any("error" in row or any(code["error"] for code in row["compiled"]) for row in rows))
+
+
+def _write(found: dict[str, Any]) -> None:
+    """A line for each row."""
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in found["rows"].items())
+    rest = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1).removesuffix("\n}")
+    RESULTS.write_text(f'{rest},\n "rows": {{\n{rows}\n }}\n}}\n')
 
 
 def _arguments() -> argparse.Namespace:
