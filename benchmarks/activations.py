@@ -2,12 +2,14 @@
 
     python benchmarks/activations.py                                  # all models, eager, ten budgets each
     python benchmarks/activations.py --models gpt-8 --executor inductor --budgets 1 0.5 0
+    python benchmarks/activations.py --models gpt-8 --budgets 1 0.5 0 --offload /local/scratch --steps 7
     python benchmarks/activations.py --plot                           # draws docs/pictures/activations.svg
 
 Two gloo ranks, one core each. What is asked for at each budget: the peak that is measured (the allocator's, over
 forward and backward), the one that `zerofx.predict(probe=True)` says, what forward saves, the losses of a few steps,
 and the median time of a step, forward and backward, on the slower rank. Budgets of one model take turns, step by step,
-so whatever else the machine does hits all alike. "checkpoint": no budget, every block in torch.utils.checkpoint.
+so whatever else the machine does hits all alike. "checkpoint": no budget, every block in torch.utils.checkpoint. With
+``--offload`` each budget comes once more, "offload 0.5", with a file for what exceeds it; "offload 1" has all there.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ MODELS = {
     "moe": MixtureOfExperts,
 }
 BUDGETS = [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0]
-CHECKPOINT = "checkpoint"
+CHECKPOINT, OFFLOAD = "checkpoint", "offload"
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -135,7 +137,7 @@ def batch_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def run(name: str, executor: str, points: list[Any], steps: int) -> list[dict[str, Any]]:
+def run(name: str, executor: str, points: list[Any], steps: int, folder: str = "") -> list[dict[str, Any]]:
     """One rank: every point of the curve of one model."""
     x, y = batch_of(name)
     built, found = [], []
@@ -144,8 +146,11 @@ def run(name: str, executor: str, points: list[Any], steps: int) -> list[dict[st
         model = MODELS[name]()
         if point == CHECKPOINT:
             checkpoint_blocks(model)
-        budget = None if point == CHECKPOINT else point
+        offloads = str(point).startswith(OFFLOAD)
+        budget = None if point == CHECKPOINT else float(str(point).removeprefix(OFFLOAD))
         options: dict[str, Any] = {"groups": zerofx.Grouping(min_bytes=64 << 10), "activation_budget": budget}
+        if offloads:
+            options["offload"] = zerofx.Offload(activations=folder)
         start = time.perf_counter()
         zerofx.compile(model, executor=executor, **options)
         model(x, y).backward()
@@ -176,6 +181,8 @@ def run(name: str, executor: str, points: list[Any], steps: int) -> list[dict[st
                 "predicted": prediction and prediction.peak_bytes,
                 "by_class": prediction and prediction.peak,
                 "saved": chosen and chosen.saved_bytes,
+                "offloaded": chosen and chosen.offloaded_bytes,
+                "written": prediction and prediction.file_written,
                 "whole": chosen and chosen.whole_bytes,
                 "recomputed_flops": chosen and chosen.flops,
                 "losses": losses,
@@ -212,15 +219,16 @@ def measure(args: argparse.Namespace) -> None:
     kept["torch"] = torch.__version__
     for name in args.models:
         points = [*args.budgets, *([CHECKPOINT] if hasattr(MODELS[name](), "blocks") else [])]
-        ranks = Workers(2).run(
-            "benchmarks.activations:run", name, args.executor, points, args.steps, timeout=args.timeout
-        )
+        if args.offload:
+            points += [f"{OFFLOAD} {budget}" for budget in args.budgets]
+        given = name, args.executor, points, args.steps, args.offload
+        ranks = Workers(2).run("benchmarks.activations:run", *given, timeout=args.timeout)
         found = ranks[0]
         for mine, other in zip(*ranks, strict=True):
             seconds = list(map(max, mine.pop("seconds"), other["seconds"]))
             if seconds:
                 mine["median_s"] = round(statistics.median(seconds), 4)
-        kept[f"{name} {args.executor}"] = found
+        kept[f"{name} {args.executor}{' beside a file' if args.offload else ''}"] = found
         path.write_text(json.dumps(kept, indent=1) + "\n")
         print(f"\n{name}, {args.executor}\n{table(found)}", flush=True)
 
@@ -229,7 +237,9 @@ def plot() -> None:
     import matplotlib.pyplot as plt
 
     kept = json.loads((RESULTS / "activations-cpu-2.json").read_text())
-    curves = {name: found for name, found in kept.items() if name != "torch" and "median_s" in found[0]}
+    curves = {
+        name: found for name, found in kept.items() if name != "torch" and "file" not in name and "median_s" in found[0]
+    }
     figure, axes = plt.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.4), squeeze=False)
     for axis, (name, found) in zip(axes[0], curves.items(), strict=True):
         ours = [r for r in found if r["point"] != CHECKPOINT]
@@ -249,6 +259,7 @@ if __name__ == "__main__":
     parser.add_argument("--executor", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--steps", type=int, default=0, help="timed, of each point")
+    parser.add_argument("--offload", default="", metavar="FOLDER", help="each budget also with activations in a file")
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--plot", action="store_true", help="draw, and measure nothing")
     arguments = parser.parse_args()

@@ -6,6 +6,7 @@ never a process group or a module. Beside the passes stand
 
 ============  ==================================================================
 context       what a pass knows of its graph, and the passes tell each other
+saved         what passes tell each other of what is saved
 edit          what passes do to graphs
 schedule      where gathers can start, by bytes
 ops           zerofx's own operators
@@ -60,6 +61,7 @@ from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.passes.step import step
+from zerofx.passes.stow import stow
 from zerofx.passes.verify import verify
 
 Pass = Callable[[GraphModule, Context], int]
@@ -80,13 +82,23 @@ PIPELINE: list[Pass] = [
     discard,
     step,
     put,
+    stow,
     compress,
     lower,
     verify,
 ]
 """The passes of stages 1, 2 and 3, in order. Corners insert theirs (`zerofx.passes.lookups`)."""
 
-REPLICATED: tuple[Pass, ...] = (rematerialize, save_parameters, all_reduce, prefetch, save_parts, lower, verify)
+REPLICATED: tuple[Pass, ...] = (
+    rematerialize,
+    save_parameters,
+    all_reduce,
+    prefetch,
+    save_parts,
+    stow,
+    lower,
+    verify,
+)
 """The passes of stage 0."""
 
 
@@ -144,5 +156,6 @@ __all__ = [
     "save_reads",
     "spare_gathers",
     "step",
+    "stow",
     "verify",
 ]

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.wire import Wire
 from zerofx.passes.own import Pass
+from zerofx.passes.saved import SavedPart, Stowed, Stows
 from zerofx.passes.travel import Travel, travel_of
 
 Phase = Literal["forward", "backward", "inference"]
@@ -79,6 +80,8 @@ class Tag:
                             have alike, which forward saves
     collect, collected      the gather of all parts, and the wait for it
     saved                   a view of that, or of what is cut
+    stow, wait_stow         the same of what forward saves; and, in backward,
+    unstow, wait_unstow     the start of bringing it, and what has come
     step                    the update of a group in its backward, and
     ahead                   the start of its replicas' refresh after that
     discard                 the end of a gathered buffer
@@ -142,35 +145,6 @@ class Gathered(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class SavedPart:
-    """A value of which forward saves this rank's part (`zerofx.passes.save_parts`).
-
-    Attributes:
-        name: what computes it in forward.
-        numel, dtype: of the whole.
-        ranks: how many have a part each.
-        positions: the outputs of forward in whose places the part travels.
-        views: by the name that backward knows each of them by: its size, strides and offset in the whole's memory.
-    """
-
-    name: str
-    numel: int
-    dtype: torch.dtype
-    ranks: int
-    positions: tuple[int, ...]
-    views: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
-
-    @property
-    def numel_of_one(self) -> int:
-        return -(-self.numel // self.ranks)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole."""
-        return self.numel * self.dtype.itemsize
-
-
 @dataclass
 class Meanings:
     """What forward's `verify` tells backward's: values, by the numbers that `zerofx.passes.proof.meaning` gives them.
@@ -179,6 +153,7 @@ class Meanings:
         saved: what forward saved before all passes, by the name under which backward receives it.
         brought: what it hands over after them: what backward is given under that name.
         kept: by group, what was left gathered (`zerofx.passes.proof.facts.Flat`).
+        stowed: by place, the value that left for backward to bring.
         widened: of what was cast to a wider dtype, what it was cast from.
         parts: by a part's number, what views of the whole are: size, strides and offset -> number.
     """
@@ -186,6 +161,7 @@ class Meanings:
     saved: dict[str, int] = field(default_factory=dict)
     brought: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
+    stowed: dict[int, int] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
     parts: dict[int, Any] = field(default_factory=dict)
 
@@ -197,11 +173,14 @@ class Activations:
     Attributes:
         budget: the option: a fraction up to 1, or bytes.
         option: its name: "memory", where that budget is one for all.
-        saved_bytes: what forward saves, by the shapes that were captured. Parameters and the batch are not in it.
+        saved_bytes: what forward saves in memory, by the shapes that were captured. Parameters and the batch are not in
+            it.
         whole_bytes: what it would save without a budget.
         least_bytes: the least that it could save.
         recomputed: the nodes of forward that backward computes once more.
         flops: of these.
+        offloaded: by name, what of the saved tensors leaves for a file; and
+        offloaded_bytes: how many these are.
     """
 
     budget: float
@@ -211,6 +190,8 @@ class Activations:
     recomputed: frozenset[str]
     flops: int
     option: str = "activation_budget"
+    offloaded: frozenset[str] = frozenset()
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -357,6 +338,10 @@ class Context:
     """Those whose gradients do (`put`)."""
     on_disk: OnDisk | None = None
     """What lives in a file, moments as well; None: nothing does."""
+    stows: Stows | None = None
+    """Which activations do (`stow`); None: they stay."""
+    stowed: dict[str, Stowed] = field(default_factory=dict)
+    """Written by forward's `stow`, read by backward's: name of the saved value -> what backward is given instead."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""

@@ -135,7 +135,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
                 waited, ahead, started = node.meta["zerofx"].group, started, []
             after[node] += [start for start in ahead if start is not node.args[0]]
     _order_sums(gm, after)
-    for kinds in (carried, ("put", "wait_put")):
+    for kinds in (carried, ("put", "wait_put"), ("stow", "wait_stow"), ("unstow", "wait_unstow")):
         for before, node in pairwise(edit.tagged(gm.graph, *kinds)):
             after[node] += [before] * (before not in node.all_input_nodes)
     _order_steps(gm, after, order, nodes)

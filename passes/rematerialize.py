@@ -81,7 +81,7 @@ def _rebuild(gm: GraphModule, ctx: Context) -> int:
             value = placeholder
             with graph.inserting_before(min(users)):
                 for target, args, kwargs in recipe.steps:
-                    args, kwargs = _filled_in((args, kwargs), value, inputs)
+                    args, kwargs = filled_in((args, kwargs), value, inputs)
                     tag = Tag("rebuild", recipe.parameter.layout.name)
                     value = edit.insert(graph, target, args, tag=tag, near=placeholder, **kwargs)
             for user in users:
@@ -90,7 +90,7 @@ def _rebuild(gm: GraphModule, ctx: Context) -> int:
     return edits
 
 
-def _filled_in(arguments: Any, value: Node, inputs: dict[str, Node]) -> Any:
+def filled_in(arguments: Any, value: Node, inputs: dict[str, Node]) -> Any:
     """A step's arguments with ``value`` for `CHAIN`, and this graph's inputs for sizes."""
     arguments = pytree.tree_map_only(type(CHAIN), lambda _: value, arguments)
     return pytree.tree_map_only(Size, lambda size: inputs[size.name], arguments)

@@ -34,6 +34,9 @@ put          gradients that live elsewhere are taken away once, by the place tha
 parts        of what all tensor-parallel ranks have alike, a part is saved, in the order of its memory; backward gathers
              each once, in their process group, and reads what forward would have saved; one is under way beside the one
              that is waited for; the order among that group's collectives is pinned
+stow         what forward saves and is to leave is taken away once, whole, and its handle is saved; nothing else of it
+             is returned; backward brings each handle's tensor once, by its number, and reads nothing else of it; two
+             are on their way at most, in the order of the graph, and nothing writes to one of them
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
 own          what a user's pass inserted behind ours is read by such passes alone, and writes to nothing else; its

@@ -18,7 +18,7 @@ from torch import nn
 import zerofx
 from tests.workers import Workers
 from zerofx.runtime.optim import through_file
-from zerofx.runtime.state import state_file
+from zerofx.runtime.state import raw_file, state_file
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.home import Home
 
@@ -318,7 +318,7 @@ def refused(folder: str, how: str) -> str:
     try:
         with contextlib.ExitStack() as stack:
             if how == "locked" and dist.get_rank() == 1:
-                stack.callback(os.close, state_file._locked(theirs))
+                stack.callback(os.close, raw_file.locked(theirs))
             sharded(folder)
     except zerofx.OffloadError as e:
         return str(e)
@@ -396,10 +396,10 @@ def test_an_offload_out_of_range_is_refused(options: dict[str, Any], said: str) 
 
 
 def test_cuda_is_refused_by_name(fake_world: Any) -> None:
-    from zerofx.compiler.checks import _check_offload
+    from zerofx.compiler.checks import check_offload
 
     with pytest.raises(ValueError, match="with parameters on cuda: it is built for the CPU alone so far"):
-        _check_offload(zerofx.Offload(optimizer="/tmp/x"), [], torch.device("cuda"))
+        check_offload(zerofx.Offload(optimizer="/tmp/x"), [], torch.device("cuda"))
 
 
 def test_without_its_home_the_option_is_refused(fake_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

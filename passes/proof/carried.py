@@ -1,4 +1,4 @@
-"""State that lives elsewhere: the rules "fetch" and "put" of `zerofx.passes.verify`.
+"""State that lives elsewhere: the rules "fetch", "put" and, with stowed.py, "stow" of `zerofx.passes.verify`.
 
 ::
 
@@ -17,12 +17,13 @@ from torch.fx import Node
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.carry import FETCH, PUT, ROOM, WAIT_FETCH, WAIT_PUT
+from zerofx.passes.proof import stowed
 from zerofx.passes.proof.facts import Flat
 from zerofx.passes.proof.known import READERS, Known
 from zerofx.passes.proof.live import Buffer, loose_reader
 from zerofx.passes.proof.meaning import Op
 
-STARTS, WAITS = (FETCH, PUT), (WAIT_FETCH, WAIT_PUT)
+STARTS, WAITS = (FETCH, PUT, *stowed.STARTS), (WAIT_FETCH, WAIT_PUT, *stowed.WAITS)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Away:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a start returns: ``of`` is the shard that it brings, or the gradient that it takes."""
+    """What a start returns: ``of`` is the shard that it brings, or what it takes, or the handle of what it brings."""
 
     start: Node
     of: Node
@@ -42,6 +43,8 @@ class Ticket:
 
 def rule_of(op: Op) -> str:
     """The rule that an operation of `STARTS` or `WAITS` is under."""
+    if op.target in (*stowed.STARTS, *stowed.WAITS):
+        return "stow"
     return "fetch" if op.target in (FETCH, WAIT_FETCH) else "put"
 
 
@@ -57,11 +60,13 @@ def read_carried(known: Known, op: Op) -> None:
     if known.carried[ticket.start]:
         known.fail(rule, op.node, f"{ticket.start.name!r} was waited for before", "exactly one wait")
     if (of, *op.args[2:]) != known.ops[ticket.start].args:
-        found = f"it waits for {of.name!r} of {name!r}, and {ticket.start.name!r} is about another"
+        found = f"it waits for {of.name!r}, {', '.join(map(str, op.args[2:]))}; {ticket.start.name!r} is about another"
         known.fail(rule, op.node, found, "one and the same")
     known.carried[ticket.start].append(op.node)
     known.under_way[rule] -= 1
-    if op.target is WAIT_FETCH:
+    if op.target in stowed.WAITS:
+        stowed.wait(known, op, of)
+    elif op.target is WAIT_FETCH:
         _read_arrived(known, op, known.facts[of].flat)
     else:
         known.leaving -= set(edit.aliases(of))
@@ -74,6 +79,9 @@ def _read_start(known: Known, op: Op, of: Node, name: str) -> None:
     if known.under_way[rule] > ROOM:
         known.fail(rule, op.node, f"{known.under_way[rule]} are on their way", f"{ROOM} at most")
     known.carried[op.node], known.facts[op.node] = [], Ticket(op.node, of)
+    if op.target in stowed.STARTS:
+        stowed.start(known, op)
+        return
     if op.target is FETCH:
         away = known.facts.get(of)
         if not isinstance(away, Away) or away.flat.layout.name != name:
@@ -111,8 +119,10 @@ READERS |= {Away: _read_away, Ticket: _read_ticket}
 
 def refuse_writing(known: Known, op: Op) -> None:
     """Nothing writes to what is being taken away."""
-    if known.leaving and (written := next((x for x in op.written() if x in known.leaving), None)) is not None:
-        known.fail("put", op.node, f"it writes to {written.name!r}, which is being taken away", "a wait before it")
+    found = (x for x in op.written() if not known.leaving.isdisjoint((x, stowed.owner(known, x))))
+    if known.leaving and (written := next(found, None)) is not None:
+        rule = "put" if known.ctx.phase == "backward" else "stow"
+        known.fail(rule, op.node, f"it writes to {written.name!r}, which is being taken away", "a wait before it")
 
 
 def gradient_away(known: Known, value: Node, layout: GroupLayout, place: int) -> Node:
@@ -136,7 +146,8 @@ def check_carried(known: Known) -> None:
     for op in known.ops.values():
         if op.target is WAIT_PUT and op.node not in outputs:
             known.fail("put", op.node, "its output is dropped, and it with it", "an output of the graph")
-    for rule in ("fetch", "put"):
+    stowed.check_stowed(known)
+    for rule in ("fetch", "put", "stow"):
         _check_turns(known, rule)
 
 

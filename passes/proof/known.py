@@ -52,6 +52,8 @@ class Known:
         collects: the starts of gathers of saved parts; and
         collected: the numbers of these parts; and
         renumbered: by the name of what was saved, the number of what is the same view of the same memory.
+        stowed: what leaves for backward, or the handles of what has come back, and their places;
+        saved_handles: the handles that backward is given.
         own: what a user's passes inserted; and
         fresh: of these, what has memory of its own.
     """
@@ -92,6 +94,8 @@ class Known:
         self.collects: list[Node] = []
         self.collected: set[Number] = set()
         self.renumbered: dict[str, Any] = {}
+        self.stowed: dict[Node, int] = {}
+        self.saved_handles: set[Node] = set()
         self.own: set[Node] = set()
         self.fresh: set[Node] = set()
         self._calls = itertools.count()

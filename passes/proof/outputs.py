@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Meanings, ParameterRef, Reduction
-from zerofx.passes.proof.carried import gradient_away
+from zerofx.passes.proof.carried import Ticket, gradient_away, rule_of
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Original
 from zerofx.passes.proof.own import check_own
@@ -22,6 +22,7 @@ from zerofx.passes.proof.parts import Cut, check_saved
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
 from zerofx.passes.proof.steps import gradient_of
+from zerofx.passes.proof.stowed import Handle, check_handle, refuse_keeping
 
 _aten = torch.ops.aten
 
@@ -75,6 +76,7 @@ class Outputs:
                 found = f"it is output {i}, which is the model's or a gradient"
                 self.reader.fail("own", value, found, "edit.publish, for what is neither")
         for i, value in enumerate(values[:first]):
+            refuse_keeping(self.reader, value)
             self._check_output(i, value)
         if ctx.phase == "forward" and self.before is not None and (lost := ctx.kept_gathered.keys() - self.left):
             found = f"{sorted(lost)[0]!r} does not leave the graph gathered"
@@ -105,6 +107,11 @@ class Outputs:
                 self.meanings.brought[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
             elif was is not None:
                 self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
+        elif isinstance(ticket := self.facts.get(value), Ticket):
+            rule = rule_of(self.reader.ops[ticket.start])
+            self.reader.fail(rule, value, f"output {i} is a ticket", "what it is for")
+        elif isinstance(handle := self.facts.get(value), Handle) and i in ctx.saved and ctx.phase == "forward":
+            check_handle(self.reader, value, name, handle)
         elif i in ctx.saved:
             self._check_saved(i, name, value, was)
         elif isinstance(value, Node):

@@ -17,7 +17,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import carried, coded, own, parts
+from zerofx.passes.proof import carried, coded, own, parts, stowed
 from zerofx.passes.proof.facts import (
     ALL_REDUCES,
     DECODE,
@@ -80,6 +80,7 @@ class Reader(Known):
             parts.read_input(self, node)
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)
+        stowed.read_handles(self, theirs)
         for layout, node in zip(ctx.shards, ours):
             self._read_shard(layout, node)
         for ref, node in zip(ctx.kept, ours):

@@ -1,4 +1,4 @@
-"""A carrier for tests: state of groups in a second set of tensors, and every start and wait counted."""
+"""A carrier for tests: state of groups, and activations, in other tensors; every start and wait counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from tests.passes.graphs import Numbers
 from zerofx.passes import Context
+from zerofx.passes.carry import new_handle
 
 
 class Elsewhere:
@@ -14,14 +15,15 @@ class Elsewhere:
     Attributes:
         gradients: what was taken away.
         flying: what is on its way; and
-        most: the most at a time, of weights and of gradients.
+        most: the most at a time, of weights, of gradients and of activations.
     """
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
         self.gradients: dict[int, torch.Tensor] = {}
-        self.flying: dict[str, list[str]] = {"weights": [], "gradients": []}
-        self.most: dict[str, int] = {"weights": 0, "gradients": 0}
+        self.flying: dict[str, list[str]] = {"weights": [], "gradients": [], "activations": []}
+        self.most: dict[str, int] = dict.fromkeys(self.flying, 0)
+        self._saved: dict[int, torch.Tensor] = {}
 
     @staticmethod
     def of(ctx: Context, numbers: Numbers, rank: int = 0) -> Elsewhere:
@@ -47,3 +49,20 @@ class Elsewhere:
     def left(self, group: str, place: int) -> None:
         self.flying["gradients"].remove(group)
         self.gradients[place] = self.gradients[place].clone()
+
+    def stow(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
+        self._start("activations", str(place))
+        self._saved[place] = saved
+
+    def stowed(self, place: int) -> torch.Tensor:
+        self.flying["activations"].remove(str(place))
+        self._saved[place] = self._saved[place].clone()
+        return new_handle(self._saved[place])
+
+    def unstow(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
+        self._start("activations", str(place))
+        self._saved[place] = here.copy_(self._saved[place])
+
+    def unstowed(self, place: int) -> torch.Tensor:
+        self.flying["activations"].remove(str(place))
+        return self._saved.pop(place)

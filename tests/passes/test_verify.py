@@ -33,11 +33,13 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     replicated,
     rewritten,
     steps,
+    stowed,
     tables,
     values,
 )
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.passes import VerificationError, edit, pipeline, verify
+from zerofx.passes.context import Stows
 from zerofx.passes.schedule import groups_ahead
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
@@ -57,7 +59,7 @@ RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"stage": 3}),
 }
 EVERY = frozenset(["scale", "embedding", "table", *(f"blocks.{i}" for i in range(3))])
-AWAY: dict[str, Any] = {"weights_away": EVERY, "gradients_away": EVERY}
+AWAY: dict[str, Any] = {"weights_away": EVERY, "gradients_away": EVERY, "stows": Stows(64)}
 CONTEXTS: dict[str, dict[str, Any]] = {
     "gloo, eager": {"backend": "gloo", "executor": "eager"},
     "gloo, inductor": {"backend": "gloo", "executor": "inductor"},
@@ -74,7 +76,9 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 }
 MOVED = "stage 3", "stage 3, autocast", "stage 3, codes", "stage 2", "one rank"
 """The records of which there are graphs whose state lives elsewhere: for the rules of that alone."""
-RULES = "inputs gather wait group slice discard budget saved reduction order step fetch put wire write value".split()
+RULES = (
+    "inputs gather wait group slice discard budget saved reduction order step fetch put stow wire write value".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,7 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     kinds = Counter(n.meta["zerofx"].kind for gm, _ in graphs.values() for n in gm.graph.nodes if "zerofx" in n.meta)
     wanted = "shard replica kept gathered narrow rebuild all_gather wait refresh weight prepare pack reduce_scatter"
     assert all(kinds[kind] for kind in [*wanted.split(), *"all_reduce wait_grad gradient discard".split()])
-    assert all(kinds[kind] for kind in "fetch wait_fetch put wait_put".split())
+    assert all(kinds[kind] for kind in "fetch wait_fetch put wait_put stow wait_stow unstow wait_unstow".split())
     assert kinds["encode"] and kinds["decode"]
     assert all(kinds[kind] for kind in "ask asked answer answered give given rows".split())
     assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
@@ -137,7 +141,7 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
     wrong, tried = [], 0
     names = sorted(graphs, key=lambda name: zlib.crc32(f"{mutant.name} {name}".encode()))  # a mixed bag for each
     for name in names:
-        if "elsewhere" in name and mutant.rule not in ("fetch", "put"):
+        if "elsewhere" in name and mutant.rule not in ("fetch", "put", "stow"):
             continue
         places = mutant.places(*graphs[name])
         if not places:

@@ -12,13 +12,21 @@ What is recomputed is up to PyTorch's partitioner: a knapsack of bytes and costs
 fraction, and answers with what may be more or less than that; so it is asked for several, and of the answers that fit
 the one is taken that saves most. `save_entries` has marked what enters a block, so backward has no more than one block
 recomputed at a time. Costs are flops and bytes, not times. So all ranks come to the same choice.
+
+Where activations may live in a file (`zerofx.Offload`), what exceeds the budget can also leave: the first of forward
+first, for they have the longest way. The disk works while the processor does. So of all answers, each with as much
+taken away as it is too large, the one is taken whose step is the shortest::
+
+    seconds = max(compute + recompute, 2 * bytes that leave / the disk's rate)
+
+The rates are those that the user gives, the same on every rank, or an ordinary machine's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -28,6 +36,8 @@ from zerofx import _torch
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Activations
+from zerofx.passes.saved import Stows
+from zerofx.passes.stow import leaving
 
 ASKED = 7
 """How many fractions the partitioner is asked for, beside the least."""
@@ -38,6 +48,29 @@ RUNGS = 10
 _BALANCE = {"cpu": 10}
 """Flops that a device does while it moves a byte; others do `_BALANCE_ELSEWHERE`."""
 _BALANCE_ELSEWHERE = 100
+
+FLOPS_PER_S = {"cpu": 5e10}
+"""Of an ordinary machine, as in `zerofx.inspect.predict.price`; others do `FLOPS_PER_S_ELSEWHERE`."""
+FLOPS_PER_S_ELSEWHERE = 2e14
+DISK_BYTES_PER_S = 1e9
+"""What an ordinary disk reads and writes."""
+
+
+class Away(NamedTuple):
+    """What may leave the device, and how fast: ``rates`` are `zerofx.Rates`, or None."""
+
+    stows: Stows
+    rates: Any
+
+
+class _Option(NamedTuple):
+    """What forward saves, and what of it leaves."""
+
+    saved: list[Node]
+    leaves: frozenset[str]
+    gone: int
+    kept: int
+    seconds: float
 
 
 def is_whole(budget: float | None) -> bool:
@@ -82,6 +115,7 @@ def choose(
     elsewhere: int,
     share: float,
     save_entries: Callable[[Sequence[Node]], object],
+    away: Away | None = None,
 ) -> tuple[list[Node], Activations]:
     """What forward saves, and a record of the choice.
 
@@ -92,6 +126,7 @@ def choose(
         elsewhere: bytes that other graphs of the module save.
         share: of what they leave of a budget in bytes, the part that this graph may have; others are to come.
         save_entries: marks what enters a block, of the nodes that forward computes.
+        away: what of it may leave the device; None: nothing.
 
     Raises:
         ValueError: a budget in bytes that is too small.
@@ -105,12 +140,25 @@ def choose(
     cut.marked()
     best = cut.saved(_torch.LEAST)
     least = _nbytes(best, cut)
+    options: list[_Option] = []
+    if away is not None:
+        asked_for = [whole, best, *(cut.saved(i / RUNGS) for i in range(1, RUNGS + 1))]
+        computed = [n for n in cut.graph.nodes if n.op == "call_function" and not edit.is_view_or_cast(n)]
+        work = sum(map(cost, computed))
+        options = [_taken_away(saved, cut, target, away, work) for saved in asked_for]
+        least = min(_taken_away(saved, cut, 0, away, work).kept for saved in asked_for)
     if budget > 1 and least + elsewhere > budget:
         also = f", and {format_bytes(elsewhere)} are saved by other graphs of the module" if elsewhere else ""
         raise ValueError(
             f"activation_budget={budget:,.0f} is too small: forward has to save {least:,} bytes here{also}. Expected "
             f"{least + elsewhere:,} or more; without a budget it saves {most + elsewhere:,}."
         )
+    if away is not None:
+        fitting = [option for option in options if option.kept <= target]
+        chosen = min(fitting or options, key=lambda o: (o.seconds, o.gone) if fitting else (o.kept, o.seconds))
+        record = _record(cut, chosen.saved, budget, most, least)
+        record = replace(record, saved_bytes=chosen.kept, offloaded=chosen.leaves, offloaded_bytes=chosen.gone)
+        return chosen.saved, record
     fits, exceeds, saved = 0.0, 1.0, least
     for _ in range(ASKED):
         middle = (fits + exceeds) / 2
@@ -123,6 +171,38 @@ def choose(
         if nbytes > saved:
             best, saved = asked, nbytes
     return best, _record(cut, best, budget, most, least)
+
+
+def _taken_away(saved: list[Node], cut: _torch.Cut, target: float, away: Away, work: float) -> _Option:
+    """Of ``saved``, as much leaves as it is larger than ``target``, if so much can.
+
+    ``work``: of forward and backward, without what is recomputed, in the unit of `cost`.
+    """
+    kept, gone, leaves = _nbytes(saved, cut), 0, set[str]()
+    for whole, nodes in _movable(saved, cut, away.stows):
+        if kept <= target:
+            break
+        nbytes = edit.hinted_nbytes(whole.meta["val"])
+        kept, gone = kept - nbytes, gone + nbytes
+        leaves |= {node.name for node in nodes}
+    flops_per_s, disk = away.rates and away.rates.flops_per_s, away.rates and away.rates.disk_bytes_per_s
+    device = next((x.device.type for node in saved for x in _tensors([node.meta.get("val")])), "cpu")
+    flops_per_s = flops_per_s or FLOPS_PER_S.get(device, FLOPS_PER_S_ELSEWHERE)
+    work += sum(map(cost, cut.recomputed(saved)))
+    return _Option(saved, frozenset(leaves), gone, kept, max(work / flops_per_s, 2 * gone / (disk or DISK_BYTES_PER_S)))
+
+
+def _movable(saved: Sequence[Node], cut: _torch.Cut, stows: Stows) -> list[tuple[Node, list[Node]]]:
+    """The tensors that could leave, in forward's order, and which of ``saved`` are they, or views of them."""
+    ours = cut.inputs.union(cut.forward)
+    outputs = _torch.pytree.tree_leaves(cut.graph.output_node().args[0])
+    returned = [x for x in outputs if isinstance(x, Node) and x in ours]
+    sizes = [x for x in cut.inputs if isinstance(x.meta.get("val"), torch.SymInt)]
+    values = [*returned, *saved, *sizes]
+    found = leaving(values, frozenset(range(len(returned), len(values))), stows)
+    order = {node: i for i, node in enumerate(cut.forward)}
+    wholes = sorted((whole for whole in found if whole in order), key=order.__getitem__)
+    return [(whole, [values[i] for i in found[whole]]) for whole in wholes]
 
 
 def ladder(

@@ -196,6 +196,8 @@ class Reasons:
         chosen, phase = self.context.activations, self.context.phase
         if phase == "forward" and any(part.name == node.name for part in self.context.parts.values()):
             return [("then", f"a part is saved: {self.context.parts_ranks} tensor-parallel ranks have it alike")]
+        if any(edit.is_kind(user, "stow") for user in node.users):
+            return [("then", "it is saved, and leaves the device: backward brings it back")]
         if chosen is None or node.name not in chosen.recomputed:
             return []
         if phase == "forward":
@@ -204,7 +206,7 @@ class Reasons:
 
     def _carried(self, node: Node, kind: str) -> Why:
         """When a transfer was started, and who waits for it."""
-        if kind in ("fetch", "put"):
+        if not kind.startswith("wait"):
             (wait,) = (user for user in node.users if user.meta["zerofx"].kind == f"wait_{kind}")
             start, other, words = node, wait, "waits"
         else:
@@ -215,7 +217,7 @@ class Reasons:
             f"{len(between)} of the model's operators compute meanwhile" if between else "nothing computes meanwhile"
         )
         said = [(words, f"{other.name}: {meanwhile}")]
-        if kind == "wait_fetch":
+        if kind in ("wait_fetch", "wait_unstow"):
             readers = [n for n in node.users if n.meta.get("zerofx", Tag("", "")).kind != "discard"]
             said.append(("then", f"{', '.join(n.name for n in readers[:MOST_NAMES])} reads it"))
         return said
@@ -349,8 +351,9 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "step": Reasons._step,
     "ahead": Reasons._ahead,
 }
-_CARRIES = ("fetch", "wait_fetch", "put", "wait_put")
-_SAID_OF_DISKS = ("all_gather", "refresh", "reduce_scatter", "step", *_CARRIES)
+_STATE = ("fetch", "wait_fetch", "put", "wait_put")
+_CARRIES = (*_STATE, "stow", "wait_stow", "unstow", "wait_unstow")
+_SAID_OF_DISKS = ("all_gather", "refresh", "reduce_scatter", "step", *_STATE)
 _ABOUT = {
     "fetch": "brings",
     "wait_fetch": "brings",
@@ -358,6 +361,8 @@ _ABOUT = {
     "wait_put": "takes",
     "part": "cuts",
     "collected": "brings",
+    "stow": "takes",
+    "unstow": "brings",
     "all_gather": "brings",
     "wait": "brings",
     "refresh": "brings",

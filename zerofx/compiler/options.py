@@ -88,8 +88,8 @@ class Options:
             process group works with it; else the CPU.
         mixed_precision: see `zerofx.model.precision`.
         wire: stages 1 to 3, what travels in codes of fewer bits; see `zerofx.model.wire`. None: all as it is.
-        offload: stages 1 to 3, a folder for the optimizer's state, or a `zerofx.Offload` (docs/offload.md).
-            None: all is on the device.
+        offload: stages 1 to 3, a folder for the optimizer's state, or a `zerofx.Offload` (docs/offload.md). In stage 0
+            too, of activations alone. None: all is on the device.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
         pool: on a CPU, large buffers come from one arena and go back to it. No step but the first allocates any. See
             `zerofx.passes.pool`.
@@ -219,6 +219,11 @@ class Options:
                 "memory= with partition_activations=: what is saved in parts is not taken off yet. Leave one of both "
                 "out, or give activation_budget= and memory_budget= instead of memory=."
             )
+        if (offload := Offload.of(self.offload)) is not None and offload.activations is not None:
+            raise ValueError(
+                f"memory= with offload={offload!r}: activations in a file are not taken off yet. Leave one of both out, "
+                "or give activation_budget= instead of memory=."
+            )
         if self.leaf_modules is not None:
             raise ValueError("memory= with leaf_modules=: what these take is not known ahead. Leave one of both out.")
 
@@ -244,10 +249,10 @@ class Options:
         object.__setattr__(self, "offload", offload)
         if offload is None:
             return
-        if self.stage == 0:
+        if self.stage == 0 and (offload.optimizer, offload.gradients, offload.weights) != (None, None, None):
             raise ValueError(
                 f"offload={offload!r} with stage=0: its parameters are plain tensors, and so is what an optimizer "
-                "keeps of them. Use stage=1."
+                "keeps of them. Use stage=1, or give activations= alone."
             )
         names = ("one_copy", "lookups", "pool", "wire", "mesh", "leaf_modules")
         check_places(offload, {name: getattr(self, name) for name in names})
@@ -293,11 +298,21 @@ def _name_of(tensor_parallel: Any) -> str | None:
 
 def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
     """Refuse weights and gradients anywhere but with the optimizer's state, and with options ``beside`` them."""
+    both = (offload.optimizer, offload.activations)
+    if None not in both and Path(str(both[0])) != Path(str(both[1])):
+        raise ValueError(
+            f"offload={offload!r}: a rank has one file for all that it moves. Give optimizer= and activations= "
+            "the same path, or leave one out."
+        )
+    if offload.activations is not None and beside.get("pool"):
+        raise ValueError(
+            f"offload={offload!r} with pool=True: activations= is not built for that yet. Leave one of both out."
+        )
     for part in ("gradients", "weights"):
         place = getattr(offload, part)
         if place is None:
             continue
-        if offload.folder is None or place == "cpu" or Path(str(place)) != offload.folder:
+        if offload.optimizer is None or offload.folder is None or place == "cpu" or Path(str(place)) != offload.folder:
             raise ValueError(
                 f"offload={offload!r}: {part}= is built for the folder of optimizer= alone, where a rank has one "
                 "file for all. Give both the same path, or leave it out."

@@ -18,8 +18,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
+from zerofx.compiler.activations import Away, cost, is_whole
 from zerofx.compiler.activations import choose as choose_saved
-from zerofx.compiler.activations import cost, is_whole
 from zerofx.compiler.alike import Alike
 from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
@@ -42,6 +42,8 @@ from zerofx.passes.context import (
     Phase,
     Recipe,
     SavedPart,
+    Stowed,
+    Stows,
     Sync,
 )
 from zerofx.passes.proof.code import Promise
@@ -90,6 +92,7 @@ class CompiledGraph:
         self.division: Division | None = None
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
+        self.stowed: dict[str, Stowed] = {}
         self.meanings: Meanings = Meanings()
         self.parts: dict[str, SavedPart] = {}
         self.alike: Alike | None = None
@@ -134,12 +137,18 @@ class CompiledGraph:
                 elsewhere=self.family.held.saved_elsewhere(self.names),
                 share=self.share(),
                 save_entries=lambda forward: save_entries(forward, brought),
+                away=self._away(),
             )
             self.family.held.saves(self.names, self.activations.saved_bytes)
             return saved
 
         with _torch.saving(choose, cost):
             yield True
+
+    def _away(self) -> Away | None:
+        """What of activations may leave the device."""
+        stows, offload = self.family.stows, self.family.offload
+        return None if stows is None or offload is None else Away(Stows(stows.smallest), offload.rates)
 
     def share(self) -> float:
         """Of all parameters that no other graph has read, the part that this one does: so much more may be saved."""
@@ -216,6 +225,7 @@ class CompiledGraph:
             publish=self.family.published.update,
             counted=self._counting(trace, {*saved, *gathered}) if phase == "forward" else None,
             carries=bool(ctx.weights_away),
+            stows=self.family.stows if self.stowed and phase == "forward" else None,
         )
 
     def _counting(self, trace: Trace, others: set[int]) -> Callable[[list[Any]], None] | None:
@@ -284,6 +294,7 @@ class CompiledGraph:
             keeps=sync == "keep",
             steps=steps,
             carries=bool(ctx.weights_away or ctx.gradients_away),
+            stows=self.family.stows if self.stowed else None,
             published=ctx.published,
             publish=self.family.published.update,
             names=names if ctx.parts else (),
@@ -319,9 +330,11 @@ class CompiledGraph:
         if ctx.second_group:
             self._publish(between, trace, ctx.second_group)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
-        theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in ctx.parameters}
+        stays = [node.name not in ctx.parameters and node.name not in ctx.stowed for node in placeholders]
+        theirs = {i: k for k, i in enumerate(kept) if stays[i]}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
         moved += [i for part in ctx.parts.values() for i in part.positions] if ctx.phase == "forward" else ()
+        moved += [i for i, name in ctx.saved_names.items() if name in ctx.stowed]
         returned = len(edit.output_values(gm.graph))
         moved += range(returned - len(ctx.published), returned) if ctx.phase == "forward" else ()
         _torch.forget_output_strides(gm, moved)
@@ -361,6 +374,7 @@ class CompiledGraph:
             alike=self.alike.saved(gm) if self.alike is not None and phase == "forward" else frozenset(),
             parts_group=self.alike.ranks.name if self.alike is not None else "",
             parts_ranks=self.alike.ranks.size if self.alike is not None else 1,
+            stowed=self.stowed,
             meanings=self.meanings,
             sync=sync,
             steps=steps,
@@ -398,11 +412,17 @@ class CompiledGraph:
                 g.layout.name for g in self.groups.values() if family.stage and "gradient" in g.home.streams
             ),
             "on_disk": family.on_disk,
+            "stows": self._stows(),
             "memory_budget": self.memory_budget,
             "activations": self.activations,
             "division": self.division,
             "own": self.options.passes,
         }
+
+    def _stows(self) -> Stows | None:
+        """What leaves: with a budget what was chosen, else all."""
+        stows, chosen = self.family.stows, self.activations
+        return None if stows is None else Stows(stows.smallest, None if chosen is None else chosen.offloaded)
 
     def any_group(self) -> ShardGroup:
         return next(iter(self.groups.values()))
@@ -419,10 +439,10 @@ def _examples(
     """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
 
     In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else. So it is of
-    what forward saved a part of.
+    what forward saved a part of, and where `stow` put a handle.
     """
     other = {name for part in ctx.parts.values() for name in part.views} if ctx.phase == "backward" else ()
-    other = {*ctx.parameters, *other}
+    other = {*ctx.parameters, *ctx.stowed, *other}
     examples = [n.meta["val"] if n.name in other else x for n, x in zip(old, example_inputs)]
     new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
     return [examples[i] for i in kept] + new

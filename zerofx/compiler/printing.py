@@ -119,7 +119,8 @@ def _saving(trace: Rewriting) -> Iterator[str]:
     if division is not None and phase == "forward":
         yield f"a step takes {format_bytes(division.peak_bytes)} of memory={format_bytes(division.nbytes)}"
     if chosen is not None and phase == "forward":
-        yield f"{format_bytes(chosen.saved_bytes)} of {format_bytes(chosen.whole_bytes)} saved for backward"
+        away = f", {format_bytes(chosen.offloaded_bytes)} in a file" if chosen.offloaded else ""
+        yield f"{format_bytes(chosen.saved_bytes)} of {format_bytes(chosen.whole_bytes)} saved for backward{away}"
     if chosen is not None and phase == "backward":
         yield f"{len(chosen.recomputed)} operators of forward recomputed"
 

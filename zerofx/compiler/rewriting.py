@@ -174,6 +174,7 @@ def copy_context(ctx: Context) -> Context:
         parameters=dict(ctx.parameters),
         recipes=dict(ctx.recipes),
         kept_gathered=dict(ctx.kept_gathered),
+        stowed=dict(ctx.stowed),
         saved_names=dict(ctx.saved_names),
         parts=dict(ctx.parts),
         gathered=list(ctx.gathered),

@@ -30,6 +30,7 @@ from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.carriage import Carriage, carried, noting
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
+from zerofx.runtime.state.stows import Stows
 
 Publish = Callable[[dict[str, torch.Tensor]], None]
 """Takes what a user's passes publish, by name."""
@@ -47,12 +48,14 @@ def forward_runner(
     publish: Publish,
     counted: Callable[[list[Any]], None] | None = None,
     carries: bool = False,
+    stows: Stows | None = None,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
     ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
     its backward, needs. ``trained``: a backward is to come. ``published``: under what names its last outputs go to
-    ``publish``. ``counted`` is told the outputs, to count what is saved. ``carries``: it fetches weights.
+    ``publish``. ``counted`` is told the outputs, to count what is saved. ``carries``: it fetches weights. ``stows``:
+    where what it saves goes.
     """
     live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
     left = {i: weakref.ref(group) for i, group in gathered.items()}
@@ -63,7 +66,7 @@ def forward_runner(
             group().use(trained=trained)  # type: ignore[union-attr]
         for group in live:
             group().weights.refresh()  # type: ignore[union-attr]
-        carriage = Carriage(live) if carries else None
+        carriage = Carriage(live, stows) if carries or stows is not None else None
         with carried(carriage), _reading(live, "forward", written=True):
             outputs = list(compiled(_inputs(args, kept, live)))
         if carriage is not None and not trained:
@@ -116,6 +119,7 @@ class BackwardCode:
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
         steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
         carries: whether the graph fetches weights, or takes gradients away.
+        stows: where what forward saved went.
         published: under what names the outputs in front of these go to
         publish.
         names: of its arguments, where tensor-parallel ranks have saved parts of what they have
@@ -132,6 +136,7 @@ class BackwardCode:
     keeps: bool
     steps: bool
     carries: bool
+    stows: Stows | None
     published: Sequence[str]
     publish: Publish
     names: Sequence[str] = ()
@@ -150,7 +155,8 @@ class BackwardCode:
         for ref in self.uses:
             ref().pending -= 1  # type: ignore[union-attr]
         reading = _reading(self.groups, "backward", written=False)
-        carriage = Carriage([*self.groups, *(ref for ref, _ in self.reductions)]) if self.carries else None
+        carries = self.carries or self.stows is not None
+        carriage = Carriage([*self.groups, *(ref for ref, _ in self.reductions)], self.stows) if carries else None
         with carried(carriage), stepping(self if self.steps else None), feeding(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)

@@ -36,6 +36,7 @@ from zerofx.runtime.ranks.sharing import SETTLED, RankGroup, Sharing, sharing_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 from zerofx.runtime.state.state_file import StateFile, opened
+from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import weights_of
 
 
@@ -113,7 +114,7 @@ class _Conversion:
     def _open_file(self, layouts: list[GroupLayout]) -> None:
         """Where the optimizer's state is to be, if not on the device."""
         offload = self.offload
-        if offload is None or offload.optimizer is None:
+        if offload is None or not offload.moves:
             return
         if offload.folder is None:
             if self.sharing.everyone.rank == 0:
@@ -124,9 +125,12 @@ class _Conversion:
                     stacklevel=2,
                 )
             return
-        self.family.in_file = offload.chosen(layouts)
         self.file = self.family.file = opened(offload.folder, self.sharing.everyone, uuid.uuid4().hex)
         self.file.holds = offload.kinds
+        if offload.optimizer is not None:
+            self.family.in_file = offload.chosen(layouts)
+        if offload.activations is not None:
+            self.family.stows = Stows(self.file, offload.smallest)
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""

@@ -130,9 +130,12 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
                     storages[kind] += 1
     first, outer = groups[0], groups[0].sharing.replicas
     replica = (0, 1) if outer is None else (outer.rank, outer.size)
-    files = [file for file in {group.home.file for group in groups} if file is not None]
+    stows = {group.family.stows for group in groups}
+    homes = {group.home.file for group in groups} | {each.file for each in stows if each is not None}
+    files = [file for file in homes if file is not None]
     on_disk = sum(file.nbytes for file in files)
-    of = tuple(name for kind, name in STATE.items() if any(kind in file.holds for file in files))
+    names = STATE | {"activation": "activations"}
+    of = tuple(name for kind, name in names.items() if any(kind in file.holds for file in files))
     return MemorySummary(
         first.rank,
         first.layout.world_size,

@@ -6,6 +6,7 @@
     Offload(optimizer="/local/scratch", fraction=0.5)       of half of the parameters
     Offload(optimizer="/local/scratch", groups=("blocks.*",))
     Offload("/local/scratch", "/local/scratch", "/local/scratch")   and the gradients, and the weights of stage 3
+    Offload(activations="/local/scratch")                   what forward saves for backward, in any stage
 
 ZeRO-Infinity (Rajbhandari et al., 2021) is where the idea is from. docs/offload.md has what is moved when.
 """
@@ -14,13 +15,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerofx.model.layout import GroupLayout
 
 Place = str | Path | None
 """None: the device. "cpu": the host's memory. Else a folder, in which each rank has a file of its own."""
+
+
+PARTS = {"optimizer": "moment", "gradients": "gradient", "weights": "weights", "activations": "activation"}
+"""What can be moved: the options' names, and what is in a file then."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,12 @@ class Offload:
         optimizer: what the optimizer remembers: moments, and masters that it holds.
         gradients: what ``.grad`` holds from backward to the step; the same folder.
         weights: a rank's shard, in stage 3; the same folder.
+        activations: what forward saves for backward, of all groups; the same folder, where there is another.
         fraction: of the parameters, from above 0 to 1; the largest groups first, for their chunks are the longest.
         groups: patterns of group names ("blocks.*"), of those that are moved; None: all.
+        smallest: bytes of a saved tensor from which on it is moved; smaller ones stay.
+        rates: of ``zerofx.calibrate(path=...)``, by which an ``activation_budget`` chooses between moving and computing
+            again. None: an ordinary machine's.
 
     Raises:
         ValueError: one of these is out of its range; the message names it.
@@ -43,12 +53,21 @@ class Offload:
     weights: Place = None
     fraction: float = 1.0
     groups: Sequence[str] | None = None
+    activations: Place = None
+    smallest: int = 1 << 16
+    rates: Any = None
 
     def __post_init__(self) -> None:
-        for each in fields(self)[:3]:
-            value = getattr(self, each.name)
+        for name in PARTS:
+            value = getattr(self, name)
             if value is not None and (not isinstance(value, (str, Path)) or not str(value)):
-                raise ValueError(f'Offload({each.name}={value!r}): expected "cpu", the path of a folder, or None.')
+                raise ValueError(f'Offload({name}={value!r}): expected "cpu", the path of a folder, or None.')
+        if type(self.smallest) is not int or self.smallest < 1:
+            raise ValueError(f"Offload(smallest={self.smallest!r}): expected a number of bytes above 0.")
+        if self.rates is not None and getattr(self.rates, "disk_bytes_per_s", None) is None:
+            raise ValueError(
+                f"Offload(rates={self.rates!r}): expected the zerofx.Rates that zerofx.calibrate(path=...) returns."
+            )
         if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
             raise ValueError(f"Offload(fraction={self.fraction!r}): expected a number above 0, up to 1.")
         if self.groups is not None:
@@ -70,15 +89,20 @@ class Offload:
         return Offload(optimizer=given)
 
     @property
+    def moves(self) -> bool:
+        """Whether anything is to be elsewhere."""
+        return any(getattr(self, name) is not None for name in PARTS)
+
+    @property
     def folder(self) -> Path | None:
-        """Where the optimizer's state has its files; None: it has none."""
-        return None if self.optimizer in (None, "cpu") else Path(str(self.optimizer))
+        """Where a rank has its file; None: it has none."""
+        place = self.activations if self.optimizer is None else self.optimizer
+        return None if place in (None, "cpu") else Path(str(place))
 
     @property
     def kinds(self) -> frozenset[str]:
         """What the files hold, in the words of `zerofx.runtime.state.home.Kind`."""
-        parts = {"moment": self.optimizer, "gradient": self.gradients, "weights": self.weights}
-        return frozenset(kind for kind, place in parts.items() if place not in (None, "cpu"))
+        return frozenset(kind for name, kind in PARTS.items() if getattr(self, name) not in (None, "cpu"))
 
     @property
     def choice(self) -> str:

@@ -18,6 +18,8 @@ steps.py         step
 values.py        write, value
 tables.py        several, where rows of tables travel
 coded.py         wire
+carried.py       fetch, put
+stowed.py        stow
 ===============  =======================================
 """
 
@@ -122,7 +124,7 @@ def record(autocast: bool = False, blocks: int = 3, **options: Any) -> GraphReco
 
 def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
     """The record's graphs once more through all passes but `verify`, in another context."""
-    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "meanings": Meanings()}
+    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "stowed": {}, "meanings": Meanings()}
     graphs: dict[str, Graph] = {}
     for trace in (record.forward, record.backward):
         assert trace is not None

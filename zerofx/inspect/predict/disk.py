@@ -20,7 +20,8 @@ import torch
 
 from zerofx.runtime.optim.through_file import Batch, walk
 from zerofx.runtime.ranks.sharing import RankGroup
-from zerofx.runtime.state.state_file import CHUNK, OffloadError, Piece, StateFile, padded
+from zerofx.runtime.state.raw_file import padded
+from zerofx.runtime.state.state_file import CHUNK, OffloadError, Piece, StateFile
 
 FILE = 1 << 26
 """Bytes of a rank's file; each is read once and written once in a run."""

@@ -51,6 +51,7 @@ from zerofx.runtime.ranks.sharing import Sharing, pretended
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
 from zerofx.runtime.state.state_file import StateFile
+from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import weights_of
 
 
@@ -180,7 +181,12 @@ class _NoFile(StateFile):
 
     def __init__(self, folder: Path, holds: frozenset[str]) -> None:
         self.path, self.holds = folder, holds
-        self.error, self.in_step, self.nbytes = "", False, 0
+        self.error, self.in_step = "", False
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing is there."""
+        return 0
 
     def take(self, tensor: torch.Tensor, *, fresh: bool = False) -> None:
         """Shards of a dry run are nowhere."""
@@ -201,9 +207,12 @@ def _shard(module: nn.Module, sharing: Sharing, options: Options, device: torch.
     if offload is not None:
         check_offload(offload, [layout for layout, _ in planned], device)
         if offload.folder is not None:
-            family.in_file = offload.chosen([layout for layout, _ in planned])
+            if offload.optimizer is not None:
+                family.in_file = offload.chosen([layout for layout, _ in planned])
             file = _NoFile(offload.folder, offload.kinds)
             family.file = file  # which the groups will hold
+            if offload.activations is not None:
+                family.stows = Stows(file, offload.smallest)
     for layout, parameters in planned:
         group = ShardGroup(layout, sharing, nowhere, family)
         for slot, parameter in zip(layout.slots, parameters, strict=True):

@@ -21,7 +21,8 @@ from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes
 from zerofx.passes.context import STATE, Context, OnDisk
 from zerofx.runtime.optim.through_file import BUFFERS
-from zerofx.runtime.state.state_file import BUFFER, padded
+from zerofx.runtime.state.raw_file import padded
+from zerofx.runtime.state.state_file import BUFFER
 
 
 @dataclass(frozen=True)

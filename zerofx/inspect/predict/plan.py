@@ -377,6 +377,11 @@ def _check_offload(offload: Offload | None, wire: Wire | None, replicas: int, di
         raise ValueError(f"disk_bandwidth={disk} says nothing without offload=.")
     if offload is not None:
         check_places(offload, {"wire": wire})
+        if offload.activations is not None:
+            raise ValueError(
+                f"offload={offload!r}: activations= is not planned, for what is saved follows from a graph. Leave it "
+                "out, and ask zerofx.predict of the compiled module."
+            )
         if replicas > 1:
             raise ValueError(
                 f"offload= with {replicas} replicas: it is planned for one so far. Give a number of ranks."

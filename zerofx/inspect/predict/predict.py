@@ -262,7 +262,7 @@ class Prediction:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
-        if self.files is not None:
+        if self.files is not None or self.file_read or self.file_written:
             lines += self._of_files(self.files)
         if self.replica_bytes:
             lines.append(f"received from other rows of the mesh: {format_bytes(self.replica_bytes)} of it")
@@ -271,10 +271,12 @@ class Prediction:
             lines.append(f"not in it: what is computed outside of the {graphs} graphs, and what that holds")
         return "\n".join(lines)
 
-    def _of_files(self, files: Files) -> list[str]:
+    def _of_files(self, files: Files | None) -> list[str]:
         read, written, waits = format_bytes(self.file_read), format_bytes(self.file_written), ""
         if self.file_exposed_s:
             waits = f", for which compute waits {format_seconds(self.file_exposed_s)}"
+        if files is None:  # activations alone, which are gone at rest
+            return [f"graphs read {read} from a file and write {written} to it{waits}"]
         took = "" if self.optimizer_s is None else f", in {format_seconds(self.optimizer_s)}"
         return [
             f"on disk: {files}",

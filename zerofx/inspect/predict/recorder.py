@@ -23,9 +23,20 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
 from zerofx.inspect.predict.workspace import Workspaces
-from zerofx.passes.carry import FETCH, PUT, WAIT_FETCH, WAIT_PUT
+from zerofx.passes.carry import (
+    FETCH,
+    PUT,
+    STOW,
+    UNSTOW,
+    WAIT_FETCH,
+    WAIT_PUT,
+    WAIT_STOW,
+    WAIT_UNSTOW,
+    laid_out,
+    new_handle,
+)
 from zerofx.passes.kinds import PICKING
-from zerofx.runtime.state.state_file import padded
+from zerofx.runtime.state.raw_file import padded
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "temporary")
@@ -159,6 +170,8 @@ class Recorder(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _CARRIES:
             return self._carry(func, *args)
+        if func in _STOWS:
+            return self._stow(func, *args)
         name = func._schema.name.split("::")[1]
         if name == "wait_tensor":
             self._wait(args[0])
@@ -263,6 +276,30 @@ class Recorder(_torch.TorchDispatchMode):
             self.group = group
         return here
 
+    def _stow(self, func: Any, *args: Any) -> Any:
+        """What forward saves leaves, or comes back, as `zerofx.runtime.state.stows` does it."""
+        of, order, place = args if func in (STOW, UNSTOW) else args[1:]
+        name, key = self.name or func._schema.name.split("::")[1], ("saved", place)
+        if func in (STOW, UNSTOW):
+            here, read = of, 0
+            if func is UNSTOW:  # it has its memory from now on
+                with self.unseen():
+                    here = laid_out(of, order)
+                self.allocate(here)
+                read = nbytes_of(here)
+            self.classify(here, "activations")
+            written = 0 if func is UNSTOW else nbytes_of(here)
+            self._carried[key] = self.transfer(name, self.group, read=read, written=written), here
+            with self.unseen():
+                return of.new_empty(0)
+        number, here = self._carried.pop(key)
+        self.arrived(name, self.group, number)
+        if func is WAIT_STOW:
+            with self.unseen():
+                here = new_handle(of)
+            self.allocate(here)
+        return here
+
     def give_back(self, nbytes: int) -> None:
         """So much is taken and given back at once."""
         buffer = Buffer(nbytes, "gradients")
@@ -334,6 +371,7 @@ _WIRE = {
     "all_reduce_": 2,
 }
 _CARRIES = (FETCH, WAIT_FETCH, PUT, WAIT_PUT)
+_STOWS = (STOW, WAIT_STOW, UNSTOW, WAIT_UNSTOW)
 _DECODES = frozenset(["decode"])  # what is read of weights in codes are weights
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
 _PICKS = frozenset("embedding index index_select gather".split())

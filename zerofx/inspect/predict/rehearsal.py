@@ -43,7 +43,7 @@ from zerofx.passes.context import ParameterRef
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 from zerofx.runtime.state import state_file
-from zerofx.runtime.state.state_file import padded
+from zerofx.runtime.state.raw_file import padded
 
 
 def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:

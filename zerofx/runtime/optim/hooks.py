@@ -30,8 +30,11 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
 
     So is a step while gradients are kept back: the optimizer would not see them. And one behind a collective that the
-    watchdog has ended: nobody knows what that has left in the gradients. A closure may run the backward that reduces
-    them, so both are asked after that.
+    watchdog has ended, or behind an activation that could not be read: nobody knows what is in the gradients. A closure
+    may run the backward that reduces them, so all this is asked after that.
+
+    Raises:
+        OffloadError: on every rank, where activations could not be written or read on one of them.
     """
     if callable(closure := kwargs.get("closure")):
         kwargs = {**kwargs, "closure": functools.partial(_checked_closure, optimizer, closure)}
@@ -64,6 +67,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     groups = _groups_in(optimizer)
     for name in _watched(groups):
         check(name)
+    for stows in dict.fromkeys(shards.family.stows for shards in groups):
+        if stows is not None:
+            stows.file.compare("The gradients are not right, on any rank.")
     for shards in groups:
         if shards.has_kept():
             raise RuntimeError(

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from zerofx.runtime.optim.spans import Part, Run, Span
-from zerofx.runtime.state.state_file import BUFFER, CHUNK, Extent, Piece, StateFile, padded
+from zerofx.runtime.state.raw_file import padded
+from zerofx.runtime.state.state_file import BUFFER, CHUNK, Extent, Piece, StateFile
 
 BUFFERS = 4
 """One is updated, one is written, two are read."""

@@ -12,6 +12,10 @@ home          where state lives: a seam
 host_memory   a home: weights and gradients in the host's memory
 in_file       a home: what the optimizer remembers in a file
 state_file    that file: chunks, checksums, who has it
+raw_file      what a file is to the operating system
+space         what is free in it
+stows         what forward saves, in such a file
+transfers     the thread that reads and writes files for graphs
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host
 row_copy      on a mesh of two dimensions: optimizer state that replicas of a module share
@@ -21,4 +25,5 @@ part          on a mesh of two dimensions: weights that are divided over all of 
 Imports `zerofx.runtime.ranks` and what is below it::
 
     ranks ◀── state_file ◀── home ◀── host_memory, weights ◀── gathered, gradients ◀── group ◀── parameter
+                  └───── stows ◀───────────────────────────────────────────────────────────┘
 """

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from zerofx.passes.carry import carrying
 from zerofx.runtime.state.state_file import StateFile
+from zerofx.runtime.state.stows import Stows
 
 if TYPE_CHECKING:
     from zerofx.runtime.state.group import ShardGroup
@@ -25,15 +26,20 @@ class Carriage:
         gradients: what has left, where it lives now, by its place among the graph's reductions.
     """
 
-    def __init__(self, groups: Iterable[weakref.ref[ShardGroup]]) -> None:
+    def __init__(self, groups: Iterable[weakref.ref[ShardGroup]], stows: Stows | None = None) -> None:
+        """``stows``: where what forward saves goes; None: it stays."""
         self.gradients: dict[int, torch.Tensor] = {}
         self._groups = {group.layout.name: group for ref in groups if (group := ref()) is not None}
         self._coming: dict[str, Future[torch.Tensor]] = {}
         self._leaving: dict[int, Future[torch.Tensor]] = {}
+        self._stows = stows
+        self._stowed: dict[int, Future[torch.Tensor]] = {}
 
     def files(self) -> list[StateFile]:
         """In which its groups have state, in the same order on every rank."""
-        return list(dict.fromkeys(file for group in self._groups.values() if (file := group.home.file) is not None))
+        files = [group.home.file for group in self._groups.values()]
+        files += [self._stows.file] if self._stows is not None else []
+        return [file for file in dict.fromkeys(files) if file is not None]
 
     def fetch(self, group: str) -> None:
         """`zerofx.passes.carry.Carrier`"""
@@ -53,6 +59,29 @@ class Carriage:
         """`zerofx.passes.carry.Carrier`"""
         with record_function(f"zerofx: put {group}"):
             self.gradients[place] = self._leaving.pop(place).result()
+
+    def stow(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
+        """`zerofx.passes.carry.Carrier`"""
+        self._stowed[place] = self._its.leave(saved, order)
+
+    def stowed(self, place: int) -> torch.Tensor:
+        """`zerofx.passes.carry.Carrier`"""
+        with record_function("zerofx: stow"):
+            return self._stowed.pop(place).result()
+
+    def unstow(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
+        """`zerofx.passes.carry.Carrier`"""
+        self._stowed[place] = self._its.bring(handle, here)
+
+    def unstowed(self, place: int) -> torch.Tensor:
+        """`zerofx.passes.carry.Carrier`"""
+        with record_function("zerofx: unstow"):
+            return self._stowed.pop(place).result()
+
+    @property
+    def _its(self) -> Stows:
+        assert self._stows is not None
+        return self._stows
 
     def agree(self) -> None:
         """A graph without a backward has run: no step comes that would ask whether its reads went well. A collective.

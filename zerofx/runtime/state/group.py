@@ -35,6 +35,7 @@ from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held
 from zerofx.runtime.state.home import Home, home_of
 from zerofx.runtime.state.state_file import StateFile
+from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import Weights, weights_of
 
 
@@ -49,6 +50,7 @@ class Family:
         wire: what travels in codes.
         offload: what the user wants elsewhere.
         in_file: the names of the groups whose optimizer state is in `file`.
+        stows: where activations go; None: they stay on the device.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
@@ -73,6 +75,7 @@ class Family:
         self.offload: Offload | None = offload
         self.in_file: set[str] = set()
         self._file: Any = lambda: None
+        self.stows: Stows | None = None
         self.wire: Wire | None = wire
         self.precision: MixedPrecision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
@@ -99,11 +102,13 @@ class Family:
 
     @property
     def on_disk(self) -> OnDisk | None:
-        """What lives in `file`, in words."""
+        """What of its groups lives in `file`, in words."""
         file, offload = self.file, self.offload
-        if file is None or offload is None:
+        if file is None or offload is None or not self.in_file:
             return None
-        return OnDisk(str(file.path), file.holds, frozenset(self.in_file), len(self._groups), offload.choice)
+        return OnDisk(
+            str(file.path), file.holds - {"activation"}, frozenset(self.in_file), len(self._groups), offload.choice
+        )
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""

@@ -18,13 +18,14 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from zerofx._torch import storage_of, with_own_storage
 from zerofx.runtime.state.home import HOMES, Kind, OnDevice
 from zerofx.runtime.state.state_file import Extent, StateFile
+from zerofx.runtime.state.transfers import transfers
 
 
 class InFile(OnDevice):
@@ -110,7 +111,7 @@ class InFile(OnDevice):
         return contextlib.nullcontext() if extent is None else self._its.shaping(extent)
 
     def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
-        return _transfers().submit(self._fetched, state, torch.empty_like(state))
+        return transfers().submit(self._fetched, state, torch.empty_like(state))
 
     def _fetched(self, state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         with self._its.noting():
@@ -124,7 +125,7 @@ class InFile(OnDevice):
     def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
         place = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         place.untyped_storage().resize_(0)  # nobody writes to it: it is a place in the file, here and now
-        return _transfers().submit(self._put, gradient, place)
+        return transfers().submit(self._put, gradient, place)
 
     def _put(self, gradient: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         with self._its.noting():
@@ -142,17 +143,6 @@ class InFile(OnDevice):
         lent = with_own_storage(state)
         weakref.finalize(lent.untyped_storage(), file.unpin, extent).atexit = False
         return lent
-
-
-_pool: ThreadPoolExecutor | None = None
-
-
-def _transfers() -> ThreadPoolExecutor:
-    """The thread that reads and writes for graphs, in the order in which they ask."""
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(1, thread_name_prefix="zerofx files")
-    return _pool
 
 
 HOMES.insert(0, InFile)

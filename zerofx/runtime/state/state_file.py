@@ -18,11 +18,8 @@ bytes that are read once a step, and count as this process's memory (docs/offloa
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import itertools
 import json
-import mmap
 import os
 import socket
 import threading
@@ -38,9 +35,8 @@ import torch
 from zerofx._torch import StorageWeakRef, storage_of
 from zerofx.kernels.checksum import Checksum
 from zerofx.runtime.ranks.sharing import RankGroup
-
-PAGE = 4096
-"""What positions in the file, lengths and addresses of direct transfers are multiples of."""
+from zerofx.runtime.state.raw_file import PAGE, aligned, identity, locked, made_direct, memory_at, padded, remove
+from zerofx.runtime.state.space import Space
 
 CHUNK = 1 << 19
 """Elements that are read, checked and written at once."""
@@ -70,6 +66,7 @@ class Extent:
         sums: the checksum of each chunk; None: it has not been written, and is zeros.
         pins: how many are using the storage now.
         here: whether it is in memory.
+        passing: it stands for an activation, and its place is for others like it.
     """
 
     at: int
@@ -79,6 +76,7 @@ class Extent:
     sums: list[int | None] = field(default_factory=list)
     pins: int = 0
     here: bool = True
+    passing: bool = False
 
     def chunk(self, i: int) -> tuple[int, int]:
         """Where in the extent chunk ``i`` begins, and how many bytes it has."""
@@ -86,11 +84,11 @@ class Extent:
         return start, min(CHUNK * self.itemsize, self.nbytes - start)
 
     def memory(self) -> memoryview:
-        """The storage's bytes; it is here. (Not by ``numpy()``, which forbids to resize the storage.)"""
+        """The storage's bytes; it is here."""
         storage = storage_of(self.ref)
         assert storage is not None
         assert storage.nbytes() == self.nbytes
-        return _memory(storage.data_ptr(), self.nbytes)
+        return memory_at(storage.data_ptr(), self.nbytes)
 
     def resize(self, nbytes: int) -> None:
         """Give the storage memory, or take it."""
@@ -103,11 +101,6 @@ Piece = tuple[Extent, int, int]
 """A chunk's transfer: the extent, the chunk's number, and where in the buffer it lies."""
 
 
-def padded(nbytes: int) -> int:
-    """Up to the next page."""
-    return -(-nbytes // PAGE) * PAGE
-
-
 class StateFile:
     """One rank's file.
 
@@ -117,7 +110,6 @@ class StateFile:
         ranks: those whose state is kept with this rank's: an error of one is an error of all.
         error: what went wrong, on this rank or another; "" so far. State is a mixture then.
         in_step: an optimizer's step is under way: what goes wrong is noted, and raised as it ends.
-        nbytes: of all extents.
     """
 
     def __init__(self, folder: Path, rank: int, run: str, ranks: RankGroup) -> None:
@@ -131,24 +123,31 @@ class StateFile:
         self.holds: frozenset[str] = frozenset({"moment"})
         self.error: str = ""
         self.in_step: bool = False
-        self.nbytes: int = 0
+        self._nbytes = 0
         with self._told("made"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = _locked(self.path)
+            self._fd = locked(self.path)
             mark = {"zerofx": "state of a run, worth nothing without it", "run": run, "pid": os.getpid()}
             os.ftruncate(self._fd, 0)
             os.write(self._fd, json.dumps(mark | {"host": socket.gethostname()}).encode().ljust(PAGE))
-            self._identity = _identity(os.fstat(self._fd))
-            self._direct = _direct(self._fd)
+            self._identity = identity(os.fstat(self._fd))
+            self._direct = made_direct(self._fd)
         self._end = PAGE
         self._free: dict[int, list[int]] = {}
+        self._passed = Space()
         self._extents: dict[int, Extent] = {}
         self._recent: dict[int, Extent] = {}
         self._dead: deque[int] = deque()
         self._buffers: list[memoryview] = []
-        self._stage: memoryview = _aligned(padded(CHUNK * 16))
+        self._stage: memoryview = aligned(padded(CHUNK * 16))
         self._lock = threading.RLock()
-        self._finalizer = weakref.finalize(self, _remove, self._fd, self.path, os.getpid())
+        self._finalizer = weakref.finalize(self, remove, self._fd, self.path, os.getpid())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all extents."""
+        self._bury()
+        return self._nbytes
 
     # ---- extents ----------------------------------------------------------------------------------------------------
 
@@ -166,9 +165,7 @@ class StateFile:
             at = self._place(padded(nbytes))
             extent = Extent(at, nbytes, tensor.itemsize, StorageWeakRef(storage))
             extent.sums = [None] * -(-extent.nbytes // (CHUNK * extent.itemsize))
-            self._extents[storage._cdata] = extent
-            self.nbytes += extent.nbytes
-            weakref.finalize(storage, self._dead.append, storage._cdata).atexit = False
+            self._note(storage, extent)
             if fresh:
                 extent.resize(0)
                 extent.here = False
@@ -216,10 +213,10 @@ class StateFile:
         """Its numbers in the memory of ``into``. It stays where it is. Raises as `pin`."""
         with self._lock:
             if extent.here:
-                _memory(into.data_ptr(), extent.nbytes)[:] = extent.memory()
+                memory_at(into.data_ptr(), extent.nbytes)[:] = extent.memory()
             else:
                 self.check()
-                self._bring(extent, _memory(into.data_ptr(), extent.nbytes))
+                self._bring(extent, memory_at(into.data_ptr(), extent.nbytes))
 
     def store(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
         """``place`` is ``tensor``, 1-D, in the file; its storage stays empty. Raises as `take` and `write`."""
@@ -227,7 +224,29 @@ class StateFile:
             self.check()
             self.take(place, fresh=True)
             if (extent := self.extent_of(place)) is not None:
-                self._send(extent, _memory(tensor.data_ptr(), extent.nbytes))
+                self._send(extent, memory_at(tensor.data_ptr(), extent.nbytes))
+
+    def stow(self, tensor: torch.Tensor, handle: torch.Tensor) -> None:
+        """Write ``tensor``, which is contiguous. It is in the file for as long as the storage of ``handle`` is there.
+
+        `extent_of` finds it by the handle, `copied` reads it. Raises as `take` and `write`.
+        """
+        with self._lock:
+            self.check()
+            self._bury()
+            storage, nbytes = handle.untyped_storage(), tensor.numel() * tensor.itemsize
+            at = self._passed.take(padded(nbytes))
+            at = self._enlarged(padded(nbytes)) if at is None else at
+            extent = Extent(at, nbytes, tensor.itemsize, StorageWeakRef(storage), here=False, passing=True)
+            extent.sums = [None] * -(-nbytes // (CHUNK * extent.itemsize))
+            self._note(storage, extent)
+            self._send(extent, memory_at(tensor.data_ptr(), nbytes))
+
+    def _note(self, storage: torch.UntypedStorage, extent: Extent) -> None:
+        """``extent`` is that of ``storage``, and ends with it."""
+        self._extents[storage._cdata] = extent
+        self._nbytes += extent.nbytes
+        weakref.finalize(storage, self._dead.append, storage._cdata).atexit = False
 
     @contextlib.contextmanager
     def shaping(self, extent: Extent) -> Iterator[None]:
@@ -248,8 +267,9 @@ class StateFile:
 
     def _place(self, nbytes: int) -> int:
         """``nbytes`` of the file that are nobody's; of what the disk has for sure, so that it is not full later."""
-        if self._free.get(nbytes):
-            return self._free[nbytes].pop()
+        return self._free[nbytes].pop() if self._free.get(nbytes) else self._enlarged(nbytes)
+
+    def _enlarged(self, nbytes: int) -> int:
         at = self._end
         with self._told("enlarged"):
             os.posix_fallocate(self._fd, at, nbytes)
@@ -262,8 +282,11 @@ class StateFile:
             while self._dead:
                 extent = self._extents.pop(self._dead.popleft())
                 self._recent.pop(id(extent), None)
-                self.nbytes -= extent.nbytes
-                self._free.setdefault(padded(extent.nbytes), []).append(extent.at)
+                self._nbytes -= extent.nbytes
+                if extent.passing:
+                    self._passed.give(extent.at, padded(extent.nbytes))
+                else:
+                    self._free.setdefault(padded(extent.nbytes), []).append(extent.at)
 
     def _make_room(self, nbytes: int) -> None:
         """What is not pinned leaves memory, the longest unused first, until ``nbytes`` more are at most `KEPT`."""
@@ -315,7 +338,7 @@ class StateFile:
     def buffers(self, count: int, nbytes: int) -> list[memoryview]:
         """Memory for transfers, the same at each call as long as it is large enough."""
         if len(self._buffers) < count or len(self._buffers[0]) < nbytes:
-            self._buffers = [_aligned(padded(nbytes)) for _ in range(count)]
+            self._buffers = [aligned(padded(nbytes)) for _ in range(count)]
         return self._buffers
 
     def _transfer(self, move: Any, buffer: memoryview, at: int, what: str) -> None:
@@ -369,7 +392,7 @@ class StateFile:
         if self.error:
             raise OffloadError(self.error)
         with self._told("found"):
-            if _identity(os.stat(self.path)) != self._identity:
+            if identity(os.stat(self.path)) != self._identity:
                 raise OSError("another file is in its place")
 
     def begin(self) -> None:
@@ -399,6 +422,10 @@ class StateFile:
         with self.noting():
             self.settle()
         self.in_step = False
+        self.compare(lost)
+
+    def compare(self, lost: str) -> None:
+        """Whether all went well so far, on every rank. A collective. Raises as `agree`."""
         failed = torch.tensor([1 if self.error else 0])
         if not self.ranks.sum_(failed).item():
             return
@@ -423,47 +450,6 @@ def opened(folder: Path, ranks: RankGroup, run: str) -> StateFile:
     """
     run = ranks.told(run)[0]
     return ranks.all_or_none("offload=", lambda: StateFile(folder, ranks.rank, run, ranks), OffloadError)
-
-
-def _locked(path: Path) -> int:
-    """A descriptor of the file, which no other run has."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        os.close(fd)
-        raise OSError("another run keeps its state there; give each run a folder of its own") from e
-    return fd
-
-
-def _direct(fd: int) -> bool:
-    """Have transfers go around the kernel's cache, if the file system can."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        return False
-    return hasattr(os, "O_DIRECT")
-
-
-def _memory(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-def _aligned(nbytes: int) -> memoryview:
-    """Memory that begins with a page, and is this process's own."""
-    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino
-
-
-def _remove(fd: int, path: Path, pid: int) -> None:
-    """The run is over. (A fork of it is not the run.)"""
-    if os.getpid() == pid:
-        path.unlink(missing_ok=True)
-    os.close(fd)
 
 
 def _sum(part: memoryview) -> int:
