@@ -191,6 +191,24 @@ def test_what_fits_by_a_disk_is_recommended_and_its_step_takes_as_long_as_the_di
         assert each.time is not None and float(each.time.optimizer) == pytest.approx(28 * n / 1e9)
 
 
+def test_each_scheme_of_a_mesh_is_planned_with_moments_in_files() -> None:
+    rates = {"bandwidth": 1e9, "replica_bandwidth": 1e8, "flops": 1e12, "tokens": 64, "disk_bandwidth": 1e8}
+    given = {"world_size": (2, 4), "groups": EACH_LAYER, "micro_batches": 2}
+    held = zerofx.plan(net(), **given).stages
+    plan, n = zerofx.plan(net(), offload="/x", **given, **rates), 3 * 128**2
+    parts = set()
+    for one, other in zip(held, plan.stages, strict=True):
+        assert other.files is not None and other.time is not None
+        moments = float(one.memory.moments) if one.stage else 0.0
+        assert float(other.files.at_rest) == float(other.files.moments) == moments
+        assert float(one.memory.total) == float(other.memory.total) + moments
+        assert float(other.time.optimizer) == pytest.approx(2 * moments / 1e8)
+        assert (other.passing > 0) == (other.stage > 0)
+        parts.add(8 * n / moments if moments else 0)
+    assert parts == {0, 4, 8}, "in stage 3 a scheme divides it over a row, or over all"
+    assert "on disk" in str(plan) and "optimizer" in str(plan)
+
+
 def test_a_plan_refuses_what_a_run_would_and_a_disk_for_nothing() -> None:
     def refused(said: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=said):
@@ -199,5 +217,9 @@ def test_a_plan_refuses_what_a_run_would_and_a_disk_for_nothing() -> None:
     refused("disk_bandwidth=1000000000.0 says nothing without offload=", disk_bandwidth=1e9, bandwidth=1e9)
     refused("disk_bandwidth=1000000000.0 says nothing without bandwidth", disk_bandwidth=1e9, offload="/x")
     refused("gradients= is built for the folder of optimizer= alone", offload=zerofx.Offload("/a", "/b"))
-    refused("offload= with 2 replicas: it is planned for one so far", world_size=(2, 2), offload="/x")
+    refused(
+        r"with world_size=\(2, 2\): gradients= is not built for that yet",
+        world_size=(2, 2),
+        offload=offload("/x", "mg"),
+    )
     refused("no group has such a name", offload=zerofx.Offload("/x", groups=("nothing",)))

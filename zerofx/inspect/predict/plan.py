@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sympy import Max
+from sympy import Expr, Max
 from torch import nn
 
 from zerofx.compiler.checks import check_wire
@@ -259,7 +259,8 @@ def plan(
     _check_numbers(min(replicas, world_size), micro_batches, memory)
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
     _check(sharding, wire, replicas, world_size, one_dimension)
-    filed = _check_offload(Offload.of(offload), wire, replicas, disk_bandwidth)
+    mesh = None if one_dimension else (replicas, world_size)
+    filed = _check_offload(Offload.of(offload), wire, mesh, disk_bandwidth)
     layouts = [x for x, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
@@ -283,7 +284,8 @@ def plan(
     if replicas == 1:
         made = [costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages]
     else:
-        of_mesh = _mesh_costs(layouts, mixed_precision, micro_batches, no_sync, wire, (replicas, world_size), speed)
+        how = (mixed_precision, micro_batches, no_sync, wire)
+        of_mesh = _mesh_costs(layouts, *how, (replicas, world_size), speed, filed)
         made = [of_mesh(stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
     return Plan(_numel(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas)
 
@@ -336,9 +338,8 @@ def _costs(
             timed = files if speed.disk is not None else None
             time = cost.time(stage, travels.sizes, **options, files=timed).at(**numbers, d=speed.disk or 1.0)
             if timed is not None:
-                arithmetic = cost.updated(stage, sizes, ranks=ranks, of_16_bit=dtype.itemsize == 2) / cost.e
-                optimizer = Max(timed.optimizer / cost.d, arithmetic)
-                time = replace(time, optimizer=optimizer).at(**numbers, d=speed.disk or 1.0, e=speed.memory or math.inf)
+                arithmetic = cost.updated(stage, sizes, ranks=ranks, of_16_bit=dtype.itemsize == 2)
+                time = replace(time, optimizer=_optimizer(timed, arithmetic.subs(cost.N, numbers["N"]), speed))
         return StageCost(stage, memory, traffic, gathered, packed, time, files=files, passing=passing)
 
     return of
@@ -363,6 +364,11 @@ def _files(
     return cost.filed(stage, offload.kinds, sizes, ranks=ranks, moved=trained, frozen=frozen, **options)
 
 
+def _optimizer(files: cost.Filed, arithmetic: Expr, speed: Speed) -> Expr:
+    """Seconds of its step: of what passes through the file, or of so many bytes of memory."""
+    return Max(files.optimizer / (speed.disk or math.inf), arithmetic / (speed.memory or math.inf))
+
+
 def _passing(offload: Offload, files: cost.Filed, layouts: list[GroupLayout], stage: int, sharing: Sharing) -> int:
     """Bytes of memory that what lives in a file takes while it passes; see `plan`."""
     nbytes = int(files.at_rest)
@@ -371,20 +377,18 @@ def _passing(offload: Offload, files: cost.Filed, layouts: list[GroupLayout], st
     return BUFFERS * min(BUFFER, nbytes) + min(KEPT, nbytes) + streamed * shards
 
 
-def _check_offload(offload: Offload | None, wire: Wire | None, replicas: int, disk: float | None) -> Offload | None:
-    """Refuse what `zerofx.compile` would, and what is not planned."""
+def _check_offload(
+    offload: Offload | None, wire: Wire | None, mesh: tuple[int, int] | None, disk: float | None
+) -> Offload | None:
+    """Refuse what `zerofx.compile` would."""
     if offload is None and disk is not None:
         raise ValueError(f"disk_bandwidth={disk} says nothing without offload=.")
     if offload is not None:
-        check_places(offload, {"wire": wire})
+        check_places(offload, {"wire": wire, "world_size": mesh})
         if offload.activations is not None:
             raise ValueError(
                 f"offload={offload!r}: activations= is not planned, for what is saved follows from a graph. Leave it "
                 "out, and ask zerofx.predict of the compiled module."
-            )
-        if replicas > 1:
-            raise ValueError(
-                f"offload= with {replicas} replicas: it is planned for one so far. Give a number of ranks."
             )
     return offload
 
@@ -420,6 +424,7 @@ def _mesh_costs(
     wire: Wire | None,
     mesh: tuple[int, int],
     speed: Speed | None,
+    offload: Offload | None = None,
 ) -> Callable[[int, Sharding], StageCost]:
     """A function of stage and scheme, on a mesh of so many rows of so many ranks."""
     dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
@@ -444,6 +449,10 @@ def _mesh_costs(
         cut_off = 4 * sent_on * _others(sharing) if wire and stage and wire.error_feedback and far.reduction else 0
         held = replace(held, weights=held.weights + frozen.numel * dtype.itemsize / parts, master=held.master + apart)
         held = replace(held, gradients=held.gradients + cut_off)
+        files, passing, ranks = None, 0, cost.Ranks.of(sharing)
+        if offload is not None:
+            files = _files(offload, layouts, stage, sizes, ranks, no_sync, accumulating).at(k=micro_batches)
+            held, passing = files.left(held), _passing(offload, files, layouts, stage, sharing)
         left = trained.numel * int(sizes.weight) // mesh[1] if stage == 3 and sharding.gathers_near else 0
         gathered = left + (_three(layouts, int(sizes.weight)) if stage == 3 else 0)
         packed = _three(learns, int(sizes.gradient)) if stage else 0
@@ -452,7 +461,11 @@ def _mesh_costs(
             raise ValueError("no parameter requires a gradient: there is no training step to time.")
         if speed is not None:
             time = phases.time(speed, far, micro_batches, reductions, len(layouts))
-        return StageCost(stage, held, phases.traffic(micro_batches, reductions), gathered, packed, time, sharding)
+            if files is not None and speed.disk is not None:
+                arithmetic = cost.updated(stage, sizes, ranks=ranks, of_16_bit=dtype.itemsize == 2)
+                time = replace(time, optimizer=_optimizer(files, arithmetic.subs(cost.N, trained.numel), speed))
+        sent = phases.traffic(micro_batches, reductions)
+        return StageCost(stage, held, sent, gathered, packed, time, sharding, files=files, passing=passing)
 
     return of
 
