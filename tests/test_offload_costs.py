@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
 from tests.test_offload import EACH_LAYER, small
@@ -207,6 +208,32 @@ def test_each_scheme_of_a_mesh_is_planned_with_moments_in_files() -> None:
         parts.add(8 * n / moments if moments else 0)
     assert parts == {0, 4, 8}, "in stage 3 a scheme divides it over a row, or over all"
     assert "on disk" in str(plan) and "optimizer" in str(plan)
+
+
+def on_a_mesh(folder: str, sharding: zerofx.Sharding | None) -> list[int]:
+    """Bytes at rest, and those that the optimizer moves in its second step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with small(), pytest.MonkeyPatch.context() as patch:
+        options = {"executor": "eager", "groups": EACH_LAYER, "offload": folder, "mesh": mesh, "sharding": sharding}
+        model = zerofx.compile(net(), stage=3, **options)
+        optimizer, counter = zerofx.AdamW(model.parameters(), lr=1e-2), Counter(patch)
+        for _ in range(2):
+            model(torch.ones(2, 128)).square().mean().backward()
+            counter.moved = dict.fromkeys(counter.moved, 0)
+            optimizer.step()
+            moved = sum(counter.moved.values())
+            optimizer.zero_grad()
+        return [zerofx.memory_summary(model, optimizer).on_disk, moved]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [None, zerofx.Sharding(gradients="all", optimizer="all")])
+def test_a_plan_of_a_mesh_has_the_bytes_of_its_files(make_workers: Any, tmp_path: Path, sharding: Any) -> None:
+    given = {"world_size": (2, 2), "stages": [3], "groups": EACH_LAYER, "offload": "/x"}
+    (planned,) = zerofx.plan(net(), sharding=sharding or zerofx.Sharding(), **given).stages
+    assert planned.files is not None
+    said = [int(planned.files.at_rest), int(planned.files.optimizer)]
+    assert make_workers(4).run(on_a_mesh, str(tmp_path), sharding, timeout=200) == [said] * 4
 
 
 def test_a_plan_refuses_what_a_run_would_and_a_disk_for_nothing() -> None:
