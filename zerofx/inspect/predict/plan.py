@@ -253,14 +253,13 @@ def plan(
         ValueError: a stage, or a number of anything, that there cannot be; options that need one another.
     """
     one_dimension = not isinstance(world_size, tuple)
-    replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
+    mesh = replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
     if replicas > 1:
         sharing = partial(pretended, replicas)
     _check_numbers(min(replicas, world_size), micro_batches, memory)
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
     _check(sharding, wire, replicas, world_size, one_dimension)
-    mesh = None if one_dimension else (replicas, world_size)
-    filed = _check_offload(Offload.of(offload), wire, mesh, disk_bandwidth)
+    filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth)
     layouts = [x for x, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
@@ -284,8 +283,7 @@ def plan(
     if replicas == 1:
         made = [costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages]
     else:
-        how = (mixed_precision, micro_batches, no_sync, wire)
-        of_mesh = _mesh_costs(layouts, *how, (replicas, world_size), speed, filed)
+        of_mesh = _mesh_costs(layouts, mixed_precision, micro_batches, no_sync, wire, mesh, speed, filed)
         made = [of_mesh(stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
     return Plan(_numel(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas)
 
