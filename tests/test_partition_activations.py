@@ -21,7 +21,7 @@ from tests.memory import allocated_peak
 from tests.models import MLP
 from tests.test_foreign_dimensions import Copy, Sum
 
-WIDTH, ROWS = 66, 64  # 66: a part of three ranks ends within a row; 64 x 66 floats are 16.9 kB
+WIDTH, ROWS = 66, 128  # 66: a part of three ranks ends within a row; 128 x 66 numbers of 16 bits are 16.9 kB
 
 
 class Layer(nn.Module):
@@ -126,6 +126,7 @@ def in_parts(shape: tuple[int, int], kind: dict[str, Any], **options: Any) -> di
     assert all(torch.equal(parts.weights[name], x) for name, x in whole.weights.items())
     (record,) = zerofx.graphs(parts.model)
     context = record.forward.context
+    said = ["collect"] if context.parts else []
     return {
         "parts": [(part.name, part.nbytes) for part in context.parts.values()],
         "spared": sum(part.nbytes - part.numel_of_one * part.dtype.itemsize for part in context.parts.values()),
@@ -133,7 +134,7 @@ def in_parts(shape: tuple[int, int], kind: dict[str, Any], **options: Any) -> di
         "whole": would_save(parts),
         "peaks": (whole.peak, parts.peak),
         "printed": str(record),
-        "explained": record.explain("collect") + record.explain(next(iter(context.parts.values())).name),
+        "explained": "".join(record.explain(words) for words in [part.name for part in context.parts.values()] + said),
         "predicted": [zerofx.predict(run.model) for run in (whole, parts)] if dist.get_rank() == 0 else None,
     }
 
@@ -183,9 +184,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_so_it_is_with_every_stage_and_option(
     make_workers: Callable[[int], Any], kind: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    ranks = make_workers(4).run(in_parts, (2, 2), kind, timeout=600, **options)
-    assert ranks[0]["parts"] and all(rank["parts"] == ranks[0]["parts"] for rank in ranks)
-    assert ranks[0]["counted"] == ranks[0]["whole"] - ranks[0]["spared"]
+    ranks = make_workers(4).run(in_parts, (2, 2), kind, timeout=250, **options)
+    found = ranks[0]
+    assert all(rank["parts"] == found["parts"] for rank in ranks)
+    if "dropout" in kind:  # each rank draws its own, as this model has it: nothing behind that is alike
+        assert not found["parts"]
+    else:
+        assert found["parts"] and found["counted"] == found["whole"] - found["spared"]
 
 
 class Twice(nn.Module):
@@ -246,7 +251,7 @@ def told() -> dict[str, Any]:
 def test_what_differs_is_told(workers2: Any) -> None:
     first, second = workers2.run(told, timeout=200)
     (warning,) = first["warned"]
-    assert "argument 0 of shape (64, 66) differs between the ranks [0, 1]" in warning and not second["warned"]
+    assert "argument 0 of shape (128, 66) differs between the ranks [0, 1]" in warning and not second["warned"]
     assert first["of other batches"] == []
     assert "the gradient of an output that the ranks [0, 1] have alike, differs" in first["gradient"]
     assert first["gradient"] == second["gradient"]

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from zerofx.passes import edit
-from zerofx.passes.proof.facts import Started
+from zerofx.passes.proof.facts import REFRESH, Started
 from zerofx.passes.proof.known import READERS, Known
 from zerofx.passes.proof.meaning import Number, Op
 from zerofx.passes.travel import GATHERS, communicates
@@ -150,8 +150,7 @@ def check_parts(known: Known) -> None:
         return
     previous = None
     for node, op in known.ops.items():
-        if communicates(op.target) and op.args[-1:] == (known.ctx.parts_group,):
-            ours = node in starts or previous in starts
-            if previous is not None and ours and previous not in op.after:
+        if communicates(op.target) or op.target is REFRESH:
+            if previous is not None and previous not in op.after:
                 known.fail("parts", node, f"nothing keeps it behind {previous.name!r}", "a dependence on it")
             previous = node
