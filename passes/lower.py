@@ -141,7 +141,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     _order_steps(gm, after, order, nodes)
     if ctx.own_kinds:
         _order_own(gm, ctx, after)
-    _order_parts(gm, after, order, nodes)
+    _order_foreign(gm, after, order, nodes)
     return {node: list(dict.fromkeys(first)) for node, first in after.items() if first}
 
 
@@ -183,14 +183,18 @@ def _order_own(gm: GraphModule, ctx: Context, after: dict[Node, list[Node]]) -> 
         after[node] += [user for user in node.args[0].users if user in own]  # type: ignore[union-attr]
 
 
-def _order_parts(gm: GraphModule, after: dict[Node, list[Node]], order: dict[Node, int], nodes: list[Node]) -> None:
-    """With gathers of saved parts all collectives take turns, and each such gather follows readers of what is gone."""
+def _order_foreign(gm: GraphModule, after: dict[Node, list[Node]], order: dict[Node, int], nodes: list[Node]) -> None:
+    """Beside other ranks' collectives, the model's own or gathers of saved parts, all take turns as the graph reads.
+
+    Each of these gathers follows the readers of what is gone.
+    """
     starts, previous = set(edit.tagged(gm.graph, "collect")), None
+    started = [n for n in nodes if communicates(n.target) or n.target is torch.ops.zerofx.refresh.default]
+    if not starts and all("zerofx" in node.meta for node in started):
+        return
     dying = [(last, wait) for wait in edit.tagged(gm.graph, "collected") if (last := edit.last_use(wait, order))]
     dying.sort(key=lambda x: -order[x[0]])
-    for node in gm.graph.nodes if starts else ():
-        if not communicates(node.target) and node.target is not torch.ops.zerofx.refresh.default:
-            continue
+    for node in started:
         after[node] += [previous] if previous is not None else []
         previous = node
         while node in starts and dying and order[dying[-1][0]] < order[node]:

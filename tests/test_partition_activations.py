@@ -190,7 +190,10 @@ def test_so_it_is_with_every_stage_and_option(
     if "dropout" in kind:  # each rank draws its own, as this model has it: nothing behind that is alike
         assert not found["parts"]
     else:
-        assert found["parts"] and found["counted"] == found["whole"] - found["spared"]
+        assert found["parts"]
+    # With mixed precision casts of weights would be saved, too: backward makes them anew.
+    if "mixed_precision" not in options and found["parts"]:
+        assert found["counted"] == found["whole"] - found["spared"]
 
 
 class Twice(nn.Module):
