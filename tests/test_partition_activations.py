@@ -266,10 +266,12 @@ def test_what_differs_is_told(workers2: Any) -> None:
     assert "of which [0, 1] share the training of this module" in first["DeviceM"]
 
 
-def test_it_goes_neither_with_memory_nor_in_a_dry_run() -> None:
+def test_it_goes_neither_with_memory_nor_with_files_nor_in_a_dry_run() -> None:
     with pytest.raises(
         ValueError, match="memory= with partition_activations=: what is saved in parts is not taken off"
     ):
         zerofx.compile(MLP(), memory=1 << 30, partition_activations="tp")
+    with pytest.raises(ValueError, match="with partition_activations=: what is saved in parts does not go to a file"):
+        zerofx.compile(MLP(), offload=zerofx.Offload(activations="scratch"), partition_activations="tp")
     with pytest.raises(ValueError, match="partition_activations= in a dry run: there are no processes"):
         zerofx.dry_run(MLP(), torch.ones(2, 13), world_size=2, partition_activations="tp")

@@ -254,6 +254,11 @@ class Options:
                 f"offload={offload!r} with stage=0: its parameters are plain tensors, and so is what an optimizer "
                 "keeps of them. Use stage=1, or give activations= alone."
             )
+        if offload.activations is not None and self.partition_activations is not None:
+            raise ValueError(
+                f"offload={offload!r} with partition_activations=: what is saved in parts does not go to a file yet. "
+                "Leave activations= or partition_activations= out."
+            )
         names = ("one_copy", "lookups", "pool", "wire", "mesh", "leaf_modules")
         check_places(offload, {name: getattr(self, name) for name in names})
         if offload.weights is not None and self.stage != 3:
