@@ -59,6 +59,16 @@ def oldest_version_first() -> None:
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
+def look_at_parameters() -> None:
+    """Have Dynamo look at each parameter before it runs what it has compiled (2.11).
+
+    2.11 does not where the dict that has the parameter is the one of before. A sharded parameter that is trained from
+    now on would go on without a gradient. 2.13 and 2.15 look, whatever the option says.
+    """
+    if torch.__version__ < "2.12":
+        torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+
+
 def with_own_code(function: FunctionType) -> FunctionType:
     """A copy of ``function``, and of what it wraps, whose compiled versions Dynamo keeps apart (2.11, 2.13, 2.15)."""
     wrapped = getattr(function, "__wrapped__", None)

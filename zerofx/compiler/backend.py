@@ -63,6 +63,7 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()
+        _torch.look_at_parameters()
         shard_modules_of(gm, example_inputs, self.options)
         warn_of_choice(gm)
         strip_own_frames(gm)
