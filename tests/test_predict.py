@@ -349,7 +349,8 @@ def test_a_prediction_is_the_same_every_time_and_changes_nothing(fake_world) -> 
     first = zerofx.predict(model, rates)
     assert zerofx.predict(model, rates) == first
     for name, p in model.named_parameters():
-        assert torch.equal(p.grad.to_local(), before[name])
+        # Bit by bit: on ranks that are not there, what nobody sent may be any number, or none.
+        assert torch.equal(p.grad.to_local().view(torch.int32), before[name].view(torch.int32))
     x = torch.randint(64, (2, 16))
     model(x, x).backward()  # what was compiled still runs
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zerofx._torch import StorageWeakRef, storage_of
+from zerofx._torch import StorageWeakRef, storage_of, with_numbers
 from zerofx.runtime.state.home import Home, Kind
 
 brought: dict[Kind, int] = {"weights": 0, "gradient": 0, "moment": 0}
@@ -40,9 +40,10 @@ class SecondTensor(Home):
         self._depth += 1
         if self._depth == 1:
             self._kept = [entry for entry in self._kept if storage_of(entry[0]) is not None]
-            for ref, kind, second in self._kept:
-                _bytes(ref).copy_(second)
-                brought[kind] += 1
+            with with_numbers():  # PyTorch 2.11 asks a parameter things while it makes a fake one
+                for ref, kind, second in self._kept:
+                    _bytes(ref).copy_(second)
+                    brought[kind] += 1
         try:
             yield
         finally:
@@ -53,8 +54,9 @@ class SecondTensor(Home):
 
     def _away(self, ref: StorageWeakRef, kind: Kind, second: torch.Tensor) -> None:
         if storage_of(ref) is not None:
-            second.copy_(_bytes(ref))
-            _bytes(ref).fill_(255)  # which floating-point types read as NaN
+            with with_numbers():
+                second.copy_(_bytes(ref))
+                _bytes(ref).fill_(255)  # which floating-point types read as NaN
 
 
 def _bytes(ref: StorageWeakRef) -> torch.Tensor:
