@@ -177,22 +177,22 @@ def peaks(folder: str, executor: str) -> list[tuple[int, int, int]]:
     return found
 
 
-def check_peaks(found: list[tuple[int, int, int]]) -> None:
+def check_peaks(found: list[tuple[int, int, int]], most: float) -> None:
     (peak, predicted, none), (peak_away, predicted_away, away) = found
     assert peak == pytest.approx(predicted, rel=0.02) and peak_away == pytest.approx(predicted_away, rel=0.02)
-    assert peak_away < 0.45 * peak, (peak_away, peak)
+    assert peak_away < most * peak, (peak_away, peak)
     assert none == 0 and away > 0.6 * peak, (away, peak)
 
 
 def test_memory_is_free_when_it_has_left_and_the_prediction_knows(workers2: Workers, tmp_path: Path) -> None:
     for found in workers2.run(peaks, str(tmp_path), "eager"):
-        check_peaks(found)
+        check_peaks(found, 0.45)
 
 
 @pytest.mark.slow
 def test_memory_of_generated_code_is_free_when_it_has_left(workers2: Workers, tmp_path: Path) -> None:
     for found in workers2.run(peaks, str(tmp_path), "inductor", timeout=500):
-        check_peaks(found)
+        check_peaks(found, 0.55)
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
@@ -373,7 +373,8 @@ def within(folder: str, executor: str = "eager") -> dict[str, Any]:
     return found
 
 
-def check_within(found: dict[str, Any]) -> None:
+def check_within(found: dict[str, Any], fused: bool = False) -> None:
+    """``fused``: with Inductor, which computes cheap values again whatever the budget."""
     wanted, _ = found.pop("whole")
     assert "is too small: forward has to save" in found.pop("too small")
     for name, (losses, (chosen, summary, text)) in found.items():
@@ -386,7 +387,7 @@ def check_within(found: dict[str, Any]) -> None:
             assert chosen.saved_bytes <= chosen.budget
         if "fast" in name:
             assert chosen.offloaded and "in a file" in text
-            assert "none" in name or not chosen.recomputed  # small ones do not leave, so the least takes both
+            assert "none" in name or fused or not chosen.recomputed  # small ones do not leave, so the least takes both
     assert not found["half, a slow disk"][1][0].offloaded and found["half, a slow disk"][1][0].recomputed
     chosen = found["bytes, a slow disk"][1][0]  # less than what enters the blocks
     assert chosen.offloaded and chosen.recomputed
@@ -405,7 +406,7 @@ def test_a_budget_moves_what_a_fast_disk_can_take_and_computes_again_what_a_slow
 @pytest.mark.slow
 def test_a_budget_of_generated_code_moves_or_computes_again(workers2: Workers, tmp_path: Path) -> None:
     for found in workers2.run(within, str(tmp_path), "inductor", timeout=900):
-        check_within(found)
+        check_within(found, fused=True)
 
 
 def test_rates_without_a_disk_are_refused() -> None:

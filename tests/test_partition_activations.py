@@ -187,8 +187,8 @@ def test_so_it_is_with_every_stage_and_option(
     ranks = make_workers(4).run(in_parts, (2, 2), kind, timeout=250, **options)
     found = ranks[0]
     assert all(rank["parts"] == found["parts"] for rank in ranks)
-    if "dropout" in kind:  # each rank draws its own, as this model has it: nothing behind that is alike
-        assert not found["parts"]
+    if "dropout" in kind:  # each rank draws its own: nothing behind that is alike, but for what an all-reduce brings
+        assert all(name.startswith("wait_tensor") for name, _ in found["parts"])
     else:
         assert found["parts"]
     # With mixed precision casts of weights would be saved, too: backward makes them anew.
