@@ -41,7 +41,7 @@ KINDS = frozenset(
     """
     rebuild shard replica refresh kept gathered far wait_far near narrow widen unshard reduce_grad all_gather wait
     encode decode weight prepare pack reduce_scatter all_reduce wait_grad sum_replicas wait_replicas gradient
-    fetch wait_fetch put wait_put step ahead discard
+    fetch wait_fetch put wait_put part collect collected saved stow wait_stow unstow wait_unstow step ahead discard
     """.split()
 )
 """The kinds of nodes that our passes insert (`zerofx.passes.context.Tag`): names that a user's pass must not have."""
