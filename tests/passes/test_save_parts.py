@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 from torch.testing import FileCheck
 
 from tests.passes.graphs import Sketch, apply, assert_documented, assert_left_alone, aten, events
-from tests.passes.mutants import another, set_arg, tagged
+from tests.passes.mutants import set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
-from zerofx.passes import PIPELINE, Context, VerificationError, rematerialize, save_parts, verify
+from zerofx.passes import PIPELINE, Context, rematerialize, save_parts
 from zerofx.passes.context import Meanings
 from zerofx.passes.save_parts import LEAST_BYTES
 
@@ -264,17 +264,9 @@ MUTANTS: list[tuple[int, Callable[[GraphModule, Context], None], set[str]]] = [
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_what_breaks_a_rule_of_saved_parts_is_found(backend: str) -> None:
-    graphs, wrong = finished(backend=backend), []
-    for which, mutant, rules in MUTANTS:
-        gm, ctx = another(graphs[which])
-        mutant(gm, ctx)
-        try:
-            verify(gm, ctx)
-            wrong.append(f"{mutant.__name__} is not found")
-        except VerificationError as error:
-            if error.rule not in rules:
-                wrong.append(f"{mutant.__name__}: {error}")
-    assert not wrong, "\n".join(wrong)
+    graphs = finished(backend=backend)
+    missed = what_verify_misses((graphs[which], mutant, rules) for which, mutant, rules in MUTANTS)
+    assert not missed, "\n".join(missed)
 
 
 def test_for_inductor_gathers_are_kept_in_their_place_among_the_collectives_of_their_group() -> None:

@@ -26,7 +26,7 @@ stowed.py        stow
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ import zerofx
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord
 from zerofx.compiler.rewriting import copy_context, copy_graph
-from zerofx.passes import Context, Tag, edit, pipeline, verify
+from zerofx.passes import Context, Tag, VerificationError, edit, pipeline, verify
 from zerofx.passes.context import Meanings
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -142,6 +142,23 @@ def another(graph: Graph) -> Graph:
     """A copy that may be broken."""
     gm, ctx = graph
     return copy_graph(gm), replace(copy_context(ctx), meanings=copy.deepcopy(ctx.meanings))
+
+
+def what_verify_misses(
+    cases: Iterable[tuple[Graph, Callable[[GraphModule, Context], None], Collection[str]]],
+) -> list[str]:
+    """In words, each mutant that `verify` lets pass, or refuses by none of the rules that it breaks."""
+    missed = []
+    for graph, mutant, rules in cases:
+        gm, ctx = another(graph)
+        mutant(gm, ctx)
+        try:
+            verify(gm, ctx)
+            missed.append(f"{mutant.__name__} is not found in {ctx.phase}")
+        except VerificationError as error:
+            if error.rule not in rules:
+                missed.append(f"{mutant.__name__}: {error}")
+    return missed
 
 
 def breaks(rule: str, places: Places) -> Callable[[Break], Break]:
