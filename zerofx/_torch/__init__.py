@@ -43,6 +43,7 @@ from zerofx._torch.autograd import (
     end_of_backward,
     gradient_edge,
     inside_backward,
+    node_behind,
     post_accumulate_hooks,
     saved_tensors_are_hooked,
     will_accumulate,

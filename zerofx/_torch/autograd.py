@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,3 +45,14 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
 def saved_tensors_are_hooked() -> bool:
     """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active: a checkpoint's, say (2.11, 2.13, 2.15)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def node_behind(outputs: Iterable[torch.Tensor]) -> Any:
+    """AOTAutograd's node among those that made ``outputs``, or None; looks through views (2.11, 2.13, 2.15)."""
+    nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    while nodes:
+        for node in nodes:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+        nodes = [nexts[0][0] for node in nodes if len(nexts := node.next_functions) == 1 and nexts[0][0] is not None]
+    return None

@@ -24,7 +24,7 @@ from zerofx import _torch
 from zerofx.compiler.captured import copy_returned_views, shard_modules_of, strip_own_frames, warn_of_choice
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import CompiledGraph, Executed
-from zerofx.compiler.runners import refuse_double_backward
+from zerofx.compiler.runners import watch_backward
 from zerofx.runtime.state.doors import DOORS
 
 
@@ -84,7 +84,7 @@ class Backend:
                 if budgeted or unit.alike is not None:
                     partition = _torch.cutting(unit.before_cut, recomputes=budgeted)
                 compiled = _torch.compile_with_aot_autograd(gm, example_inputs, *compilers, partition)
-        return refuse_double_backward(compiled)
+        return watch_backward(compiled, unit.saved_parameters)
 
 
 def is_zerofx(backend: Any) -> bool:

@@ -54,7 +54,7 @@ from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.runtime.ranks.agree import Schedule, identity
 from zerofx.runtime.ranks.watch import watch_of, watched
 from zerofx.runtime.state.group import Family, ShardGroup
-from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
 Executed = Callable[[GraphModule, list[Any], list[int]], Callable[..., Any]]
 """From a graph, its inputs, and which of these stay where they are, to a boxed function."""
@@ -149,6 +149,12 @@ class CompiledGraph:
         """What of activations may leave the device."""
         stows, offload = self.family.stows, self.family.offload
         return None if stows is None or offload is None else Away(Stows(stows.smallest), offload.rates)
+
+    def saved_parameters(self) -> list[ShardedParameter]:
+        """What forward saves of sharded parameters: backward gathers them anew."""
+        refs = self.record.forward.context.saved_parameters.values() if self.record.forward is not None else ()
+        saved = [self.groups[ref.layout].parameter(ref.slot) for ref in refs]
+        return [parameter for parameter in saved if isinstance(parameter, ShardedParameter)]
 
     def share(self) -> float:
         """Of all parameters that no other graph has read, the part that this one does: so much more may be saved."""

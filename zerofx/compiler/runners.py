@@ -7,6 +7,9 @@ A compiled forward is called with the module's parameters among its inputs and m
     graph returns    [y, x, None]
     returned         [y, x, weight]            the parameter itself is saved: a write before backward is noticed
 
+A hook of ``torch.autograd.graph.saved_tensors_hooks`` would read the memory that ``weight`` does not have, and autograd
+compares no versions under one. There an element stands for the parameter, and `watch_backward` compares.
+
 A compiled backward is called with what was saved; its extra outputs are shards of gradients, which go to ``.grad``.
 """
 
@@ -16,10 +19,12 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from zerofx._torch import node_behind, saved_tensors_are_hooked
 from zerofx.compiler.alike import Alike
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
@@ -28,6 +33,7 @@ from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.carriage import Carriage, carried, noting
+from zerofx.runtime.state.gathered import raise_written
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 from zerofx.runtime.state.stows import Stows
@@ -76,8 +82,9 @@ def forward_runner(
             del outputs[-len(published) :]
         if counted is not None:
             counted(outputs)
+        hooked = saved_tensors_are_hooked()
         for i, ref in saved_refs.items():
-            outputs[i] = ref()
+            outputs[i] = _stand_in(ref()) if hooked else ref()
         for i, group in left.items():
             group().gathered.leave(outputs[i])  # type: ignore[union-attr]
         return outputs
@@ -206,6 +213,13 @@ class BackwardCode:
         return [args[i] for i, _ in self.gathered]
 
 
+def _stand_in(parameter: Any) -> torch.Tensor:
+    """What a hook for saved tensors may read in the place of a sharded ``parameter``."""
+    if not isinstance(parameter, ShardedTensor):
+        return parameter
+    return torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+
+
 def _inputs(args: list[Any], kept: Sequence[int], groups: Sequence[weakref.ref[ShardGroup]]) -> list[Any]:
     inputs = [args[i] for i in kept]
     args.clear()  # boxed: what is not an input any more may be freed while the graph runs
@@ -225,14 +239,21 @@ def _reading(
     return weights[0].reading(weights, phase, written=written)
 
 
-def refuse_double_backward(compiled: Callable) -> Callable:
-    """Wrap a compiled function so that ``create_graph=True`` is refused when its backward starts."""
+def watch_backward(compiled: Callable, saved: Callable[[], Sequence[ShardedTensor]]) -> Callable:
+    """Wrap a compiled function: ``create_graph=True`` is refused when its backward starts.
+
+    So is a write, since forward, to one of the parameters ``saved()``, where hooks for saved tensors keep autograd from
+    looking.
+    """
 
     def run(*args: Any) -> Any:
         outputs = compiled(*args)
-        node = next((x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None), None)
+        node = node_behind(x for x in outputs if isinstance(x, torch.Tensor))
         if node is not None:
             node.register_prehook(_check_single_backward)
+            if saved_tensors_are_hooked():
+                versions = [(weakref.ref(x), x._version) for x in saved()]
+                node.register_prehook(partial(_check_unwritten, versions))
         return outputs
 
     return run
@@ -245,3 +266,10 @@ def _check_single_backward(grad_outputs: Any) -> None:
             "supported, because gradients leave the graph as reduced shards. Compute this loss on the module before "
             "zerofx.compile."
         )
+
+
+def _check_unwritten(versions: Sequence[tuple[weakref.ref, int]], grad_outputs: Any) -> None:
+    for ref, version in versions:
+        parameter = ref()
+        if parameter is not None and parameter._version != version:
+            raise_written(f"the parameter {parameter._slot.name!r}")

@@ -6,6 +6,8 @@ and this notes which version of the shard that was. A leaf module's buffers are 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from zerofx._torch import StorageWeakRef, storage_of
@@ -22,18 +24,18 @@ class Gathered:
 
     def leave(self, buffer: torch.Tensor) -> None:
         """``buffer``, gathered in this forward, waits for its backward."""
+        self._left = {address: left for address, left in self._left.items() if not left[1].expired()}
         ref = StorageWeakRef(buffer.untyped_storage())
         self._left[buffer.data_ptr()] = self._weights.shard._version, ref
 
     def check(self, buffer: torch.Tensor) -> None:
-        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered. Once."""
-        version, _ = self._left.pop(buffer.data_ptr(), (self._weights.shard._version, None))
-        if version != self._weights.shard._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of the group {self._weights.layout.name!r}, between forward and backward. Run backward "
-                "before the optimizer's step, and update weights by hand only between steps."
-            )
+        """What autograd checks of a saved parameter: that none was written since ``buffer`` was gathered. Once.
+
+        A copy, as a hook for saved tensors makes, is what forward has read, whatever was written since.
+        """
+        version, ref = self._left.pop(buffer.data_ptr(), (0, None))
+        if ref is not None and not ref.expired() and version != self._weights.shard._version:
+            raise_written(f"a parameter of the group {self._weights.layout.name!r}")
 
     def start(self) -> torch.Tensor:
         """Start to gather the group for a leaf module; see `Weights.start_gather`."""
@@ -47,3 +49,12 @@ class Gathered:
         """The buffers that are there; what was let go is not among them."""
         refs = [*(ref for _, ref in self._left.values()), *self._alone]
         return [storage for ref in refs if (storage := storage_of(ref)) is not None]
+
+
+def raise_written(what: str) -> NoReturn:
+    """Raise as autograd does for a saved tensor that was written to."""
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, "
+        "between forward and backward. Run backward before the optimizer's step, and update weights by hand only "
+        "between steps."
+    )
