@@ -1,4 +1,4 @@
-"""Codes on the wire in Triton: `zerofx.kernels.wire`'s formulas for int8 and int4, the same bits.
+"""Codes on the wire in Triton: `zerofx.kernels.wire`'s formulas for int8, int4 and fp8, the same bits.
 
 ::
 
@@ -7,7 +7,8 @@
 
 A block of int4 is read in two halves, since byte i holds elements i and i + L/2; so every load and store is of
 neighbours. Scales are found as integers: a maximum of floats loses NaN. Division is IEEE's, and nothing is fused: a GPU
-computes what Triton's interpreter and the CPU compute.
+computes what Triton's interpreter and the CPU compute. So is fp8 made of integers: Triton converts to it on sm_89 and
+later alone.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def encode(x: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tenso
         1 / _largest(code),
         LENGTH=length // 2 if halves else length,
         HALVES=halves,
+        FP8=code.name == "fp8",
         STOCHASTIC=code.stochastic,
         TILE=TILE,
         **_OPTIONS,
@@ -61,6 +63,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, code: Code, out: torch.Ten
         blocks,
         LENGTH=length // 2 if halves else length,
         HALVES=halves,
+        FP8=code.name == "fp8",
         ADD=add,
         TILE=TILE,
         **_OPTIONS,
@@ -84,6 +87,7 @@ def _encode(
     step: float,
     LENGTH: tl.constexpr,
     HALVES: tl.constexpr,
+    FP8: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -106,7 +110,10 @@ def _encode(
     inverse = tl.where(scale > 0, tl.div_rn(tl.full([TILE], 1.0, tl.float32), scale), 0.0)
     position = (row.to(tl.int32) * blocks + block)[:, None] * length + lanes[None, :]
     key = _hash(scale.to(tl.int32, bitcast=True))[:, None]
-    byte = _code(low * inverse[:, None], largest, position ^ key, STOCHASTIC)
+    if FP8:
+        byte = _to_fp8(low * inverse[:, None], largest)
+    else:
+        byte = _code(low * inverse[:, None], largest, position ^ key, STOCHASTIC)
     if HALVES:
         upper = _code(high * inverse[:, None], largest, (position + LENGTH) ^ key, STOCHASTIC)
         byte = (byte & 15) | ((upper & 15) << 4)
@@ -138,6 +145,27 @@ def _to_nearest(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _to_fp8(scaled: tl.tensor, largest: float) -> tl.tensor:
+    """The byte of e4m3: sign, 4 bits of exponent, 3 of mantissa. To nearest, ties to even; NaN as zero."""
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), largest)
+    cut = magnitude.to(tl.int32, bitcast=True)
+    normal = ((cut + 0x7FFFF + ((cut >> 20) & 1)) >> 20) - 960  # 20 bits of mantissa less, the bias 7 and not 127
+    small = _to_nearest(magnitude * 512).to(tl.int32)  # what is below 2^-6 is a multiple of 2^-9
+    code = tl.where(magnitude < 0.015625, small, normal) | ((bits >> 24) & 128)
+    return tl.where(scaled == scaled, code, 0)
+
+
+@triton.jit
+def _from_fp8(byte: tl.tensor) -> tl.tensor:
+    code = byte & 127
+    small = (code.to(tl.float32) * (1.0 / 512)).to(tl.int32, bitcast=True)
+    bits = tl.where(code < 8, small, (code + 960) << 20)
+    bits = tl.where(code == 127, 0x7FC00000, bits)  # NaN
+    return (bits | ((byte & 128) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _hash(x: tl.tensor) -> tl.tensor:
     """As `wire`'s, on int32."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
@@ -156,6 +184,7 @@ def _decode(
     blocks: int,
     LENGTH: tl.constexpr,
     HALVES: tl.constexpr,
+    FP8: tl.constexpr,
     ADD: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -171,6 +200,8 @@ def _decode(
     if HALVES:
         _write(to, ((byte << 28) >> 28).to(tl.float32) * scale, here, ADD)
         _write(to + LENGTH, ((byte << 24) >> 28).to(tl.float32) * scale, here, ADD)
+    elif FP8:
+        _write(to, _from_fp8(byte) * scale, here, ADD)
     else:
         _write(to, ((byte << 24) >> 24).to(tl.float32) * scale, here, ADD)
 

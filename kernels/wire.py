@@ -49,13 +49,13 @@ def encode(x: torch.Tensor, code: Code, out: torch.Tensor) -> None:
     blocks = x.unflatten(1, (-1, code.block))
     if code.name == "bf16":
         codes.view(torch.bfloat16).copy_(blocks)
-    elif x.is_cuda and code.name != "fp8":
+    elif x.is_cuda:
         _triton().encode(blocks, code, codes, scales)
     else:
         if code.name == "fp8":
-            found = _formula(_encode_fp8, x)(blocks)
+            found = _compiled(_encode_fp8)(blocks)
         else:
-            found = _formula(_encode, x)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
+            found = _compiled(_encode)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
         for part, value in zip((codes, scales), found):  # not in place: they are views of one memory in two dtypes
             part.copy_(value)
 
@@ -83,12 +83,12 @@ def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     if code.name == "bf16":
         value = codes.view(torch.bfloat16)
         blocks.add_(value) if add else blocks.copy_(value)
-    elif code.name == "fp8":
-        _formula(_decode_fp8, out)(codes, scales, blocks, add)
     elif out.is_cuda:
         _triton().decode(codes, scales, code, blocks, add)
+    elif code.name == "fp8":
+        _compiled(_decode_fp8)(codes, scales, blocks, add)
     else:
-        _formula(_decode, out)(codes, scales, blocks, code.name == "int4", add)
+        _compiled(_decode)(codes, scales, blocks, code.name == "int4", add)
 
 
 # ---- the formulas ---------------------------------------------------------------------------------------------------
@@ -150,21 +150,17 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """With PyTorch's own conversion, on every device: Triton has none before sm_89."""
+    """With PyTorch's own conversion. NaN is coded as zero, whatever its sign and bits: the scale says it."""
     x = x.float()
     scale = _scales(x, LARGEST["fp8"])
     scaled = x * torch.where(scale > 0, scale.reciprocal(), 0.0)
+    scaled = torch.where(scaled == scaled, scaled, 0.0)
     return scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
 def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     value = codes.view(torch.float8_e4m3fn).float() * scales
     out.copy_(out + value if add else value)
-
-
-def _formula(formula: Callable[..., Any], x: torch.Tensor) -> Callable[..., Any]:
-    """``formula`` for the device of ``x``: on a GPU, where fp8 alone comes here, as it is."""
-    return formula if x.is_cuda else _compiled(formula)
 
 
 @functools.cache

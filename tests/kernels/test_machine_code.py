@@ -123,16 +123,18 @@ def test_finalize_compiles_with_and_without_loss_scaling(target: GPUTarget, tmp_
     assert_no_spills(compiled(norm._finalize, target, norm._OPTIONS | {"num_warps": 1}, **arguments), tmp_path)
 
 
-@pytest.mark.parametrize("halves", [False, True], ids=["int8", "int4"])
+@pytest.mark.parametrize("code", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_written_and_read_without_spills(
-    target: GPUTarget, tmp_path: Path, dtype: torch.dtype, halves: bool
+    target: GPUTarget, tmp_path: Path, dtype: torch.dtype, code: str
 ) -> None:
+    halves = code == "int4"
     layout = {"blocks": "i32", "LENGTH": 128 if halves else 256, "HALVES": halves, "TILE": quantize.TILE}
+    layout |= {"FP8": code == "fp8"}
     strides = dict.fromkeys(("codes_stride", "scales_stride"), "i32")
     buffers = {"codes": torch.uint8, "scales": torch.float32}
     arguments = {"x": dtype, **buffers, **strides, "x_stride": "i32", "largest": "fp32", "step": "fp32", **layout}
-    for stochastic in (False, True):
+    for stochastic in (False, True) if code != "fp8" else (False,):
         writes = compiled(quantize._encode, target, quantize._OPTIONS, **arguments, STOCHASTIC=stochastic)
         assert_no_spills(writes, tmp_path)
     for add in (False, True) if dtype == torch.float32 else (False,):

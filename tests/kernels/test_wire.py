@@ -105,21 +105,24 @@ def test_a_row_takes_the_bytes_of_its_codes_and_scales(name: str, bits: float) -
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("block", [64, 256])
-@pytest.mark.parametrize("code", [c for c in CODES if c.name.startswith("int")], ids=str)
+@pytest.mark.parametrize("block", SIZES)
+@pytest.mark.parametrize("code", [c for c in CODES if c.name != "bf16"], ids=str)
 def test_triton_writes_and_reads_the_same_bits(device: str, code: Code, block: int) -> None:
     import torch
 
-    from tests.kernels.test_wire import blocks_of_all_kinds
+    from tests.kernels.test_wire import blocks_of_all_kinds, bound
     from zerofx.kernels import quantize, wire
     from zerofx.kernels.code import Code
 
     code = Code(code.name, block, code.stochastic)
     x = blocks_of_all_kinds(block)
-    x[0, 3], x[1, 2 * block + 3] = torch.inf, torch.nan
-    wanted, scales = wire._encode(
-        x.unflatten(1, (-1, block)), wire.LARGEST[code.name], code.name == "int4", code.stochastic
-    )
+    finite = x.clone()
+    x[0, 3], x[1, 2 * block + 3], x[1, 3 * block + 1], x[0, -1] = torch.inf, torch.nan, -torch.inf, -torch.nan
+    if code.name == "fp8":
+        wanted, scales = wire._encode_fp8(x.unflatten(1, (-1, block)))
+    else:
+        how = wire.LARGEST[code.name], code.name == "int4", code.stochastic
+        wanted, scales = wire._encode(x.unflatten(1, (-1, block)), *how)
     row = torch.zeros(2, code.nbytes(x.shape[1]), dtype=torch.uint8, device=device)
     codes, found = code.parts(row, x.shape[1])
     quantize.encode(x.to(device).unflatten(1, (-1, block)), code, codes, found)
@@ -131,5 +134,45 @@ def test_triton_writes_and_reads_the_same_bits(device: str, code: Code, block: i
         plain = torch.ones(2, x.shape[1], dtype=dtype)
         for add in (False, True) if dtype == torch.float32 else (False,):
             quantize.decode(codes, found, code, out.unflatten(1, (-1, block)), add)
-            wire._decode(wanted, scales, plain.unflatten(1, (-1, block)), code.name == "int4", add)
+            if code.name == "fp8":
+                wire._decode_fp8(wanted, scales, plain.unflatten(1, (-1, block)), add)
+            else:
+                wire._decode(wanted, scales, plain.unflatten(1, (-1, block)), code.name == "int4", add)
             assert torch.equal(out.cpu().nan_to_num(), plain.nan_to_num())
+            assert torch.equal(out.cpu().signbit() & out.cpu().isfinite(), plain.signbit() & plain.isfinite())
+
+    quantize.encode(finite.to(device).unflatten(1, (-1, block)), code, codes, found)
+    back = torch.empty(2, x.shape[1], device=device)
+    quantize.decode(codes, found, code, back.unflatten(1, (-1, block)), False)
+    assert ((back.cpu().double() - finite.double()).abs() <= bound(finite, code)).all()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_triton_rounds_to_fp8_as_pytorch_does_at_every_code_and_between(device: str) -> None:
+    """All codes, what lies half-way between two, and the floats next to that on both sides. A scale of one."""
+    import torch
+
+    from zerofx.kernels import quantize
+    from zerofx.kernels.code import Code
+
+    code = Code("fp8", block=1024)
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halves = (codes[1:] + codes[:-1]) / 2
+    near = [codes, halves, halves.nextafter(torch.zeros(())), halves.nextafter(torch.tensor(448.0))]
+    near += [codes.nextafter(torch.zeros(())), codes[:-1].nextafter(torch.tensor(448.0))]
+    x = torch.cat([*near, torch.tensor([1e-3, 2.0**-10, 1e-38, 1e-45])])
+    x = torch.cat([x, torch.full((1024 - len(x),), 448.0)])
+    x = torch.stack([x, -x])
+    row = torch.zeros(2, code.nbytes(1024), dtype=torch.uint8, device=device)
+    bytes_, scales = code.parts(row, 1024)
+    quantize.encode(x.to(device).view(2, 1, 1024), code, bytes_, scales)
+    assert scales.eq(1).all()
+    assert bytes_.cpu().view(2, 1024).equal(x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+    every = torch.arange(256, dtype=torch.uint8, device=device).view(1, 1, 256)
+    out = torch.empty(1, 1, 256, device=device)
+    quantize.decode(every, torch.ones(1, 1, 1, device=device), Code("fp8", block=256), out, False)
+    wanted = every.cpu().view(torch.float8_e4m3fn).float()
+    assert out.cpu().isnan().equal(wanted.isnan())
+    there = ~wanted.isnan()
+    assert out.cpu()[there].view(torch.int32).equal(wanted[there].view(torch.int32))
