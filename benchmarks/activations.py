@@ -117,16 +117,19 @@ MODELS = {
 }
 BUDGETS = [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0]
 CHECKPOINT, OFFLOAD = "checkpoint", "offload"
+BLOCKS = ("Block", "Experts", "LlamaDecoderLayer", "ConvNextLayer")
+"""Classes of the modules that repeat."""
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Every block of `GPT` and `MixtureOfExperts` runs in a checkpoint."""
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.forward = _checkpointed(block.forward)
+    """Every block of ``model`` runs in a checkpoint."""
+    for module in model.modules():
+        if type(module).__name__ in BLOCKS:
+            module.forward = _checkpointed(module.forward)  # type: ignore[method-assign]
 
 
 def _checkpointed(forward: Any) -> Any:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def batch_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +221,7 @@ def measure(args: argparse.Namespace) -> None:
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     kept["torch"] = torch.__version__
     for name in args.models:
-        points = [*args.budgets, *([CHECKPOINT] if hasattr(MODELS[name](), "blocks") else [])]
+        points = [*args.budgets, CHECKPOINT]
         if args.offload:
             points += [f"{OFFLOAD} {budget}" for budget in args.budgets]
         given = name, args.executor, points, args.steps, args.offload
