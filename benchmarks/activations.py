@@ -250,7 +250,8 @@ def plot() -> None:
         for r in found:
             if r["point"] == CHECKPOINT:
                 axis.plot(r["peak"] / 1e6, 1e3 * r["median_s"], "s", label="torch.utils.checkpoint per block")
-        axis.set(title=name, xlabel="peak, MB", ylabel="step, ms", ylim=(0, None))
+        top = 1.1e3 * max(r["median_s"] for r in found)
+        axis.set(title=name, xlabel="peak, MB", ylabel="step, ms", ylim=(0, top))
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "pictures" / "activations.svg", metadata={"Date": None})
