@@ -40,6 +40,9 @@ must not move against each other is therefore made a dependence::
     use a; release a             fetch C, after every use of a; each fetch, and each wait for one, after the one before
     fetch C;  wait B    ─────▶   it, and a wait for one with the gather that it stands in front of; puts the same
 
+    use a                        unstow c, after every use of a, and after the wait for b: what forward saved comes back
+    wait b;  unstow c   ─────▶   as the graph has it, and never more of it at a time
+
 A value that is computed from A and read after ``start C`` is stored before it is first read, so that no later kernel
 goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
 stand. The eager executor runs the graph as it reads, marks included.
@@ -138,6 +141,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     for kinds in (carried, ("put", "wait_put"), ("stow", "wait_stow"), ("unstow", "wait_unstow")):
         for before, node in pairwise(edit.tagged(gm.graph, *kinds)):
             after[node] += [before] * (before not in node.all_input_nodes)
+    _order_brought(gm, after, "unstow", "wait_unstow", order, nodes)
     _order_steps(gm, after, order, nodes)
     if ctx.own_kinds:
         _order_own(gm, ctx, after)
@@ -188,16 +192,24 @@ def _order_foreign(gm: GraphModule, after: dict[Node, list[Node]], order: dict[N
 
     Each of these gathers follows the readers of what is gone.
     """
-    starts, previous = set(edit.tagged(gm.graph, "collect")), None
+    starts, previous = edit.tagged(gm.graph, "collect"), None
     started = [n for n in nodes if communicates(n.target) or n.target is torch.ops.zerofx.refresh.default]
     if not starts and all("zerofx" in node.meta for node in started):
         return
-    dying = [(last, wait) for wait in edit.tagged(gm.graph, "collected") if (last := edit.last_use(wait, order))]
-    dying.sort(key=lambda x: -order[x[0]])
     for node in started:
         after[node] += [previous] if previous is not None else []
         previous = node
-        while node in starts and dying and order[dying[-1][0]] < order[node]:
+    _order_brought(gm, after, "collect", "collected", order, nodes)
+
+
+def _order_brought(
+    gm: GraphModule, after: dict[Node, list[Node]], start: str, wait: str, order: dict[Node, int], nodes: list[Node]
+) -> None:
+    """What is brought, of nodes of the kind ``start``, follows the readers of what such nodes brought and is gone."""
+    dying = [(last, node) for node in edit.tagged(gm.graph, wait) if (last := edit.last_use(node, order))]
+    dying.sort(key=lambda x: -order[x[0]])
+    for node in edit.tagged(gm.graph, start):
+        while dying and order[dying[-1][0]] < order[node]:
             _follow(after, node, dying.pop()[1], order, nodes)
 
 

@@ -84,6 +84,23 @@ def test_the_numbers_are_those_of_what_left(executor: str) -> None:
     assert here.most["activations"] == 2 and not here.flying["activations"]
 
 
+def test_for_inductor_a_tensor_comes_back_when_all_have_read_what_came_before_it_and_is_gone() -> None:
+    """Else all of them could come at the beginning of backward: nothing but their handles is an input of theirs."""
+    there, (gm, ctx) = chain("abcdef", executor="inductor")
+    through(there)
+    through((gm, ctx))
+    gone = {
+        start.name: [use.name for use in gm.graph.nodes if use.target is aten.mul.Tensor and use < start]
+        for start in edit.tagged(gm.graph, "unstow")
+    }
+    assert [len(uses) for uses in gone.values()] == [0, 0, 0, 1, 2, 3]
+    apply(gm, ctx, lower)
+    starts = edit.tagged(gm.graph, "unstow")
+    for start, uses in zip(starts, gone.values(), strict=True):
+        before = {str(dep) for dep in start.args[0]} if "control_deps" in str(start.target) else set()
+        assert set(uses[-1:]) <= before, (start, uses, before)
+
+
 def views(saved_size: bool) -> tuple[GraphModule, Context]:
     """Two views of one product are saved, one by a size that is known when the graph runs."""
     s = Sketch("forward", stage=0, stows=Stows(1))
