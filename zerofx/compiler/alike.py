@@ -128,13 +128,13 @@ class Alike:
     def _read(self, graph: Graph) -> dict[Any, str]:
         inputs = {node.name: _torch.input_index(node) for node in graph.find_nodes(op="placeholder")}
         given = {name: self.given[i] for name, i in inputs.items() if i in self.given}
-        groups = self._groups(graph)
+        groups = self.groups(graph)
         found = alike(graph, given, groups)
         tangents = {node.name: found[of] for node, of in _torch.tangents(graph).items() if of in found}
         self.tangents = set(tangents)
         return alike(graph, given | {name: f"gradient of {of}" for name, of in tangents.items()}, groups)
 
-    def _groups(self, graph: Graph) -> set[str]:
+    def groups(self, graph: Graph) -> set[str]:
         """The names of the process groups of these ranks, among those that the graph uses."""
         names = {
             x
@@ -152,7 +152,7 @@ class Alike:
             return frozenset()
         inputs = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
         given = {name: self.given[i] for name, i in inputs.items() if i in self.given}
-        mine = {node.name: digest for node, digest in alike(gm.graph, given, self._groups(gm.graph)).items()}
+        mine = {node.name: digest for node, digest in alike(gm.graph, given, self.groups(gm.graph)).items()}
         everyone = self.ranks.told(mine)
         return frozenset(name for name, digest in mine.items() if all(x.get(name) == digest for x in everyone))
 

@@ -52,7 +52,7 @@ from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.runtime.ranks.agree import Schedule, identity
-from zerofx.runtime.ranks.watch import watch_of, watched
+from zerofx.runtime.ranks.watch import watch_of, watch_together, watched, watched_beside
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
@@ -356,10 +356,22 @@ class CompiledGraph:
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
             compiled = pooled(compiled) if self.options.pool else compiled
+            compiled = self._watched_beside(compiled, gm, ctx)
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
             if ctx.second_group:
                 compiled = watched(compiled, between, ctx.second_group, self.options.timeout)
         return compiled, kept, trace
+
+    def _watched_beside(self, compiled: Callable, gm: GraphModule, ctx: Context) -> Callable:
+        """Tensor-parallel ranks that a graph talks to, of `partition_activations`, are under watch as well."""
+        if self.alike is None:
+            return compiled
+        names, parts = self.alike.groups(gm.graph), Schedule.of(gm, ctx, parts=True)
+        if not names and not parts.collectives:
+            return compiled
+        beside = watch_of(self.alike.ranks.name)
+        watch_together([watch for watch in (watch_of(ctx.process_group), beside) if watch is not None])
+        return watched_beside(compiled, parts, self.alike.ranks.name, self.options.timeout, names)
 
     def _publish(self, schedule: Schedule, trace: Trace, process_group: str) -> None:
         """Compare with the other ranks of a process group what was compiled."""

@@ -83,10 +83,11 @@ class Schedule:
         return Schedule(phase, tuple(Collective(*c) for c in collectives))
 
     @staticmethod
-    def of(gm: GraphModule, ctx: Context, *, second: bool = False) -> Schedule:
+    def of(gm: GraphModule, ctx: Context, *, second: bool = False, parts: bool = False) -> Schedule:
         """The schedule of a graph that all passes have been through.
 
-        ``second``: of what runs in ``ctx.second_group``; else of all the rest.
+        ``second``: of what runs in ``ctx.second_group``. ``parts``: of what tensor-parallel ranks saved in parts, which
+        runs in ``ctx.parts_group``. Else of all the rest.
         """
         found = []
         for node in gm.graph.nodes:
@@ -95,7 +96,7 @@ class Schedule:
             if op is None or second != (kind is not None and op.args[-1:] == (ctx.second_group,)):
                 continue
             tag = node.meta.get("zerofx")
-            if tag is not None and tag.kind == "collect":  # it runs among tensor-parallel ranks, whom nobody watches
+            if parts != (tag is not None and tag.kind == "collect"):
                 continue
             if tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
                 kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"

@@ -23,6 +23,10 @@ that failed is of no more use; restart the ranks.
 
 A rank that was killed closes its connections, and gloo raises by itself: the error is completed with who is gone.
 
+**Tensor-parallel ranks** (`partition_activations`) have a watch of their own group. Collectives of the model's own run
+there, whose waits are PyTorch's. So a whole graph counts as a wait (`watched_beside`). After the timeout it fails only
+where a rank has not come to this graph, or was not heard of: to compute for long is no hang.
+
 The timeout is `Options.timeout`; without one, that of the process group.
 """
 
@@ -34,7 +38,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -68,6 +72,7 @@ class Watch:
         self.name = name
         self.rank: int = group.rank()
         self.world_size: int = group.size()
+        self.called: list[int] = list(range(self.world_size))  # the numbers by which messages call its ranks
         self.names: set[str] = {name}  # and those of process groups that share the watch
         self.others: list[Watch] = []  # of process groups that fail with this one
         self.default_store: dist.Store = _torch.default_store()
@@ -81,7 +86,9 @@ class Watch:
         self._published: set[str] = set()
         self._schedule = Schedule("nothing yet", ())
         self._started = 0
-        self._waiting: dict[object, tuple[float, Schedule, int]] = {}
+        self._waiting: dict[object, tuple[float, str]] = {}
+        self._inside: tuple[float, str] | None = None
+        self._heard: dict[int, tuple[int, float]] = {}  # of a rank: its last beat, and when that was new
         self._beat = 0
         self._stop = threading.Event()
         threading.Thread(target=self._look, name=f"zerofx watchdog of {name!r}", daemon=True).start()
@@ -136,7 +143,7 @@ class Watch:
     def waiting(self, schedule: Schedule, i: int) -> Iterator[None]:
         """This rank waits for a collective inside; what is raised there is explained."""
         key = object()
-        self._waiting[key] = time.monotonic(), schedule, i
+        self._waiting[key] = time.monotonic(), schedule.where(i)
         try:
             yield
         except OutOfStepError:
@@ -145,6 +152,21 @@ class Watch:
             raise OutOfStepError(self.failure or self.explain(schedule.where(i), e)) from e
         finally:
             self._waiting.pop(key, None)
+        self.check()
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """This rank runs a graph inside, and may wait in it for ``what``; where that is broken off it is explained."""
+        self._inside = time.monotonic(), what
+        try:
+            yield
+        except RuntimeError as e:
+            if isinstance(e, OutOfStepError) or not (self.failure or _torch.is_communication_error(e)):
+                raise
+            raise OutOfStepError(self.failure or self.explain(what, e)) from e
+        finally:
+            self._inside = None
+            self._heard.clear()
         self.check()
 
     def explain(self, what: str, error: RuntimeError) -> str:
@@ -157,10 +179,9 @@ class Watch:
             silent = [
                 r for r, now in states.items() if now is None or ((was := before[r]) and now["beat"] == was["beat"])
             ]
-            gone = f"rank {', '.join(map(str, silent))} was not heard of for {SILENT:g} s"
-            text = (
-                f"rank {self.rank} waited for {what}, which failed: {gone if silent else 'all ranks are there'}. {why}"
-            )
+            gone = f"rank {', '.join(str(self.called[r]) for r in silent)} was not heard of for {SILENT:g} s"
+            found = gone if silent else "all ranks are there"
+            text = f"rank {self.called[self.rank]} waited for {what}, which failed: {found}. {why}"
             if not self.failure:
                 self._fail(text)
             return self.failure
@@ -215,9 +236,10 @@ class Watch:
                 return
 
     def _out_of_step(self, other: int, run: int, mine: str, theirs: str) -> str:
-        ranks = f"ranks {self.rank} and {other} are out of step"
+        mine_, theirs_ = self.called[self.rank], self.called[other]
+        ranks = f"ranks {mine_} and {theirs_} are out of step"
         if mine.endswith(_AFTER_STEP) != theirs.endswith(_AFTER_STEP):
-            did, did_not = (self.rank, other) if mine.endswith(_AFTER_STEP) else (other, self.rank)
+            did, did_not = (mine_, theirs_) if mine.endswith(_AFTER_STEP) else (theirs_, mine_)
             return (
                 f"{ranks}: before graph number {run} rank {did} has stepped its optimizer and rank {did_not} has not. "
                 "Their parts of the weights are of different steps. Step on every rank or on none (docs/debugging.md)."
@@ -225,24 +247,32 @@ class Watch:
         digests = (digest.removesuffix(_AFTER_STEP) for digest in (mine, theirs))
         a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
         return (
-            f"{ranks}: {difference(a, b, self.rank, other)}. "
+            f"{ranks}: {difference(a, b, mine_, theirs_)}. "
             "Every rank must run the same layers in the same order (docs/debugging.md). "
             f"{_NOT_CAPTURED if (a.phase == ON_DEMAND) != (b.phase == ON_DEMAND) else _BY_DATA}"
         )
 
     def _check_waiting(self) -> None:
         waiting = next(iter(list(self._waiting.values())), None)
-        if self.failure or waiting is None or self.timeout is None or time.monotonic() - waiting[0] < self.timeout:
+        inside, now = self._inside, time.monotonic()
+        since = waiting or inside
+        if self.failure or since is None or self.timeout is None or now - since[0] < self.timeout:
             return
-        _, schedule, i = waiting
         at, missing = (self._count, self._started), []
         for rank, state in self._states().items():
-            if state is None or tuple(state["at"]) < at:
-                missing.append(f"rank {rank} ({'never heard of' if state is None else 'last at ' + state['last']})")
+            if state is None:
+                missing.append(f"rank {self.called[rank]} (never heard of)")
+                continue
+            if self._heard.get(rank, (-1, now))[0] != state["beat"]:
+                self._heard[rank] = state["beat"], now
+            is_silent = now - self._heard[rank][1] > SILENT
+            if tuple(state["at"]) < at if waiting is not None else state["at"][0] < at[0] or is_silent:
+                missing.append(f"rank {self.called[rank]} (last at {state['last']})")
+        if waiting is None and not missing:  # all are in this graph, and well
+            return
         who = ", ".join(missing) or "no rank: all have started it"
-        self._fail(
-            f"rank {self.rank} has waited {self.timeout:g} s for {schedule.where(i)}; missing: {who}. {_BY_DATA}"
-        )
+        me = self.called[self.rank]
+        self._fail(f"rank {me} has waited {self.timeout:g} s for {since[1]}; missing: {who}. {_BY_DATA}")
 
     def _fail(self, why: str) -> None:
         self.failure = why
@@ -335,6 +365,32 @@ def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | 
             raise OutOfStepError(watch.failure or watch.explain(f"the collectives of {schedule.phase}", e)) from e
         watch.check()
         return outputs
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def watched_beside(
+    compiled: Callable, schedule: Schedule, name: str, timeout: float | None, also: Collection[str]
+) -> Callable:
+    """A compiled graph in which ranks of another process group talk, too: ``name``, and ``also``, of the same ranks.
+
+    ``schedule``: what of it is zerofx's; the rest is the model's own.
+    """
+    watch = watch_of(name)
+    if watch is None:
+        return compiled
+    watch.called = dist.get_process_group_ranks(_torch.resolve_process_group(name))
+    watch.names |= {*also}
+    watch.store.set(f"schedule/{schedule.digest}", schedule.to_json())
+    what = f"the collectives of {schedule.phase} among the tensor-parallel ranks {watch.called}"
+
+    def run(args: list[Any]) -> Any:
+        watch = watch_of(name)
+        assert watch is not None
+        watch.enter(schedule, schedule.digest, timeout)
+        with watch.inside(what):
+            return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
