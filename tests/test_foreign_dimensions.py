@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerofx
 
@@ -112,15 +111,3 @@ def split_layers(stage: int, executor: str) -> None:
 @pytest.mark.parametrize(("stage", "executor"), [(3, "eager"), (2, "eager")])
 def test_layers_split_by_hand_train_on_one_dimension_of_a_mesh(make_workers: Any, stage: int, executor: str) -> None:
     make_workers(4).run(split_layers, stage, executor)
-
-
-def refuse() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"'0.weight' is a DTensor: expected an nn.Parameter.*split by hand"):
-        zerofx.compile(model, mesh=mesh["dp"])
-
-
-def test_dtensors_of_another_dimension_are_refused_by_name(make_workers: Any) -> None:
-    make_workers(4).run(refuse)

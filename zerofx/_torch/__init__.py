@@ -13,6 +13,7 @@ autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
 tensors              tensors, the memory behind them, and who gets to see them
 distributed          process groups, their backends, and what waits in them
+dtensor              DTensors, and this rank's parts of them
 checkpoint           the files of torch.distributed.checkpoint
 pretended_cuda       a CUDA device that is not there, while code is written for it
 pretended_attention  which kernel for attention would run on it
@@ -64,10 +65,12 @@ from zerofx._torch.distributed import (
     gather_into,
     has_backend,
     is_communication_error,
+    is_on_its_way,
     register_work,
     resolve_process_group,
     timeout_of,
 )
+from zerofx._torch.dtensor import DTensorLayout, as_dtensor, held, is_dtensor
 from zerofx._torch.dynamo import (
     call_instead,
     chosen_by_data,

@@ -19,6 +19,11 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def is_on_its_way(x: object) -> bool:
+    """Whether ``x`` is what a collective of eager code has started and nobody has waited for (2.11, 2.13, 2.15)."""
+    return isinstance(x, torch.distributed._functional_collectives.AsyncCollectiveTensor)
+
+
 def default_store() -> dist.Store:
     """The store by which all ranks found each other (2.11, 2.13, 2.15)."""
     return torch.distributed.distributed_c10d._get_default_store()

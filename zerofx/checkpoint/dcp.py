@@ -57,22 +57,27 @@ INDEX = ".metadata"
 def boxes_of(tensor: ShardedTensor) -> list[tuple[Box, int]]:
     """This rank's rectangles of ``tensor``, each with where in the slice it begins.
 
-    A tensor without elements is one empty rectangle on every rank: so that a checkpoint knows of it.
+    A tensor without elements is one empty rectangle on every rank: so that a checkpoint knows of it. Where it stands
+    for a `DTensor`, they are rectangles of that: this rank's part begins somewhere in the whole.
     """
-    slot, group = tensor._slot, tensor._group
-    if slot.numel == 0:
-        return [(Box((0,) * len(slot.shape), slot.shape), 0)]
+    slot, group, layout = tensor._slot, tensor._group, tensor._dtensor
+    whole = slot.shape if layout is None else tuple(layout.shape)
+    if math.prod(whole) == 0:
+        return [(Box((0,) * len(whole), whole), 0)]
     piece = group.layout.piece(slot, group.rank)
     found, at = [], 0
     for box in boxes(slot.shape, piece.in_parameter, piece.in_parameter + piece.length):
-        found.append((box, at))
+        offsets = box.offsets if layout is None else tuple(map(sum, zip(box.offsets, layout.offsets, strict=True)))
+        found.append((Box(offsets, box.sizes), at))
         at += box.numel
     return found
 
 
 def write_items(tensor: ShardedTensor, name: str) -> list[WriteItem]:
-    """What torch.distributed.checkpoint is to write of ``tensor`` from this rank."""
-    size, properties = torch.Size(tensor._slot.shape), TensorProperties.create_from_tensor(tensor._local.new_empty(0))
+    """What torch.distributed.checkpoint is to write of ``tensor`` from this rank: all but copies."""
+    if not tensor._group.sharing.counts(tensor._dtensor):
+        return []
+    size, properties = tensor.shape, TensorProperties.create_from_tensor(tensor._local.new_empty(0))
     return [
         WriteItem(
             index=MetadataIndex(name, torch.Size(box.offsets)),

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerofx._torch import is_dtensor
 from zerofx.checkpoint.folder import sync, writing
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
-from zerofx.checkpoint.state import model_state, names_of, unwrapped
+from zerofx.checkpoint.state import model_state, names_of, plain, unwrapped
 from zerofx.runtime.state.parameter import ShardedTensor
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
@@ -45,7 +46,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
     result: dict[str, Any] = {}
     for name, value in unwrapped(module).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in full:
-            whole = bring(value.detach(), everywhere=not rank0_only)
+            whole = bring(plain(value), everywhere=not rank0_only)
             if whole is not None:
                 full[id(value)] = whole
         result[name] = full.get(id(value)) if isinstance(value, torch.Tensor) else value
@@ -176,9 +177,11 @@ def _raise(error: Exception | None) -> None:
 
 def bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
     """The whole of ``tensor`` on the CPU of rank 0 (or of every rank), None elsewhere."""
+    if is_dtensor(tensor):
+        return tensor.full_tensor().cpu()  # type: ignore[attr-defined]
     if not isinstance(tensor, ShardedTensor):
         return tensor.detach().to("cpu", copy=True)
-    if everywhere:
+    if everywhere or tensor._dtensor is not None:
         return tensor.full_tensor().cpu()
     with tensor._group.home.at_hand(tensor._local):
         return _bring_slices(tensor)

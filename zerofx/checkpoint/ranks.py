@@ -51,11 +51,11 @@ class Ranks:
 
     @staticmethod
     def of(module: nn.Module) -> Ranks:
-        """The ranks that train ``module``; for a plain one, all there are."""
+        """The ranks that train ``module``, all parts of it; for a plain one, all there are."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None)
         groups = groups_of(module)
-        shared = groups[0].sharing.everyone if groups else RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        shared = groups[0].sharing.whole if groups else RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
         return Ranks(None if shared.size == 1 else shared.name)
 
     @property

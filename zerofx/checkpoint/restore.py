@@ -28,7 +28,7 @@ from torch import nn
 
 from zerofx.checkpoint.ranks import CheckpointError
 from zerofx.checkpoint.sources import Entry, Source
-from zerofx.checkpoint.state import local, names_of, new_like, owned, unwrapped
+from zerofx.checkpoint.state import as_whole, local, names_of, new_like, owned, plain, unwrapped
 from zerofx.kernels.split import join
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.state.home import at_hand_of
@@ -187,6 +187,7 @@ def _bind_state(
     per_element: dict[str, bool],
 ) -> dict[str, Any]:
     state: dict[str, Any] = {}
+    whole = plain(parameter)
     low = parameter.is_floating_point() and parameter.dtype.itemsize < 4
     keeps_masters = isinstance(optimizer, AdamW) and optimizer.master is not None and low
     if keeps_masters and not set(MASTERS) & set(saved):
@@ -198,10 +199,10 @@ def _bind_state(
             continue  # the weight is the master, or nobody keeps one
         if not isinstance(value, Entry):
             state[what] = value
-        elif per_element.get(what, True) and (value.shape == parameter.shape or isinstance(parameter, ShardedTensor)):
-            _check(source, f"{what} of {name}", value, parameter, whole=True)
+        elif per_element.get(what, True) and (value.shape == whole.shape or isinstance(parameter, ShardedTensor)):
+            _check(source, f"{what} of {name}", value, whole, whole=True)
             state[what] = _target(optimizer, parameter, what, value.dtype)
-            binding.reads.append((value, state[what]))
+            binding.reads.append((value, as_whole(parameter, state[what])))
         else:
             state[what] = torch.empty(value.shape, dtype=value.dtype)
             binding.reads.append((value, state[what]))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zerofx._torch import DTensorLayout, as_dtensor, is_dtensor
 from zerofx.checkpoint.dcp import is_plain_name, read_index, read_into
 from zerofx.checkpoint.folder import MARK, Mark
 from zerofx.checkpoint.ranks import CheckpointError
@@ -82,7 +83,11 @@ class Source:
         """Fill tensors from entries, casting where dtypes differ."""
         for entry, target in reads:
             part: Part = entry.key
-            if isinstance(target, ShardedTensor):
+            layout = DTensorLayout(target) if is_dtensor(target) else getattr(target, "_dtensor", None)
+            if layout is not None:
+                with torch.no_grad():
+                    target.copy_(as_dtensor(layout.part_of(part(0, math.prod(entry.shape)).view(entry.shape)), layout))
+            elif isinstance(target, ShardedTensor):
                 piece = target._group.layout.piece(target._slot, target._group.rank)
                 with at_hand_of([target]):
                     target._local.copy_(part(piece.in_parameter, piece.in_parameter + piece.length))

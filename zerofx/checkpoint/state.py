@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx._torch import as_dtensor, is_dtensor
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.home import all_at_hand, at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -40,8 +41,10 @@ def model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without autograd and, in stage 0, without its class; the same memory."""
-    return tensor.detach() if not isinstance(tensor, ShardedTensor) else tensor
+    """``tensor`` without autograd and, in stage 0, without its class, the same memory: a `DTensor`, if it was one."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor
+    return as_whole(tensor, tensor.detach())
 
 
 def names_of(module: nn.Module) -> dict[torch.Tensor, list[str]]:
@@ -91,6 +94,12 @@ def new_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
+def as_whole(parameter: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """``state``, which is shaped as ``parameter``, as a checkpoint has it: in stage 0 a part is one of a `DTensor`."""
+    layout = None if isinstance(parameter, ShardedTensor) else getattr(parameter, "_dtensor", None)
+    return state if layout is None else as_dtensor(state.detach(), layout)
+
+
 def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """The state of ``module``, its optimizer's included, can be read and written inside."""
     return all_at_hand(group.home for group in groups_of(module))
@@ -98,7 +107,9 @@ def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of ``tensor``."""
-    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+    if isinstance(tensor, ShardedTensor):
+        return tensor._local
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def non_finite(state: dict[str, Any]) -> str | None:

@@ -4,6 +4,7 @@
 api           the calls that a user makes
 options       their options, checked
 checks        what is checked before a module is sharded
+apart         DTensors on other dimensions: this rank's part of each is what is sharded
 shard         a module is sharded, group by group
 initialize    values for modules of the meta device
 wrappers      wrappers that would train the module in parallel once more
@@ -27,6 +28,6 @@ progress      what rank 0 says while graphs are compiled
 
 Imports every room but `zerofx.inspect`::
 
-    runtime, checkpoint ◀── options ◀── checks ◀── shard ◀── captured ◀── backend ◀── api
+    runtime, checkpoint ◀── options ◀── apart, checks ◀── shard ◀── captured ◀── backend ◀── api
                  passes ◀── rewriting ◀── records, runners ◀── pair ◀────┘
 """

@@ -21,7 +21,13 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
-from zerofx.compiler.captured import copy_returned_views, shard_modules_of, strip_own_frames, warn_of_choice
+from zerofx.compiler.captured import (
+    copy_returned_views,
+    refuse_pending,
+    shard_modules_of,
+    strip_own_frames,
+    warn_of_choice,
+)
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import CompiledGraph, Executed
 from zerofx.compiler.runners import watch_backward
@@ -64,6 +70,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()
         _torch.look_at_parameters()
+        refuse_pending(gm, example_inputs)
         shard_modules_of(gm, example_inputs, self.options)
         warn_of_choice(gm)
         strip_own_frames(gm)

@@ -1,6 +1,7 @@
 """What is done with a graph of Dynamo's before AOTAutograd gets it.
 
 =======================  ==================================================================================
+`refuse_pending`         an input that a collective is still bringing would lose its gradient
 `shard_modules_of`       modules of ``torch.compile(module, backend="zerofx")`` are sharded when they come
 `warn_of_choice`         a line that looks at data to choose a layer is named: ranks may choose differently
 `strip_own_frames`       nodes name the user's line, not zerofx's
@@ -23,10 +24,26 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
+from zerofx._torch import is_dtensor
 from zerofx.compiler.options import Options
 from zerofx.compiler.shard import shard_module
 from zerofx.passes import edit
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
+
+
+def refuse_pending(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse an input that is trained and still on its way: AOTAutograd takes what it wraps, which has no gradient.
+
+    Eager code has started a collective for it, and nobody has looked at it since: a ``RowwiseParallel`` layer outside
+    of any graph, say. Plain ``torch.compile`` fails in backward, or leaves the gradient out.
+    """
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if _torch.is_on_its_way(x) and x.requires_grad:
+            raise RuntimeError(
+                f"the input {node.name!r} of a graph is the result of a collective that code outside of any graph has "
+                "started, and is still on its way: its gradient would be lost (in plain torch.compile, too). Compile "
+                "that code as well; or have it return a copy, tensor.clone(), which waits."
+            )
 
 
 def shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
@@ -34,6 +51,12 @@ def shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Op
 
     Done inside of the backend call: Dynamo makes its guards afterwards, so nothing is compiled twice.
     """
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if is_dtensor(x) and isinstance(x, nn.Parameter):
+            raise RuntimeError(
+                f"the parameter {node.name!r} is a DTensor, and the module is being traced already: call "
+                'zerofx.compile(module, mesh=mesh["dp"], ...), or zerofx.shard(module, ...) before torch.compile.'
+            )
     if not any(type(x) is nn.Parameter for x in example_inputs):
         return
     frame = _torch.frame_locals_and_globals()

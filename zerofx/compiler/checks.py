@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import backend_name, resolve_process_group
+from zerofx.compiler.apart import Apart, check_copies
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.compiler.pooled import check_pool
@@ -33,29 +35,56 @@ Planned = list[tuple[GroupLayout, list[nn.Parameter]]]
 """The groups of a module, and the parameters of each, in the order of its slots."""
 
 
-def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: torch.device) -> Planned:
-    """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on."""
+@dataclass
+class _Told:
+    """What a rank tells all others of its model.
+
+    Attributes:
+        facts: what must be the same on all ranks that train one ``part``.
+        error: why this rank cannot go on.
+        part: which part of a module that has DTensors it trains.
+        copies: see `Apart.copies`.
+    """
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    error: str = ""
+    part: tuple[int, ...] = ()
+    copies: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: torch.device, apart: Apart) -> Planned:
+    """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on.
+
+    DTensors of it are taken ``apart``.
+    """
     refusal: Exception | None = None
-    facts: list[tuple[str, str]] = []
+    mine = _Told()
     planned: Planned = []
     try:
+        apart.take(sharing)
         planned = _checked(module, options, sharing, device)
-        facts = _facts(module, options, planned, sharing)
+        mine.facts = _facts(module, options, planned, sharing) + apart.facts()
+        mine.part = tuple(ranks.rank for ranks in sharing.foreign)
+        mine.copies = apart.copies()
     except (ValueError, TypeError) as e:
         refusal = e
-    everyone = sharing.everyone.told((facts, str(refusal or "")))
+        mine.error = str(e)
+    everyone = sharing.whole.told(mine)
     if refusal is not None:
         raise refusal
-    for rank, (theirs, error) in enumerate(everyone):
-        if error:
-            raise RuntimeError(f"rank {rank} cannot shard this {type(module).__name__}: {error}")
-        if theirs != facts:
-            differing = [mine[0] for mine, other in zip(facts, theirs) if mine != other]
+    me = sharing.whole.rank
+    for rank, theirs in enumerate(everyone):
+        if theirs.error:
+            raise RuntimeError(f"rank {rank} cannot shard this {type(module).__name__}: {theirs.error}")
+        one = me if theirs.part == mine.part else next(i for i, x in enumerate(everyone) if x.part == theirs.part)
+        if theirs.facts != everyone[one].facts:
+            differing = [a[0] for a, b in zip(everyone[one].facts, theirs.facts) if a != b]
             what = differing[0] if differing else "the number of groups and buffers"
             raise RuntimeError(
-                f"rank {sharing.everyone.rank} and rank {rank} have different models: they differ in {what}. Names, "
+                f"rank {one} and rank {rank} have different models: they differ in {what}. Names, "
                 "shapes, dtypes and requires_grad of parameters and buffers, and options must be the same everywhere."
             )
+    check_copies([(told.part, told.copies) for told in everyone], sync=options.init_sync)
     return planned
 
 
@@ -177,10 +206,7 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
     if isinstance(p, (ShardedTensor, ReplicatedParameter)):
         raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
     if type(p) is not nn.Parameter:
-        instead = "Shard the plain module."
-        if hasattr(p, "device_mesh"):  # a DTensor
-            instead = "Give the module as it is before parallelize_module, its layers split by hand (docs/meshes.md)."
-        raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. {instead}")
+        raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
     if not p.is_floating_point():
         raise ValueError(
             f"{name!r} has dtype {p.dtype}: expected a real floating-point type. Keep "

@@ -22,7 +22,9 @@ from torch import nn
 import zerofx.compiler.wrappers  # it hears of every wrapper
 import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state/doors.py)
 import zerofx.runtime.optim.hooks  # noqa: F401  # they concern every optimizer from now on
+from zerofx._torch import DTensorLayout, held
 from zerofx.checkpoint import load
+from zerofx.compiler.apart import Apart
 from zerofx.compiler.checks import Planned, plan_alike
 from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
@@ -35,6 +37,7 @@ from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.ranks.sharing import SETTLED, RankGroup, Sharing, sharing_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
+from zerofx.runtime.state.parts import say_so
 from zerofx.runtime.state.state_file import StateFile, opened
 from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import weights_of
@@ -65,8 +68,14 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
     sharing = sharing.by(options.sharding, two_hops=options.two_hops) if options.stage else sharing.undivided()
     device = _device(module, options, sharing.weights)
-    planned = plan_alike(module, options, sharing, device)
-    conversion = _Conversion(module, options, sharing, device)
+    apart = Apart(module)
+    try:
+        planned = plan_alike(module, options, sharing, device, apart)
+    except BaseException:
+        apart.undo()
+        raise
+    apart.settle()
+    conversion = _Conversion(module, options, sharing, device, apart.layouts)
     groups = conversion.convert(planned)
     conversion.finish()
     return groups
@@ -77,11 +86,20 @@ class _Conversion:
 
     Attributes:
         places: where each parameter of the meta device stands; empty for a real module.
+        layouts: of the parameters that stand for DTensors.
         templates: what each parameter of the meta device is to become.
         sync: whether rank 0's values are taken.
     """
 
-    def __init__(self, module: nn.Module, options: Options, sharing: Sharing, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        options: Options,
+        sharing: Sharing,
+        device: torch.device,
+        layouts: dict[nn.Parameter, DTensorLayout],
+    ) -> None:
+        self.layouts = layouts
         self.module, self.options, self.sharing, self.device = module, options, sharing, device
         self.on_meta = next(module.parameters()).is_meta
         self.sync = options.init_sync and sharing.everyone.size > 1
@@ -141,6 +159,7 @@ class _Conversion:
     def _convert_group(self, layout: GroupLayout, parameters: list[nn.Parameter], memory: Any) -> ShardGroup:
         """Peak extra memory is this rank's shard: a parameter is freed when its slice was taken."""
         group = ShardGroup(layout, self.sharing, self.device, self.family, memory)
+        group.dtensors = {s: self.layouts[p] for s, p in zip(layout.slots, parameters) if p in self.layouts}
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if self.on_meta:
                 parameter, template = replace_by_empty(parameter, self.places[parameter], self.device)
@@ -168,11 +187,13 @@ class _Conversion:
         make_leaves(module, leaf_names(module, options.leaf_modules), keep=options.memory_budget == math.inf)
         if self.sync:
             for buffer in module.buffers():
-                _broadcast(buffer, self.sharing.everyone)
+                _broadcast(held(buffer), self.sharing.everyone)
         for m in module.modules():
             m.register_load_state_dict_pre_hook(_refuse_assign)
         if options.stage == 3 and self.sharing.everyone.size > 1:
             keep_in_step(module)
+        if options.stage == 0 and self.layouts:
+            say_so(module)
         if options.mixed_precision is not None:
             self.family.casts = options.mixed_precision.install(module)
         for settle in SETTLED:

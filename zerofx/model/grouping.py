@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx._torch import held
 from zerofx.model.layout import GroupLayout, make_layout
 
 BlockRule = Callable[[str, nn.Module], bool]
@@ -70,7 +71,7 @@ class _Draft:
 
     @property
     def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for _, p in self.members)
+        return sum(held(p).nbytes for _, p in self.members)
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, str | None]:
@@ -116,7 +117,7 @@ def plan_groups(
     taken: set[str] = set()
     for draft in drafts:
         name = _unique(_group_name(draft), taken)
-        shapes = [(n, p.shape) for n, p in draft.members]
+        shapes = [(n, held(p).shape) for n, p in draft.members]
         layout = make_layout(name, shapes, draft.dtype, world_size, draft.requires_grad, code_block)
         planned.append((layout, [p for _, p in draft.members]))
     return planned
@@ -179,7 +180,7 @@ def _split(draft: _Draft, max_bytes: int, min_bytes: int) -> list[_Draft]:
     large: list[list[int]] = []  # of indices of members
     small: list[list[int]] = []
     total, cut = 0, True  # of what is being filled; whether a large one stands between it and the next
-    sizes = [p.numel() * p.element_size() for _, p in draft.members]
+    sizes = [held(p).nbytes for _, p in draft.members]
     for i, nbytes in enumerate(sizes):
         if nbytes >= max_bytes:
             large.append([i])

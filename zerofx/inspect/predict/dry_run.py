@@ -38,7 +38,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import ARCHITECTURES, PretendedDevice, compile_module, pretended_cuda, pytree
+from zerofx._torch import ARCHITECTURES, DTensorLayout, PretendedDevice, compile_module, pretended_cuda, pytree
+from zerofx.compiler.apart import Apart
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.checks import check_module, check_offload, check_wire
 from zerofx.compiler.options import Options, check_places, check_scheme
@@ -108,14 +109,22 @@ def dry_run(
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
     weights_of(checked.stage, checked.one_copy).check(device)
-    check_module(module)
+    sharing = pretended(replicas, ranks, backend, sharding, two_hops=checked.two_hops)
+    sharing = sharing if checked.stage else sharing.undivided()
+    apart = Apart(module)
     with _place(device, architecture) as place:
-        module = place.without_memory(module)
-        sharing = pretended(replicas, ranks, backend, sharding, two_hops=checked.two_hops)
+        try:
+            apart.take(sharing, pretended=True)
+            check_module(module)
+            there, module = module, place.without_memory(module)
+            pairs = zip(there.parameters(), module.parameters(), strict=True)
+            layouts = {copied: apart.layouts[p] for p, copied in pairs if p in apart.layouts}
+        finally:
+            apart.undo()
         check_wire(checked.wire, sharing, one_dimension=not isinstance(world_size, tuple))
         if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
             check_places(offload, {"world_size": world_size})
-        groups = _shard(module, sharing if checked.stage else sharing.undivided(), checked, device)
+        groups = _shard(module, sharing, checked, device, layouts)
         compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
         stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input
@@ -195,7 +204,13 @@ class _NoFile(StateFile):
         """None: see `take`."""
 
 
-def _shard(module: nn.Module, sharing: Sharing, options: Options, device: torch.device) -> list[ShardGroup]:
+def _shard(
+    module: nn.Module,
+    sharing: Sharing,
+    options: Options,
+    device: torch.device,
+    dtensors: dict[nn.Parameter, DTensorLayout],
+) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
     precision, wire = options.mixed_precision, options.wire
     offload = Offload.of(options.offload)
@@ -215,6 +230,7 @@ def _shard(module: nn.Module, sharing: Sharing, options: Options, device: torch.
                 family.stows = Stows(file, offload.smallest)
     for layout, parameters in planned:
         group = ShardGroup(layout, sharing, nowhere, family)
+        group.dtensors = {s: dtensors[p] for s, p in zip(layout.slots, parameters) if p in dtensors}
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             if options.stage == 0:
                 replicate_parameter(parameter, group, slot)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx._torch import call_plainly, gradient_edge, pytree
-from zerofx.runtime.eager.norms import all_reduce, norm, norms
+from zerofx._torch import DTensorLayout, call_plainly, gradient_edge, is_dtensor, pytree
+from zerofx.runtime.eager.norms import all_reduce, everywhere, norm, norms
 from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.eager.unshard import readonly, unshard
 from zerofx.runtime.state.doors import DOORS
@@ -95,6 +95,8 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
+    if name in _SIZES and (layout := getattr(args[0], "_dtensor", None)) is not None:
+        return _size_of(layout, name, *args[1:], **kwargs)
     if name in METADATA or (name == "type" and len(args) == 1 and not kwargs):  # `type()` is a question
         return _as_is(func, args, kwargs)
     if name == "data_ptr":
@@ -171,8 +173,21 @@ def _new_empty(like: ShardedTensor, *size: Any, **kwargs: Any) -> torch.Tensor:
     return like._local.new_empty(shape, **kwargs)
 
 
+_SIZES = frozenset({"size", "stride", "numel", "nelement", "__len__"})
+
+
+def _size_of(layout: DTensorLayout, name: str, dim: int | None = None) -> Any:
+    """What a question of ``_SIZES`` has for an answer: of the whole tensor, of which this rank trains a part."""
+    if name in ("numel", "nelement"):
+        return layout.shape.numel()
+    sizes: Any = layout.stride if name == "stride" else layout.shape
+    return sizes[0] if name == "__len__" else sizes if dim is None else sizes[dim]
+
+
 def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
     tensor = args[0]
+    if name == "shape" and tensor._dtensor is not None:
+        return tensor._dtensor.shape
     if name == "data" and action == "__get__":
         return detach(tensor)
     if name == "data":
@@ -211,8 +226,8 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
             if not _same_slot(x, like):
                 raise _Mismatch
             return x._local
-        if isinstance(x, torch.Tensor) and x.numel() != 1:
-            if written is None or x.shape != torch.Size(like._slot.shape):
+        if isinstance(x, torch.Tensor) and (x.numel() != 1 or is_dtensor(x)):
+            if written is None or x.shape != like.shape:
                 raise _Mismatch
             return _narrow(like, x)
         return x
@@ -253,7 +268,7 @@ def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sh
     )
     result = func(*local_args, **local_kwargs)
     if name.startswith("_amp_foreach_non_finite_check"):
-        all_reduce(args[1], dist.ReduceOp.MAX, sharded[0])
+        everywhere(args[1], dist.ReduceOp.MAX, sharded[0])
     if name.endswith("_"):
         for x in sharded:
             count_write(x)
@@ -279,7 +294,7 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if len(args) > 1 or kwargs:
         return NotImplemented
     if name == "mean":
-        return tensor.sum() / tensor._slot.numel
+        return tensor.sum() / tensor.numel()
     if name in ("any", "all"):
         wrong = tensor._local.logical_not() if name == "all" else tensor._local
         found = wrong.any().to(torch.int32)
@@ -326,6 +341,8 @@ def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], wri
 def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
     """The part of a plain, full-shape tensor that lies where ``like``'s slice lies."""
     piece = like._group.layout.piece(like._slot, like._group.rank)
+    if (layout := like._dtensor) is not None:
+        full = layout.local_of(full.detach()) if is_dtensor(full) else layout.part_of(full)
     return full.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length)
 
 

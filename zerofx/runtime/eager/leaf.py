@@ -38,7 +38,9 @@ from torch import nn
 
 from zerofx._torch import (
     DisableTorchFunction,
+    as_dtensor,
     end_of_backward,
+    is_dtensor,
     put_tensor,
     pytree,
     saved_tensors_are_hooked,
@@ -175,6 +177,7 @@ def _run(module: nn.Module, name: str, keep: bool, forward: Callable[..., Any], 
         anchor = torch.zeros((), requires_grad=True)
         token, *weights = _Enter.apply(call, trained, anchor, *trained)
         whole.update(zip(trained, weights, strict=True))
+    whole = {p: w if p._dtensor is None else as_dtensor(w, p._dtensor) for p, w in whole.items()}
     with call.checking_writes(), call.saving(token is not None), _in_place(whole, places):
         outputs = forward(*args, **kwargs)
     if token is None or not keep:
@@ -253,7 +256,8 @@ class _Call:
         owners = {buffer.untyped_storage().data_ptr(): group for group, buffer in self.buffers.items()}
 
         def pack(x: torch.Tensor) -> tuple[Any, ...]:
-            group = owners.get(x.untyped_storage().data_ptr()) if x.layout == torch.strided else None
+            there = x.layout == torch.strided and not is_dtensor(x)  # of a DTensor autograd saves the parts as well
+            group = owners.get(x.untyped_storage().data_ptr()) if there else None
             if group is None or x.dtype != self.buffers[group].dtype:
                 return x, x._version
             return group, x.size(), x.stride(), x.storage_offset()

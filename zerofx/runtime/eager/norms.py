@@ -62,20 +62,33 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
     stacked = torch.stack([part.to(common) for part in parts])
     sharded = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
     reduced = stacked[sharded]
+    counted = [tensors[i]._group.sharing.counts(tensors[i]._dtensor) for i in sharded]  # type: ignore[attr-defined]
+    if not largest and not all(counted):
+        reduced = torch.where(torch.tensor(counted, device=reduced.device), reduced, 0)
     if largest:  # a NaN gets lost when ranks compare: whether there is one travels beside
         pair = torch.stack([reduced.nan_to_num(nan=0.0, posinf=torch.inf), reduced.isnan().to(common)])
-        all_reduce(pair, dist.ReduceOp.MAX, tensors[sharded[0]])
+        everywhere(pair, dist.ReduceOp.MAX, tensors[sharded[0]])
         reduced = torch.where(pair[1] > 0, torch.nan, pair[0])
     else:
-        all_reduce(reduced, dist.ReduceOp.SUM, tensors[sharded[0]])
+        everywhere(reduced, dist.ReduceOp.SUM, tensors[sharded[0]])
     stacked[sharded] = reduced
     stacked = stacked if largest else stacked ** (1.0 / order)
     return [value.to(part.dtype) for value, part in zip(stacked.unbind(), parts, strict=True)]
 
 
 def all_reduce(value: torch.Tensor, op: Any, like: Any) -> None:
-    """All-reduce ``value`` in place over the ranks that share the sharded tensor ``like``."""
-    like._group.sharing.optimizer.sum_(value, op)
+    """All-reduce ``value`` in place over the ranks that share the sharded tensor ``like``, all parts of a DTensor."""
+    sharing = like._group.sharing
+    sharing.optimizer.sum_(value, op)
+    for ranks in sharing.divide(like._dtensor):
+        ranks.sum_(value, op)
+
+
+def everywhere(value: torch.Tensor, op: Any, like: Any) -> None:
+    """All-reduce ``value`` in place over all ranks that share the module of the sharded tensor ``like``."""
+    sharing = like._group.sharing
+    for ranks in (sharing.optimizer, *sharing.foreign):
+        ranks.sum_(value, op)
 
 
 class _Norm:

@@ -59,7 +59,13 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     return flat.view(slot.shape)
 
 
-DOORS.gather = gather_tensor
+def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole of ``tensor``, of all parts of it where it stands for a `DTensor`, without autograd. A collective."""
+    whole = gather_tensor(tensor)
+    return whole if tensor._dtensor is None else tensor._dtensor.whole_of(whole)
+
+
+DOORS.gather = full_tensor
 
 
 @region("reduce", lambda parameter, gradient: parameter._slot.name)

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from zerofx._torch import (
     DisableTorchFunction,
     adapt_arguments,
+    as_dtensor,
     inlined_alone,
+    is_dtensor,
     is_wrapped,
     outside_of_transforms,
     pytree,
@@ -79,8 +81,9 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
             full = _Unshard.apply(tensor)
         else:
             full = _whole(tensor)
-    # Code of the model that was not compiled sees what compiled code sees (`precision`).
-    return full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
+    # Code of the model that was not compiled sees what compiled code sees (`precision`, DTensors).
+    full = full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
+    return full if tensor._dtensor is None else as_dtensor(full, tensor._dtensor)
 
 
 def _whole(tensor: ShardedTensor) -> torch.Tensor:
@@ -121,7 +124,8 @@ def readonly(result: Any, inputs: Any) -> Any:
     """``result``, with every tensor in it that shares memory with one of ``inputs`` made a `GatheredView`."""
 
     def memory(x: Any) -> int | None:
-        own = isinstance(x, torch.Tensor) and not is_wrapped(x)  # those do not tell what memory they wrap
+        # Those of functorch do not tell what memory they wrap, and a DTensor has none of its own.
+        own = isinstance(x, torch.Tensor) and not is_wrapped(x) and not is_dtensor(x)
         return x.untyped_storage().data_ptr() if own and x.numel() else None
 
     shared = {memory(x) for x in pytree.arg_tree_leaves(inputs)} - {None}

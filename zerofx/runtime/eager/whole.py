@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import uncompiled
+from zerofx._torch import as_dtensor, uncompiled
 from zerofx.model.hugging_face import each_by_itself
 from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter
@@ -79,7 +79,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
     """
     places = places_of(what)
     sharded = [p for p in places if isinstance(p, (ShardedParameter, ReplicatedParameter))]
-    if not sharded and not any(isinstance(p, WholeParameter) for p in places):
+    if not sharded and not any(isinstance(p, WholeParameter) or hasattr(p, _WHOLE) for p in places):
         raise ValueError(f"no parameter of this {type(what).__name__} is sharded: call zerofx.compile on it first.")
     wholes = {p: whole_of(p) for p in sharded}
     versions = {p: (p._version, wholes[p]._version) for p in sharded}
@@ -101,13 +101,22 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
             _agree(places, wholes, versions)
             with torch.no_grad():
                 for p in sharded:
-                    _take_from_rank_0(p, wholes[p].detach())
+                    value: Any = wholes[p].detach()
+                    _take_from_rank_0(p, value if p._dtensor is None else value.to_local())
 
 
-def whole_of(parameter: ShardedParameter | ReplicatedParameter) -> WholeParameter:
+_WHOLE = "_zerofx_whole"
+"""What a whole parameter has that is a DTensor: a subclass of that cannot be had."""
+
+
+def whole_of(parameter: ShardedParameter | ReplicatedParameter) -> nn.Parameter:
     """A whole parameter with the values of ``parameter``, which are gathered. A collective."""
     value = gather_tensor(parameter) if isinstance(parameter, ShardedParameter) else parameter.detach().clone()
-    whole = WholeParameter(value.detach(), parameter.requires_grad)
+    if (layout := parameter._dtensor) is None:
+        whole: nn.Parameter = WholeParameter(value.detach(), parameter.requires_grad)
+    else:  # the DTensor that it was; a copy is an ordinary parameter, too
+        whole = nn.Parameter(as_dtensor(value.detach(), layout), parameter.requires_grad)
+        setattr(whole, _WHOLE, True)
     if parameter.requires_grad:
         name = parameter._slot.name
 
@@ -144,7 +153,7 @@ def places_of(what: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> dict[A
     return {p: [] for p in ([what] if isinstance(what, torch.Tensor) else what)}
 
 
-def _agree(places: dict[Any, list[Place]], wholes: dict[Any, WholeParameter], versions: dict[Any, Any]) -> None:
+def _agree(places: dict[Any, list[Place]], wholes: dict[Any, nn.Parameter], versions: dict[Any, Any]) -> None:
     """Raise on every rank where what one of them did cannot be written back; else on none."""
     error, edited = "", set()
     for p, whole in wholes.items():
@@ -159,11 +168,13 @@ def _agree(places: dict[Any, list[Place]], wholes: dict[Any, WholeParameter], ve
                 f"{name!r} was written where it is sharded (by an optimizer's step?): step outside, or use "
                 "writeback=False"
             )
-    group = next(iter(wholes))._group
-    everyone = group.sharing.everyone.told((error, edited))
-    for rank, (text, theirs) in enumerate(everyone):
+    sharing = next(iter(wholes))._group.sharing
+    everyone = sharing.whole.told((error, edited, sharing.everyone.rank))
+    for rank, (text, theirs, place) in enumerate(everyone):
         if not text and (alone := sorted(theirs - everyone[0][1])):
             text = f"{alone[0]!r} was edited there and not on rank 0, whose values are taken: edit on rank 0 too"
+        elif not text and place == 0 and (left := sorted(everyone[0][1] - theirs)):
+            text = f"{left[0]!r} was edited on rank 0 and not there, which has another part of it: edit it there too"
         if text:
             raise RuntimeError(f"zerofx.unsharded cannot write back, and has not; rank {rank}: {text}.")
 
@@ -195,4 +206,5 @@ def _take_from_rank_0(parameter: ShardedParameter | ReplicatedParameter, whole: 
     if replicas is not None and piece.length:
         part = flat.narrow(0, piece.in_parameter, piece.length)
         dist.broadcast(part.view(torch.uint8), group=replicas.process_group, group_src=0)
-    parameter.copy_(flat.view(slot.shape))
+    whole = flat.view(slot.shape)
+    parameter.copy_(whole if parameter._dtensor is None else as_dtensor(whole, parameter._dtensor))

@@ -408,12 +408,15 @@ def _by_file(keyed: list[tuple[Key, Run]]) -> list[tuple[StateFile, list[tuple[K
 def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
     """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
     shared = ranks_of(spans)
-    totals = {name: torch.zeros(1, dtype=torch.float64) for name in (None, *shared)}
+    totals = {names: torch.zeros(1, dtype=torch.float64) for names in ((), *shared)}
     for run in runs:
         with run.span.gradients_at_hand():
-            totals[run.span.ranks] += cpu.sum_of_squares(run.flat_gradient())
-    for name, ranks in shared.items():
-        ranks.sum_(totals[name])
+            counted = run.counted()
+            flat = [run.flat_gradient()] if counted is None else counted
+            totals[run.span.ranks] += sum(map(cpu.sum_of_squares, flat))
+    for names, chain in shared.items():
+        for ranks in chain:
+            ranks.sum_(totals[names])
     return sum(total.item() for total in totals.values())
 
 

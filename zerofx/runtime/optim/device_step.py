@@ -123,12 +123,16 @@ class DeviceStep:
     def _sum_of_squares(self, runs: Sequence[Run]) -> torch.Tensor:
         """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
         parts = torch.zeros(len(runs), _norm.PARTIAL_SUMS, dtype=torch.float64, device=self.steps.device)
-        totals = {name: parts.new_zeros(1) for name in (None, *self._ranks)}
+        totals = {name: parts.new_zeros(1) for name in ((), *self._ranks)}
         for part, run in zip(parts, runs, strict=True):
-            _norm.partial_sums(run.flat_gradient(), self._tiles_of(run), part)
-            totals[run.span.ranks] += part.sum()
-        for name, ranks in self._ranks.items():
-            ranks.sum_(totals[name])
+            if (counted := run.counted()) is None:
+                _norm.partial_sums(run.flat_gradient(), self._tiles_of(run), part)
+                totals[run.span.ranks] += part.sum()
+            for gradient in counted or ():
+                totals[run.span.ranks] += gradient.double().square().sum()
+        for names, chain in self._ranks.items():
+            for ranks in chain:
+                ranks.sum_(totals[names])
         return torch.stack(list(totals.values())).sum(dim=0)
 
     def _tiles_of(self, run: Run) -> torch.Tensor:

@@ -16,6 +16,7 @@ from zerofx.runtime.eager.unshard import not_elementwise
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
+from zerofx.runtime.state.parts import say_so_of
 from zerofx.runtime.state.state_file import StateFile
 
 _WHOLE_TENSOR_OPTIMIZERS = {
@@ -36,6 +37,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     Raises:
         OffloadError: on every rank, where activations could not be written or read on one of them.
     """
+    _refuse_replaced(optimizer)
+    say_so_of(optimizer)
     if callable(closure := kwargs.get("closure")):
         kwargs = {**kwargs, "closure": functools.partial(_checked_closure, optimizer, closure)}
     elif len(args) > 1 and callable(args[1]):
@@ -55,6 +58,22 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
                 if isinstance(parameter, ShardedTensor):
                     raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
     return args, kwargs
+
+
+def note_replaced(parameter: torch.Tensor, name: str) -> None:
+    """``parameter`` is no parameter of its module any more: an optimizer that has it would train nothing."""
+    parameter._zerofx_replaced = name  # type: ignore[attr-defined]
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (name := getattr(parameter, "_zerofx_replaced", None)) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has {name!r} as the DTensor that it was before zerofx.compile, which "
+                    "has put a sharded parameter in its place: it would train nothing. Make the optimizer after "
+                    "zerofx.compile, as after fully_shard."
+                )
 
 
 def _checked_closure(optimizer: torch.optim.Optimizer, closure: Any) -> Any:

@@ -120,9 +120,18 @@ class Span:
         return self.origin if self.group is None else self.group.rank * self.group.layout.shard_numel + self.origin
 
     @property
-    def ranks(self) -> str | None:
-        """The process group of the ranks that its state is divided over; None where it is not divided."""
-        return None if self.group is None else self.group.sharing.optimizer.name
+    def ranks(self) -> tuple[str, ...]:
+        """The process groups over which sums over all of its state run, one after another; none where it is whole."""
+        return tuple(ranks.name for ranks in self.shared)
+
+    @property
+    def shared(self) -> tuple[RankGroup, ...]:
+        """See `ranks`."""
+        if self.group is not None:
+            return (self.group.sharing.optimizer, *self.group.sharing.foreign)
+        part: Any = self.members[0].parameter
+        layout = getattr(part, "_dtensor", None)
+        return () if layout is None else tuple(part._group.sharing.divide(layout))
 
     @property
     def file(self) -> StateFile | None:
@@ -218,6 +227,17 @@ class Run:
         """The gradients of all members, and what lies between them, as one flat tensor."""
         return self.gradient.as_strided((self.end - self.start,), (1,))
 
+    def counted(self) -> list[torch.Tensor] | None:
+        """The gradients that this rank adds to a sum over all; None: all of them, `flat_gradient`.
+
+        Copies on ranks of a tensor-parallel dimension are added by one of these.
+        """
+        sharing = None if self.span.group is None else self.span.group.sharing
+        if sharing is None or not sharing.foreign:
+            return None
+        held = [(member, member.gradient) for member in self.members if member.gradient is not None]
+        return [gradient for member, gradient in held if sharing.counts(getattr(member.parameter, "_dtensor", None))]
+
 
 @dataclass
 class Part:
@@ -274,10 +294,9 @@ def _span(group: ShardGroup, neighbours: list[tuple[Slot, torch.Tensor]], index:
     return Span(members, group, origin, end - origin, index, blocks)
 
 
-def ranks_of(spans: Iterable[Span]) -> dict[str, RankGroup]:
-    """The ranks that the spans' state is divided over, by the name of their process group."""
-    shared = (span.group.sharing.optimizer for span in spans if span.group is not None)
-    return {ranks.name: ranks for ranks in shared}
+def ranks_of(spans: Iterable[Span]) -> dict[tuple[str, ...], tuple[RankGroup, ...]]:
+    """Over which ranks sums over the spans' state run, by `Span.ranks`."""
+    return {span.ranks: span.shared for span in spans if span.shared}
 
 
 def at_hand(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:

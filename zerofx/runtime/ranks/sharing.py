@@ -13,6 +13,9 @@
     sharing.near_ranks   how many of ``weights`` are in a row of a mesh, where that is known
     sharing.two_hops     whether a rank keeps 1/(R S) of the weights, which cross the rows once on their way to a gather
     sharing.crosses      whether ``weights`` are ranks of several rows of a mesh
+    sharing.foreign      the ranks of each dimension that is not ours and on which the module has DTensors: each of them
+                         trains another part, or a copy of one
+    sharing.whole        ``everyone``, of all these parts: the ranks that have the module together
 
 Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
 which ranks they deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a
@@ -22,14 +25,14 @@ class in a file of its own, which puts itself into `SHARINGS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx._torch import PretendedGroup, backend_name, resolve_process_group
+from zerofx._torch import DTensorLayout, PretendedGroup, backend_name, resolve_process_group
 from zerofx.model.sharding import Sharding
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.watch import Watch, alone, watch_of, watch_too
@@ -119,6 +122,46 @@ class Sharing:
     near_ranks: int = 1
     crosses: bool = False
     two_hops: bool = False
+    foreign: tuple[RankGroup, ...] = ()
+    _whole: RankGroup | None = None
+    _named: dict[str, RankGroup]
+
+    @property
+    def whole(self) -> RankGroup:
+        """See the file's first lines."""
+        return self._whole or self.everyone
+
+    def meet_foreign(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """The module has DTensors over ``groups``, named once or several times. A collective of all their ranks."""
+        self.note_foreign(groups)
+        together = set(dist.get_process_group_ranks(self.everyone.process_group))
+        for ranks in self.foreign:
+            together = set().union(*ranks.told(together))
+        if together == set(range(dist.get_world_size())):
+            self._whole = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        elif self.foreign:
+            self._whole = RankGroup(dist.new_group(sorted(together), use_local_synchronization=True))
+
+    def note_foreign(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """What `meet_foreign` does where nobody is to be met: in a dry run."""
+        self._named = {}
+        by_ranks: dict[tuple[int, ...], RankGroup] = {}  # two meshes may have one dimension, by two groups
+        for group in groups:
+            ranks = by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), RankGroup(group))
+            self._named[group.group_name] = ranks
+        self.foreign = tuple(by_ranks.values())  # in the same order everywhere, for models are alike
+
+    def counts(self, layout: DTensorLayout | None) -> bool:
+        """Whether this rank counts its part of a DTensor: of several ranks that have a copy of it the first one does.
+
+        None: a tensor that is none, of which each of them has a copy.
+        """
+        divided = self.divide(layout)
+        return all(ranks in divided or ranks.rank == 0 for ranks in self.foreign)
+
+    def divide(self, layout: DTensorLayout | None) -> list[RankGroup]:
+        """The ranks of ``foreign`` that a DTensor is divided over."""
+        return [] if layout is None else [self._named[group.group_name] for group in layout.groups(sharded=True)]
 
     @property
     def weights_cross(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import inside_backward
+from zerofx._torch import DTensorLayout, inside_backward
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.offload import Offload
 from zerofx.model.precision import Casts, MixedPrecision
@@ -155,6 +155,7 @@ class ShardGroup:
         home: where its state lives.
         weights, gradients, gathered: what this rank holds.
         members: its parameters.
+        dtensors: those that stand for DTensors on dimensions that are not ours, and of which part.
         leaf: the call of a leaf module that has the group whole while its backward runs (`zerofx.runtime.eager.leaf`).
         pending: uses whose gradient is still to come: forwards of graphs less their backwards, and all uses outside of
             graphs. Those that never get a backward are forgotten as `zerofx.step_in_backward` ends.
@@ -186,6 +187,7 @@ class ShardGroup:
         self.members: Members = Members()
         self.gradients: Gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)
         self.gathered: Gathered = Gathered(self.weights)
+        self.dtensors: dict[Slot, DTensorLayout] = {}
         self.leaf: Any = None
         self.pending: int = 0
         self.stepped: bool = False

@@ -33,9 +33,12 @@ from torch import nn
 
 from zerofx._torch import (
     DisableTorchFunction,
+    DTensorLayout,
+    as_dtensor,
     before_conversions,
     call_plainly,
     inlined_alone,
+    is_dtensor,
     pytree,
     run_while_tracing,
     static_shape,
@@ -45,8 +48,11 @@ from zerofx._torch import (
 from zerofx.model.layout import Slot
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.parts import part_of_gradient
 
 _ASKED = "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _QUESTIONS = frozenset([*(getattr(torch.Tensor, name).__get__ for name in _ASKED), torch.is_complex])
 
 
@@ -57,6 +63,8 @@ class ShardedTensor(torch.Tensor):
     _slot: Slot
     _local: torch.Tensor
     _compute_dtype: torch.dtype | None = None
+    _dtensor: DTensorLayout | None = None
+    _among_dtensors = False
     _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
@@ -66,15 +74,21 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():
             _check_backend(cls._traced_as)
-            return _traced(func, args, kwargs or {}, cls._compute_dtype)
-        if func in _QUESTIONS:  # of an optimizer, a dozen per parameter and step
+            return _traced(func, args, kwargs or {}, cls._compute_dtype, cls._among_dtensors)
+        if func in _QUESTIONS and (args[0]._dtensor is None or func != _SHAPE):
+            # of an optimizer, a dozen per parameter and step
             return call_plainly(func, types, args, kwargs or {})
         if torch.jit.is_tracing():
             pytree.tree_map(_refuse_argument, (args, kwargs))
         return DOORS.operation(func, args, kwargs or {})
 
     def to_local(self) -> torch.Tensor:
-        """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor."""
+        """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor.
+
+        In compiled code of a model whose parameter was a `DTensor`: what the same call gave there.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return local_part(self)
         return self._group.home.lend(self._local)
 
     def full_tensor(self) -> torch.Tensor:
@@ -144,6 +158,13 @@ class PlainlyCopied(nn.Parameter):
         return self.plain().__reduce_ex__(protocol)
 
 
+def local_part(parameter: Any) -> torch.Tensor:
+    """What ``DTensor.to_local()`` gives of a parameter that stands for one, as Dynamo traces it."""
+    dtype = type(parameter)._compute_dtype
+    with DisableTorchFunction():
+        return parameter.view_as(parameter) if dtype is None else parameter.to(dtype)
+
+
 class ReplicatedParameter(PlainlyCopied):
     """A parameter of a module under plain data parallelism (stage 0): whole, with its own memory, in all plain code.
 
@@ -155,6 +176,8 @@ class ReplicatedParameter(PlainlyCopied):
     _group: ShardGroup
     _slot: Slot
     _compute_dtype: torch.dtype | None = None
+    _dtensor: DTensorLayout | None = None
+    _among_dtensors = False
 
     @classmethod
     @inlined_alone
@@ -162,11 +185,18 @@ class ReplicatedParameter(PlainlyCopied):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
-            return _traced(func, args, kwargs or {}, cls._compute_dtype)
+            return _traced(func, args, kwargs or {}, cls._compute_dtype, cls._among_dtensors)
         kwargs = kwargs or {}
         if func in _CONVERTED and isinstance(args[0], ReplicatedParameter):
             check_conversion(args[0], args[1])
-        return _run_as(cls._compute_dtype, func, args, kwargs)
+        if cls._among_dtensors and func == _GRAD and (layout := args[0]._dtensor) is not None:
+            gradient, over = call_plainly(func, types, args, {}), args[0]._group.sharing.divide(layout)
+            return part_of_gradient(gradient, over) if over and gradient is not None else gradient
+        return _run_as(cls._compute_dtype, func, args, kwargs, cls._among_dtensors)
+
+    def to_local(self) -> torch.Tensor:
+        """Of one that stands for a `DTensor`: what the same call gave there."""
+        return local_part(self)
 
 
 class ReplicatedView(torch.Tensor):
@@ -177,6 +207,7 @@ class ReplicatedView(torch.Tensor):
     """
 
     _compute_dtype: torch.dtype | None = None
+    _dtensor = None
 
     @classmethod
     @inlined_alone
@@ -204,14 +235,20 @@ def _view_class(dtype: torch.dtype) -> type[ReplicatedView]:
     return type("ReplicatedView", (ReplicatedView,), {"__module__": __name__, "_compute_dtype": dtype})
 
 
-def _run_as(dtype: torch.dtype | None, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` outside of any graph, on whole parameters and views of them, which compute in ``dtype``."""
+def _run_as(
+    dtype: torch.dtype | None, func: Callable, args: Any, kwargs: dict[str, Any], dtensors: bool = False
+) -> Any:
+    """``func`` outside of any graph, on whole parameters and views of them, which compute in ``dtype``.
+
+    ``dtensors``: some of these stand for DTensors, and are some where they meet others.
+    """
     with DisableTorchFunction():
-        if dtype is None:
+        met = dtensors and any(map(is_dtensor, pytree.arg_tree_leaves(*args, **kwargs)))
+        if dtype is None and not met:
             return func(*args, **kwargs)
-        if _meets(func, args, kwargs, dtype):
-            args = _cast(args, dtype)
-            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+        if met or _meets(func, args, kwargs, dtype):
+            args = _computed(args, dtype)
+            kwargs = {name: _computed(value, dtype) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "").split(".")[0]
         if name == "detach" or is_in_place(name) or func is _DATA:  # they are for who wants masters
@@ -315,28 +352,47 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
         "__module__": __name__,
         "_traced_as": f"the sharded parameter {slot.name!r}",
         "_compute_dtype": group.family.precision.param_dtype,
+        "_dtensor": group.dtensors.get(slot),
+        "_among_dtensors": bool(group.sharing.foreign),
     }
     static_shape(parameter)
     parameter.__class__ = type(cls.__name__, (cls,), members)
     group.members.add(slot, parameter)
 
 
-def _traced(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
-    """``func`` as Dynamo is to see it: on ordinary tensors, the weights among them cast to ``dtype``.
+def _traced(
+    func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype | None, dtensors: bool = False
+) -> Any:
+    """``func`` as Dynamo is to see it: on ordinary tensors, the weights among them as the model computes with them.
+
+    ``dtensors``: some of these are DTensors.
 
     While it compiles Dynamo also looks at the parameter itself, for real: that is let through as it is.
     """
     with DisableTorchFunction():
-        if dtype is not None and torch.compiler.is_dynamo_compiling():
-            args = _cast(args, dtype)
-            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
+        if (dtype is not None or dtensors) and torch.compiler.is_dynamo_compiling():
+            args = _computed(args, dtype)
+            kwargs = {name: _computed(value, dtype) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+def _computed(x: Any, dtype: torch.dtype | None) -> Any:
+    """``x`` with weights as the model computes with them: cast to ``dtype``, and DTensors where they were some."""
+    if isinstance(x, (ShardedParameter, *_WHOLE)):
+        layout = type(x)._dtensor
+        if dtype is not None:
+            x = x.to(dtype.to_complex() if x.is_complex() else dtype)
+        return x if layout is None else as_dtensor(x, layout)
+    if isinstance(x, (list, tuple)):
+        return type(x)([_computed(item, dtype) for item in x])
+    return x
+
+
+def _meets(func: Callable, args: Any, kwargs: dict[str, Any], dtype: torch.dtype | None) -> bool:
     """Whether ``func`` brings parameters and activations of ``dtype``, or indices, together, and writes to neither."""
     name = getattr(func, "__name__", "").split(".")[0]
-    if is_in_place(name) or name.startswith("__set") or func in (torch.autograd.backward, torch.autograd.grad):
+    written = is_in_place(name) or name.startswith("__set")
+    if dtype is None or written or func in (torch.autograd.backward, torch.autograd.grad):
         return False
     met = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
     others = [x for x in met if not isinstance(x, _WHOLE)]
@@ -353,14 +409,6 @@ def is_in_place(name: str) -> bool:
 
 _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()}
 _IN_PLACE.add("__setitem__")
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, (ShardedParameter, *_WHOLE)):
-        return x.to(dtype.to_complex() if x.is_complex() else dtype)
-    if isinstance(x, (list, tuple)):
-        return type(x)([_cast(item, dtype) for item in x])
-    return x
 
 
 @run_while_tracing
@@ -396,6 +444,8 @@ watch_arguments(_refuse_argument, _mapped)
 
 def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
     tensor._group, tensor._slot, tensor._local = group, slot, local
+    if group.dtensors:
+        tensor._dtensor = group.dtensors.get(slot)
     return tensor
 
 
