@@ -25,6 +25,9 @@ from torch.distributed.tensor.parallel import (
 import zerofx
 from tests.pairwise import EXECUTORS, STAGES
 from tests.test_foreign_dimensions import Copy, Sum
+from zerofx.compiler.apart import check_version
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="stages 1 to 3 are refused: check_version")
 
 VOCAB, WIDTH, HEADS, HIDDEN, LENGTH, STEPS = 24, 8, 2, 12, 6, 3
 
@@ -695,6 +698,13 @@ def refuse() -> None:
     traced = torch.compile(build("mlp", tp), backend="zerofx", options={"stage": 3, "executor": "eager"})
     with pytest.raises(Exception, match=r"a DTensor, and the module is being traced already: call zerofx.compile"):
         traced(batch(0)[0])
+
+
+def test_old_versions_are_refused_but_in_stage_0() -> None:
+    for version, stage in [("2.13.0", 3), ("2.15.0+cpu", 1), ("2.11.0", 0)]:
+        check_version(stage, version)
+    with pytest.raises(ValueError, match=r"DTensor parameters with stage=3 and PyTorch 2.11.0.*Expected PyTorch 2.13"):
+        check_version(3, "2.11.0")
 
 
 def test_what_cannot_be_taken_apart_is_refused_by_name(make_workers: Any) -> None:

@@ -103,6 +103,19 @@ class Apart:
         return found
 
 
+def check_version(stage: int, version: str = torch.__version__) -> None:
+    """Refuse what the Dynamo of PyTorch 2.11 fails at: a product with a sharded weight that is to be a `DTensor`.
+
+    Raises:
+        ValueError: these versions, in stages 1 to 3.
+    """
+    if stage and version < "2.12":
+        raise ValueError(
+            f"DTensor parameters with stage={stage} and PyTorch {version}: its Dynamo fails at products of them. "
+            "Expected PyTorch 2.13 or newer, or stage=0."
+        )
+
+
 def check_copies(everyone: Sequence[tuple[tuple[int, ...], dict[str, tuple[Any, Any]]]], *, sync: bool) -> None:
     """Refuse a model whose ranks have other values where they are to have copies: they would stay apart for good.
 

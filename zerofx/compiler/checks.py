@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import backend_name, resolve_process_group
-from zerofx.compiler.apart import Apart, check_copies
+from zerofx.compiler.apart import Apart, check_copies, check_version
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.compiler.pooled import check_pool
@@ -61,6 +61,8 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     mine = _Told()
     planned: Planned = []
     try:
+        if apart:
+            check_version(options.stage)
         apart.take(sharing)
         planned = _checked(module, options, sharing, device)
         mine.facts = _facts(module, options, planned, sharing) + apart.facts()
