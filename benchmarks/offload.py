@@ -3,14 +3,25 @@
     python benchmarks/offload.py --path /tmp --out benchmarks/results/offload-cpu.json
     python benchmarks/offload.py --limit --out benchmarks/results/offload-limit.json
 
-One rank. In each round and size these take turns:
+One rank. These need no disk, and are measured first:
+
+==========  ========================================================================================
+arithmetic  `zerofx.AdamW` with its state in memory
+cpu         DeepSpeed's ZeRO-Offload: stage 3, ``offload_optimizer`` to the CPU (where it is installed)
+==========  ========================================================================================
+
+In each round and size these take turns:
 
 ==========  ========================================================================================
 disk        the file's bytes read and written by the same threads and buffers, without arithmetic
-arithmetic  `zerofx.AdamW` with its state in memory
-zerofx      `zerofx.AdamW` with its state in the file
+zerofx      `zerofx.AdamW` with its moments in the file
 mapped      a plain optimizer: moments mapped from a file, PyTorch's fused kernel layer by layer
+all         `zerofx.AdamW` with moments, weights and gradients in the file
+infinity    DeepSpeed's ZeRO-Infinity: stage 3, ``offload_optimizer`` to NVMe by its aio, pipelined both ways
 ==========  ========================================================================================
+
+*infinity* has moments, float32 weights and gradients in files, as *all* has. Its backward, which writes gradients,
+comes before what is timed. Its pieces are layers: two of them are on their way beside the one at work.
 
 ``ratio`` is zerofx's time over the longer of disk and arithmetic, round by round: disks vary from minute to minute.
 
@@ -21,6 +32,9 @@ in a file, one without.
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -32,6 +46,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,11 +55,13 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import zerofx  # noqa: E402
 from zerofx.inspect.predict.disk import touch  # noqa: E402
 from zerofx.runtime.optim.through_file import _batches, walk  # noqa: E402
+from zerofx.runtime.state.group import groups_of  # noqa: E402
 
 
 def net(millions: int, dim: int) -> nn.Sequential:
@@ -56,11 +73,11 @@ def net(millions: int, dim: int) -> nn.Sequential:
 class Sharded:
     """A sharded model with gradients, whose state is in a file or in memory."""
 
-    def __init__(self, args: argparse.Namespace, millions: int, path: str | None) -> None:
-        self.model = zerofx.shard(net(millions, args.dim), stage=3, offload=path)
+    def __init__(self, args: argparse.Namespace, millions: int, offload: str | zerofx.Offload | None) -> None:
+        self.model = zerofx.shard(net(millions, args.dim), stage=3, offload=offload)
         self.optimizer = zerofx.AdamW(self.model.parameters(), lr=1e-4)
-        for p in self.model.parameters():
-            p.grad = torch.full(p.shape, 1e-3)
+        for group in groups_of(self.model):
+            group.accumulate(group.layout.slots, torch.full((group.layout.shard_numel,), 1e-3), checked=True)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -111,37 +128,98 @@ class Mapped:
         os.sync()  # else the next step, or the next contender, pays for what this one wrote
 
 
-def seconds(run: Callable[[], None]) -> float:
+class DeepSpeed:
+    """Its engine at stage 3, the optimizer's state on the CPU or in files; of its step, not of its backward."""
+
+    def __init__(self, args: argparse.Namespace, millions: int, path: str | None) -> None:
+        os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        offload: dict[str, Any] = {"device": "cpu", "pin_memory": False}
+        if path is not None:
+            offload = {"device": "nvme", "nvme_path": path, "pin_memory": args.pinned, "buffer_count": args.buffers}
+            offload |= {"pipeline_read": True, "pipeline_write": True}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": args.sub_group or args.dim**2,
+                "offload_optimizer": offload,
+            },
+            "aio": {"block_size": 1 << 20, "queue_depth": args.queue, "overlap_events": True},
+        }
+        linear = F.linear
+        self.engine = importlib.import_module("deepspeed").initialize(model=net(millions, args.dim), config=config)[0]
+        self.linear, F.linear = F.linear, linear  # of ZeRO-3 it takes the place of PyTorch's, for every model
+        self.x = torch.ones(1, args.dim)
+
+    def ready(self) -> None:
+        """Have gradients."""
+        with mock.patch.object(F, "linear", self.linear):
+            self.engine.backward(self.engine(self.x).square().mean())
+        os.sync()
+
+    def step(self) -> None:
+        self.engine.step()
+
+
+def seconds(contender: Any, run: Callable[[], None] | None = None) -> float:
+    """Of a step, or of what else it does; what comes before is not counted."""
+    if isinstance(contender, DeepSpeed):
+        contender.ready()
     start = time.perf_counter()
-    run()
+    (run or contender.step)()
     return time.perf_counter() - start
 
 
 def measure(args: argparse.Namespace, millions: int) -> dict[str, Any]:
-    """All contenders at one size, taking turns."""
-    times: dict[str, list[float]] = {"disk": [], "arithmetic": [], "zerofx": [], "mapped": []}
+    """All contenders at one size."""
+    times: dict[str, list[float]] = {}
+    has_deepspeed = millions <= args.beside and bool(importlib.util.find_spec("deepspeed"))
+    for name, kind in {"arithmetic": Sharded, "cpu": DeepSpeed}.items():
+        if (kind is DeepSpeed and not has_deepspeed) or millions > args.in_memory:
+            continue
+        contender: Any = kind(args, millions, None)
+        seconds(contender)  # state is made, pages are touched
+        times[name] = [seconds(contender) for _ in range(args.rounds)]
+        print(millions, name, [round(each, 3) for each in times[name]], flush=True)
+        del contender
+        gc.collect()
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        filed, memory = Sharded(args, millions, folder), Sharded(args, millions, None)
-        runs: dict[str, Callable[[], None]] = {
-            "disk": filed.pass_alone,
-            "arithmetic": memory.step,
-            "zerofx": filed.step,
-        }
-        if millions <= args.mapped:
-            runs["mapped"] = Mapped(args, millions, folder).step
-        for name in ("zerofx", "arithmetic", "disk"):  # state is made, pages are touched
-            runs[name]()
-        for _ in range(args.rounds):
-            for name, run in runs.items():
-                times[name].append(seconds(run))
-            print(millions, {name: round(each[-1], 3) for name, each in times.items() if each}, flush=True)
+        filed = Sharded(args, millions, folder)
+        seconds(filed)
         parameters = sum(p.numel() for p in filed.model.parameters())
-    bound = [max(disk, computed) for disk, computed in zip(times["disk"], times["arithmetic"], strict=True)]
+        runs: dict[str, tuple[Any, Callable[[], None] | None]] = {"disk": (filed, filed.pass_alone)}
+        runs["zerofx"] = filed, None
+        if millions <= args.beside:
+            runs["mapped"] = Mapped(args, millions, folder), None
+            everything = zerofx.Offload(optimizer=folder, weights=folder, gradients=folder)
+            runs["all"] = Sharded(args, millions, everything), None
+        if has_deepspeed:
+            runs["infinity"] = DeepSpeed(args, millions, folder), None
+        for run in runs.values():
+            seconds(*run)
+        for name in runs:
+            times[name] = []
+        for i in range(args.rounds):
+            order = list(runs)[i % len(runs) :] + list(runs)[: i % len(runs)]
+            for name in order:
+                times[name].append(seconds(*runs[name]))
+            print(millions, {name: round(times[name][-1], 3) for name in runs}, flush=True)
+    computed = times.get("arithmetic", [0.0] * args.rounds)
+    bound = [max(disk, computes) for disk, computes in zip(times["disk"], computed, strict=True)]
     found: dict[str, Any] = {"parameters": parameters, "file_bytes_per_step": 16 * parameters, "seconds": times}
     found["ratio"] = [round(took / least, 3) for took, least in zip(times["zerofx"], bound, strict=True)]
     found["ratio_median"] = statistics.median(found["ratio"])
-    if times["mapped"]:
-        found["mapped_over_zerofx"] = round(statistics.median(times["mapped"]) / statistics.median(times["zerofx"]), 2)
+    for name in ("cpu", "mapped", "all", "infinity"):
+        base = "arithmetic" if name == "cpu" else "zerofx"
+        if name in times:
+            over = [a / b for a, b in zip(times[name], times[base], strict=True)]
+            found[f"{name}_over_{base}"] = round(statistics.median(over), 2)
+    if has_deepspeed:
+        over = [a / b for a, b in zip(times["infinity"], times["all"], strict=True)]
+        found["infinity_over_all"] = round(statistics.median(over), 2)
+    else:
+        print(f"{millions}: without DeepSpeed, which is not installed, or for sizes up to --beside={args.beside}")
     return found
 
 
@@ -207,7 +285,13 @@ def main() -> None:
     parser.add_argument("--millions", default="25,100,400")
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--mapped", type=int, default=100, help="the largest size of the mapped optimizer")
+    parser.add_argument("--beside", type=int, default=100, help="the largest size of mapped, all and DeepSpeed's")
+    parser.add_argument(
+        "--in-memory", type=int, default=400, help="the largest size of arithmetic; beyond, disk bounds"
+    )
+    parser.add_argument("--sub-group", type=int, help="DeepSpeed's sub_group_size; default: a layer")
+    for name, value in {"buffers": 12, "queue": 8, "pinned": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="of DeepSpeed's offload_optimizer and aio")
     parser.add_argument("--limit", action="store_true")
     parser.add_argument("--limit-millions", type=int, default=100)
     parser.add_argument("--child", choices=["offload", "memory"])

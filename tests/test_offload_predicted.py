@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerofx
 from tests import models
@@ -86,6 +87,118 @@ def test_bytes_through_a_file_are_those_that_it_moves_and_live_bytes_the_allocat
             assert facts(found["dry"]) == facts(said)
             assert found["dry"].held_bytes == said.held_bytes
     assert not Path(NOWHERE).exists()
+
+
+def step_inside(folder: str, stage: int, parts: str, executor: str) -> tuple[dict[str, Any], Any, Any]:
+    """One rank's step inside of backward, counted and measured, what is predicted for it, and for one behind it."""
+    model, batch = models.build("gpt"), models.make_batch("gpt", 3)
+    options = {"executor": executor, "groups": zerofx.Grouping(min_bytes=0), "offload": offload(folder, parts)}
+    with small(**WHOLE, kept=0), pytest.MonkeyPatch.context() as patch:
+        model = zerofx.compile(model, stage=stage, **options)
+        optimizer, counter = zerofx.AdamW(model.parameters(), lr=1e-2), Counter(patch)
+
+        def step() -> None:
+            loss = models.loss_of(model, batch)
+            with zerofx.step_in_backward(optimizer):
+                loss.backward()
+
+        found: dict[str, Any] = {"peaks": []}
+        for _ in range(3):
+            counter.moved = {"read": 0, "written": 0}
+            found["peaks"].append(allocated_peak(step))
+        found["moved"] = counter.moved
+        inside = zerofx.predict(model)
+        models.loss_of(model, batch).backward()  # the other way round: both are compiled now
+        assert facts(zerofx.predict(model, step_in_backward=True)) == facts(inside)
+        return found, inside, zerofx.predict(model)
+
+
+INSIDE = [
+    pytest.param(stage, parts, executor, marks=pytest.mark.slow if executor == "inductor" else ())
+    for stage, parts, executor in [
+        (1, "m", "eager"),
+        (2, "mg", "eager"),
+        (2, "mg", "inductor"),
+        (3, "mw", "eager"),
+        (3, "mwg", "eager"),
+        (3, "mwg", "inductor"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("stage", "parts", "executor"), INSIDE)
+def test_updates_inside_of_backward_move_what_is_predicted_and_no_gradient(
+    workers2: Workers, tmp_path: Path, stage: int, parts: str, executor: str
+) -> None:
+    for found, said, behind in workers2.run(step_inside, str(tmp_path), stage, parts, executor, timeout=250):
+        assert (said.file_read, said.file_written) == tuple(found["moved"].values())
+        assert (said.files.read, said.files.written, said.files.clipping) == (0, 0, 0), "nothing is left to the step"
+        assert said.peak_bytes == pytest.approx(min(found["peaks"]), rel=0.03)
+        apart = behind.file_read + behind.files.read, behind.file_written + behind.files.written
+        gradients = behind.files.clipping  # which are written and read where the step comes behind backward
+        assert (apart[0] - said.file_read, apart[1] - said.file_written) == (gradients, gradients)
+        assert bool(gradients) == ("g" in parts)
+        assert f"zerofx.AdamW's updates of {len(said.files.updates)} groups (zerofx.step_in_backward)" in str(said)
+        assert "zerofx.AdamW reads" not in str(said) and "zerofx.AdamW reads" in str(behind)
+
+
+def clipped(folder: str, clip: float | None) -> tuple[int, Any]:
+    """Bytes that a step behind backward reads, and what is predicted."""
+    model, batch = models.build("gpt"), models.make_batch("gpt", 3)
+    options = {"executor": "eager", "groups": zerofx.Grouping(min_bytes=0), "offload": offload(folder, "mg")}
+    with small(**WHOLE, kept=0), pytest.MonkeyPatch.context() as patch:
+        model = zerofx.compile(model, stage=2, **options)
+        optimizer, counter = zerofx.AdamW(model.parameters(), lr=1e-2, max_grad_norm=clip), Counter(patch)
+        for _ in range(2):
+            models.loss_of(model, batch).backward()
+            counter.moved = {"read": 0, "written": 0}
+            optimizer.step()
+            optimizer.zero_grad()
+        return counter.moved["read"], zerofx.predict(model)
+
+
+def test_clipping_reads_gradients_once_more_and_that_is_said(workers2: Workers, tmp_path: Path) -> None:
+    for clip in (None, 1.0):
+        for read, said in workers2.run(clipped, str(tmp_path), clip):
+            assert read == said.files.read + (said.files.clipping if clip else 0)
+            assert said.files.clipping > 0
+            assert f"with max_grad_norm it reads {format_bytes(said.files.clipping)} more" in str(said)
+
+
+def update_on_the_clock(folder: str) -> tuple[Any, Any, str, str]:
+    """A step inside of backward by two rates of the disk; what is said of an update, and the report."""
+    model, batch = models.build("gpt"), models.make_batch("gpt", 3)
+    options = {"executor": "eager", "groups": zerofx.Grouping(min_bytes=0), "offload": offload(folder, "mw")}
+    model = zerofx.compile(model, stage=3, **options)
+    optimizer = zerofx.AdamW(model.parameters(), lr=1e-2)
+    loss = models.loss_of(model, batch)
+    with zerofx.step_in_backward(optimizer):
+        loss.backward()
+    rates = zerofx.Rates(1e10, 1e9, 1e8, 1e-4, disk_bytes_per_s=1e6)
+    (record,) = zerofx.graphs(model)
+    group = record.backward_step.context.reductions[0].layout.name
+    page = zerofx.report(model, Path(folder, f"{dist.get_rank()}.html"), rates).read_text()
+    said = zerofx.predict(model, rates), zerofx.predict(model, replace(rates, disk_bytes_per_s=1e15))
+    return *said, record.backward_step.explain(f"step {group}"), page
+
+
+def test_an_update_waits_for_the_disk_or_for_its_arithmetic(workers2: Workers, tmp_path: Path) -> None:
+    slow, fast, answer, page = workers2.run(update_on_the_clock, str(tmp_path))[0]
+    updates = [span for span in slow.phases[-1].spans if span.operation.read and span.operation.written]
+    assert len(updates) == len(slow.files.updates)
+    moved = sum(span.operation.through_file for span in updates)
+    assert moved == 2 * sum(each.state for each in slow.files.updates.values())
+    assert sum(span.end - span.start for span in updates) == pytest.approx(moved / 1e6)
+    assert slow.phases[-1].file_exposed_s > 0.9 * moved / 1e6, "little else computes meanwhile"
+    assert fast.phases[-1].file_exposed_s == pytest.approx(0, abs=1e-9)
+    arithmetic = sum(each.touched for each in fast.files.updates.values()) / 1e9
+    kernels = [s for s in fast.phases[-1].spans if s.operation.kind == "kernel" and s.operation.name.startswith("step")]
+    assert sum(span.end - span.start for span in kernels) == pytest.approx(arithmetic)
+    assert slow.optimizer_s == 0
+    first = updates[0].operation
+    assert f"moves    zerofx.AdamW reads {format_bytes(first.read)} and writes as much" in answer
+    assert f"update {first.group}: {format_bytes(first.through_file)} through the file" in page
+    assert f'data-find="step {first.group}"' in page
 
 
 def accumulated(folder: str, stage: int, parts: str, kept: int) -> list[tuple[dict[str, int], tuple[int, int]]]:

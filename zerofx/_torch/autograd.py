@@ -22,7 +22,8 @@ def inside_backward() -> bool:
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> int:
     """How many ``register_post_accumulate_grad_hook`` has put there (2.11, 2.13, 2.15)."""
-    return len(parameter._post_accumulate_grad_hooks or ())
+    with DisableTorchFunction():  # else a parameter that lives in a file would come to memory to answer
+        return len(parameter._post_accumulate_grad_hooks or ())
 
 
 def gradient_edge(tensor: torch.Tensor) -> Any:

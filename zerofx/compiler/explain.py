@@ -42,6 +42,7 @@ from zerofx.passes.schedule import (
     room_in_flight,
     soonest,
 )
+from zerofx.runtime.optim.moved import Moved
 
 MOST_NAMES = 4
 """Parameters that are named; the others are counted."""
@@ -171,6 +172,7 @@ class Reasons:
             said += self._carried(node, tag.kind)
         if self.context.on_disk is not None and tag.kind in _SAID_OF_DISKS:
             said.append(("on disk", self._on_disk(self.context.on_disk, tag.group)))
+            said += self._update(self.context.on_disk, tag.group) if tag.kind == "step" else []
         return [*said, *self._line(node)]
 
     def _what(self, node: Node, tag: Tag) -> str:
@@ -226,6 +228,12 @@ class Reasons:
         if group in there.groups:
             return f"its {there.names}, in {there.path}: as of {there.which}"
         return f"nothing of it: the group is none of the {there.which} in {there.path}"
+
+    def _update(self, there: OnDisk, group: str) -> Why:
+        """What the update of a group moves through a file."""
+        layout = next(r.layout for r in self.context.reductions if r.layout.name == group)
+        nbytes = Moved.of(layout, there).state
+        return [("moves", f"zerofx.AdamW reads {format_bytes(nbytes)} and writes as much")] if nbytes else []
 
     def _index(self, group: str) -> int:
         return next(i for i, gather in enumerate(self.gathers) if gather.group == group)

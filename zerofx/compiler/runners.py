@@ -185,8 +185,11 @@ class BackwardCode:
     def step(self, group: str, gradient: torch.Tensor) -> None:
         """`zerofx.passes.ops.Stepper`"""
         live, slots = self._reduced(group)
-        live.accumulate(slots, gradient)
-        live.family.stepper.step(live)
+        stepper = live.family.stepper
+        taken = stepper.takes(live)
+        live.accumulate(slots, gradient, away=taken)  # what is used up at once needs no place elsewhere
+        if taken:
+            stepper.step(live)
 
     def refresh(self, group: str) -> None:
         """`zerofx.passes.ops.Stepper`"""

@@ -70,6 +70,7 @@ def report(
     *,
     measured: Mapping[str, float] | None = None,
     records: Iterable[GraphRecord] | None = None,
+    step_in_backward: bool = False,
 ) -> Path:
     """Write the page about ``model`` to ``path``. No collective; runs no step.
 
@@ -80,7 +81,7 @@ def report(
         rates: of `zerofx.calibrate`. Without them the timeline shows the order of operations, not times.
         measured: what a real step took, shown beside what was predicted: "time_s", "exposed_s", "wire_bytes",
             "peak_bytes", as in ``Prediction.summary()``.
-        records: as for `zerofx.predict`.
+        records, step_in_backward: as for `zerofx.predict`.
 
     Returns:
         ``path``.
@@ -93,7 +94,7 @@ def report(
     if unknown:
         raise ValueError(f"measured={unknown[0]!r}: expected some of {', '.join(map(repr, _COMPARED))}.")
     chosen = step_of(model, records)
-    prediction = predict(model, rates, records=chosen)
+    prediction = predict(model, rates, records=chosen, step_in_backward=step_in_backward)
     if isinstance(model, GraphRecord):
         layouts, name = layouts_of(chosen), "A dry run" if model.pretended else "One graph"
     else:

@@ -5,7 +5,7 @@
                0          10         20         30 ms
     compute   ▐ tokens ▐░▐ blocks.0 ▐ blocks.1 ▐    neighbouring kernels of one group are one bar; ░ compute waits
     wire      ▐ tokens ▐ blocks.1 ▐                 a bar per collective, while its bytes travel
-    file      ▐ blocks.1 ▐                          a bar per shard that is read, and gradient that is written
+    file      ▐ blocks.1 ▐                          a bar per shard that is read, gradient that is written, and update
     live      ▁▁▂▂▃▃▄▄▅▅▆▆▅▅▆▆▇▇▆▆                  bytes by kind, stacked
 
 The axis is seconds where there are any, else operations, one step each. Places on it are percentages, so that to zoom
@@ -183,11 +183,18 @@ def _travelling(phase: PhasePrediction, times: list[tuple[float, float]], files:
         kind = direction(operation)
         does, done, nbytes = kind, "received", operation.nbytes
         if files:
-            does = "write" if operation.written else "read"
-            done, nbytes = f"{'to' if operation.written else 'from'} the file", operation.through_file
+            does, done = _passing(operation)
+            nbytes = operation.through_file
         words = f"{does} {operation.group}: {format_bytes(nbytes)} {done}{_when(phase, start, end)}"
         bars.append(_Bar(start, end, kind, operation.group, words, f"{_node_kind(operation)} {operation.group}"))
     return bars
+
+
+def _passing(operation: Operation) -> tuple[str, str]:
+    """What is done with a file, and where to: in words."""
+    if operation.read and operation.written:
+        return "update", "through the file"
+    return ("write", "to the file") if operation.written else ("read", "from the file")
 
 
 def _lanes(bars: list[_Bar]) -> list[list[_Bar]]:
@@ -222,13 +229,14 @@ _WAITS = {
     "sum_replicas": "wait_replicas",
     "fetch": "wait_fetch",
     "put": "wait_put",
+    "step": "step",
 }
 
 
 def _node_kind(operation: Operation) -> str:
     """The kind of the node that starts it, as its comment in a listing says."""
     if operation.through_file:
-        return "put" if operation.written else "fetch"
+        return {"update": "step", "write": "put", "read": "fetch"}[_passing(operation)[0]]
     if direction(operation) == "gather":
         return "refresh" if "refresh" in operation.name else "all_gather"
     if operation.far == operation.nbytes and operation.far:

@@ -1,15 +1,16 @@
-"""What a rank has in its file (`zerofx.Offload`), and what the optimizer's step moves there: by the layouts.
+"""What a rank has in its file (`zerofx.Offload`), and what the optimizer moves there: by the layouts.
 
 ::
 
-    moments     at rest 2 m    read and written by the step
-    weights             m      read and written by the step, beside what graphs read
+    moments     at rest 2 m    read and written by an update
+    weights             m      read and written by an update, beside what graphs read
     gradients           m      read by the step, beside what graphs write
 
 ``m`` is this rank's shard of what lives there. The optimizer is `zerofx.AdamW`, chunk by chunk. Beside 16-bit weights
-it has float32 masters and moments, all of which are in the file. What it moves are whole pages.
+it has float32 masters and moments, all of which are in the file. What it moves are whole pages
+(`zerofx.runtime.optim.moved`). With `zerofx.step_in_backward` a graph moves them, and gradients stay where they arrive.
 
-Not in it: ``max_grad_norm``, which reads gradients once more; `zerofx.step_in_backward`; other optimizers.
+Not in it: other optimizers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes
 from zerofx.passes.context import STATE, Context, OnDisk
+from zerofx.runtime.optim.moved import Moved, moments
 from zerofx.runtime.optim.through_file import BUFFERS
-from zerofx.runtime.state.raw_file import padded
 from zerofx.runtime.state.state_file import BUFFER
 
 
@@ -32,15 +33,14 @@ class Files:
     Attributes:
         there: of which groups.
         at_rest: bytes by kind: "moment", "weights", "gradient".
-        read, written: by a step of `zerofx.AdamW`.
-        touched: bytes of memory that its arithmetic reads and writes, of all groups.
+        updates: what an update of each group moves, by its name; of all groups.
+        inside: the groups that a graph updates (`zerofx.step_in_backward`): what these move is the graph's.
     """
 
     there: OnDisk
     at_rest: dict[str, int]
-    read: int
-    written: int
-    touched: int
+    updates: dict[str, Moved]
+    inside: frozenset[str] = frozenset()
 
     @staticmethod
     def of_module(context: Context, layouts: Iterable[GroupLayout], rank: int = 0) -> Files | None:
@@ -48,28 +48,39 @@ class Files:
         there = context.on_disk
         if there is None:
             return None
-        at_rest, read, written, touched = {kind: 0 for kind in STATE if kind in there.kinds}, 0, 0, 0
+        layouts = list(layouts)
+        at_rest = {kind: 0 for kind in STATE if kind in there.kinds}
         for layout in layouts:
-            low, numel = layout.dtype.itemsize == 2, _updated(layout, rank)
-            shard = layout.shard_numel * layout.dtype.itemsize
-            moments = [4 * numel] * 3 if low else [layout.dtype.itemsize * numel] * 2
-            touched += 7 * numel * (4 if low else layout.dtype.itemsize) * layout.requires_grad
             if layout.name not in there.groups:
                 continue
-            both = {"moment": moments, "weights": [shard]} if layout.requires_grad else {}
-            both = {kind: sizes for kind, sizes in both.items() if kind in there.kinds}
-            moved = sum(padded(nbytes) for sizes in both.values() for nbytes in sizes)
-            read, written = read + moved, written + moved
-            if "weights" in there.kinds:
-                at_rest["weights"] += shard
-            if not layout.requires_grad:
-                continue
-            if "moment" in there.kinds:
-                at_rest["moment"] += sum(moments)
-            if "gradient" in there.kinds:
-                at_rest["gradient"] += shard
-                read += padded(shard)
-        return Files(there, at_rest, read, written, touched)
+            shard = layout.shard_numel * layout.dtype.itemsize
+            sizes = {"moment": sum(moments(layout, rank)), "weights": shard, "gradient": shard}
+            for kind in at_rest:
+                at_rest[kind] += sizes[kind] if layout.requires_grad or kind == "weights" else 0
+        return Files(there, at_rest, {layout.name: Moved.of(layout, there, rank) for layout in layouts})
+
+    @property
+    def read(self) -> int:
+        """Bytes that a step of `zerofx.AdamW` reads behind the graphs."""
+        return sum(moved.state + moved.gradients for moved in self._behind())
+
+    @property
+    def written(self) -> int:
+        """Bytes that it writes."""
+        return sum(moved.state for moved in self._behind())
+
+    @property
+    def clipping(self) -> int:
+        """Bytes that it reads besides, with ``max_grad_norm``: gradients, for their norm."""
+        return sum(moved.gradients for moved in self._behind())
+
+    @property
+    def touched(self) -> int:
+        """Bytes of memory that its arithmetic reads and writes, of all groups."""
+        return sum(moved.touched for moved in self._behind())
+
+    def _behind(self) -> list[Moved]:
+        return [moved for name, moved in self.updates.items() if name not in self.inside]
 
     def of(self, layout: GroupLayout) -> frozenset[str]:
         """The kinds of a group's state that are in the file."""
@@ -78,16 +89,21 @@ class Files:
     @property
     def passing(self) -> int:
         """Bytes of memory through which state passes: buffers, a stage; `torch.optim` has as much in `KEPT`."""
-        return (BUFFERS + 1) * min(BUFFER, self.read)
+        return (BUFFERS + 1) * min(BUFFER, sum(moved.state + moved.gradients for moved in self.updates.values()))
+
+    def moving(self, took: str = "") -> list[str]:
+        """What the optimizer moves, in lines; ``took``: how long that takes, in words."""
+        lines = []
+        if any(moved.state for name, moved in self.updates.items() if name in self.inside):
+            lines.append(f"of that, zerofx.AdamW's updates of {len(self.inside)} groups (zerofx.step_in_backward)")
+        if self.read:
+            read, written = format_bytes(self.read), format_bytes(self.written)
+            lines.append(f"zerofx.AdamW reads {read} and writes {written}{took}")
+        if self.clipping:
+            lines.append(f"with max_grad_norm it reads {format_bytes(self.clipping)} more")
+        return lines
 
     def __str__(self) -> str:
         """In a line, without the bytes that the optimizer moves."""
         kinds = ", ".join(f"{format_bytes(n)} of {STATE[kind]}" for kind, n in self.at_rest.items())
         return f"{kinds}, of {self.there.which}, in {self.there.path}"
-
-
-def _updated(layout: GroupLayout, rank: int) -> int:
-    """Elements of a shard from its first parameter's to its last one's: what moments have. The rest is padding."""
-    pieces = [piece for slot in layout.slots if (piece := layout.piece(slot, rank)).length]
-    ends = [piece.in_shard + piece.length for piece in pieces]
-    return max(ends) - min(piece.in_shard for piece in pieces) if pieces else 0

@@ -28,7 +28,7 @@ from zerofx.compiler.records import GraphRecord
 from zerofx.inspect.memory import holders_of
 from zerofx.inspect.predict.files import Files
 from zerofx.inspect.predict.recorder import KINDS, Kind, Operation, Phase
-from zerofx.inspect.predict.rehearsal import rehearse
+from zerofx.inspect.predict.rehearsal import rehearse, updated_inside
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes.context import Context
@@ -281,7 +281,7 @@ class Prediction:
         return [
             f"on disk: {files}",
             f"graphs read {read} of it and write {written}{waits}",
-            f"zerofx.AdamW reads {format_bytes(files.read)} and writes {format_bytes(files.written)}{took}",
+            *files.moving(took),
         ]
 
 
@@ -291,6 +291,7 @@ def predict(
     *,
     records: Iterable[GraphRecord] | None = None,
     probe: bool = False,
+    step_in_backward: bool = False,
 ) -> Prediction:
     """What a step of ``model`` will take on this rank. It is no collective, and runs nothing without ``probe``.
 
@@ -302,10 +303,13 @@ def predict(
             that it takes inside and gives back (workspace.py). Without that it counts for nothing.
         records: which of ``zerofx.graphs(module)`` make up the step, in the order they run; by default all that have a
             forward. A module that was compiled again for other shapes has more than one step's.
+        step_in_backward: of a step with `zerofx.step_in_backward`, where backward ran both ways. One that ran in one
+            way alone is predicted in that.
 
     Returns:
         Times in seconds, sizes in bytes. They are of forward and backward, with gradients None before. They do not
-        include the optimizer, nor what is computed outside of compiled graphs.
+        include the optimizer, but for what a backward with `zerofx.step_in_backward` does with a file. Nor do they
+        include what is computed outside of compiled graphs.
 
     Raises:
         ValueError: the module is not sharded.
@@ -324,7 +328,11 @@ def predict(
     else:
         groups = _groups(model)
         files = Files.of_module(context, [group.layout for group in groups], groups[0].rank)
-    return replace(on_the_clock(rehearse(chosen, probe), rates, held), files=files)
+    if files is not None:
+        files = replace(files, inside=updated_inside(chosen, step_in_backward))
+    updates = {} if files is None else files.updates
+    phases = rehearse(chosen, probe, updates=updates, step_in_backward=step_in_backward)
+    return replace(on_the_clock(phases, rates, held), files=files)
 
 
 def step_of(model: nn.Module | GraphRecord, records: Iterable[GraphRecord] | None = None) -> list[GraphRecord]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -36,6 +36,7 @@ from zerofx.passes.carry import (
     new_handle,
 )
 from zerofx.passes.kinds import PICKING
+from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state.raw_file import padded
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
@@ -56,7 +57,8 @@ class Operation:
         nbytes: a kernel's: read and written. A start's: received, and as many sent, by this rank.
         collective: the same number for a start and its wait; -1 for a kernel.
         far: of a start's bytes, those that come from other rows of a mesh of two dimensions.
-        read, written: of a start that is no collective, bytes from this rank's file, and into it (`zerofx.Offload`).
+        read, written: of a start that is no collective, bytes from this rank's file, and into it (`zerofx.Offload`);
+            both of an update (`zerofx.step_in_backward`).
     """
 
     name: str
@@ -118,10 +120,12 @@ class Code(Protocol):
     Attributes:
         world_size: how many ranks there are.
         groups: by what a collective does and the bytes of the whole: what it is about. In order.
+        updates: what it moves through a file to update a group (`zerofx.step_in_backward`), by the group's name.
     """
 
     world_size: int
     groups: dict[tuple[str, int], deque[About]]
+    updates: Mapping[str, Moved]
 
 
 class Recorder(_torch.TorchDispatchMode):
@@ -172,6 +176,8 @@ class Recorder(_torch.TorchDispatchMode):
             return self._carry(func, *args)
         if func in _STOWS:
             return self._stow(func, *args)
+        if func is torch.ops.zerofx.step.default and self._code is not None and args[1] in self._code.updates:
+            return self._update(args[0], args[1], self._code.updates[args[1]])
         name = func._schema.name.split("::")[1]
         if name == "wait_tensor":
             self._wait(args[0])
@@ -275,6 +281,17 @@ class Recorder(_torch.TorchDispatchMode):
         if self._code.world_size == 1:  # else the gather is what makes it the group at work
             self.group = group
         return here
+
+    def _update(self, gradient: torch.Tensor, group: str, moved: Moved) -> Any:
+        """The optimizer's step of a group whose state passes through memory: read ahead, updated, written behind."""
+        name = self.name or "step"
+        number = self.transfer(name, group, read=moved.state, written=moved.state) if moved.state else None
+        kernel = Operation(name, "kernel", self.group, self.source, nbytes=moved.touched)
+        self.operations.append(kernel)
+        if number is not None:
+            self.arrived(name, group, number)
+        with self.unseen():
+            return gradient.new_empty(0)
 
     def _stow(self, func: Any, *args: Any) -> Any:
         """What forward saves leaves, or comes back, as `zerofx.runtime.state.stows` does it."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,29 +42,42 @@ from zerofx.passes.coded import flattened, row_nbytes
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
+from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state import state_file
 from zerofx.runtime.state.raw_file import padded
 
 
-def rehearse(records: list[GraphRecord], probe: bool = False) -> list[Phase]:
+def rehearse(
+    records: list[GraphRecord],
+    probe: bool = False,
+    *,
+    updates: Mapping[str, Moved] | None = None,
+    step_in_backward: bool = False,
+) -> list[Phase]:
     """Run forward and backward of ``records`` once on fake tensors; what each graph did, in the order they ran.
 
     Dimensions that are symbols have the size they had when the graph was captured. ``probe``: kernels with a formula
     for their arithmetic (products, convolutions, attention) are run once too, for the memory that they take inside.
+    ``updates``: what the optimizer moves through a file, group by group, where backward updates groups; it does so in
+    a step with ``step_in_backward``, where there is such a backward.
 
     Raises:
         RuntimeError: a graph has no backward yet, or its code cannot be run without numbers.
     """
     for i, record in enumerate(records):
-        if record.forward is None or _backward(record) is None:
+        if record.forward is None or _backward(record, step_in_backward) is None:
             raise RuntimeError(
                 f"graph {i} of {len(records)} has no backward yet: it is compiled when it first runs. Call "
                 "loss.backward() once before zerofx.predict."
             )
     # Made before any tensor of ours is: passes run in the graphs' own fake tensor mode.
     forwards = [_Code(record.forward) for record in records]  # type: ignore[arg-type]
-    backwards = [_Code(_backward(record)) for record in records]  # type: ignore[arg-type]
+    backwards = [_Code(_backward(record, step_in_backward)) for record in records]  # type: ignore[arg-type]
     recorder = Recorder(Workspaces() if probe else None)
+    read: set[str] = set()  # by the graphs so far: the backward of the first of these is the last, and updates it
+    for forward, backward in zip(forwards, backwards, strict=True):
+        backward.updates = {name: moved for name, moved in (updates or {}).items() if name not in read}
+        read |= {ref.layout.name for ref in forward.context.parameters.values()}
     step = _Step(recorder)
     phases = []
     with torch.no_grad(), _torch.fake_mode(), recorder:
@@ -104,9 +117,16 @@ def rehearse_micro_batches(
     return phases
 
 
-def _backward(record: GraphRecord) -> Trace | None:
+def _backward(record: GraphRecord, step_in_backward: bool = False) -> Trace | None:
     """The variant that a step ran which accumulated nothing."""
-    return record.backward or record.backward_step
+    first, second = record.backward, record.backward_step
+    return second or first if step_in_backward else first or second
+
+
+def updated_inside(records: list[GraphRecord], step_in_backward: bool) -> frozenset[str]:
+    """The groups that the backwards of such a step update."""
+    traces = [trace for record in records if (trace := _backward(record, step_in_backward)) is not None]
+    return frozenset(r.layout.name for trace in traces if trace.context.steps for r in trace.context.reductions)
 
 
 _BRINGS: dict[str, Kind] = {
@@ -123,6 +143,7 @@ class _Code:
 
     def __init__(self, trace: Rewriting) -> None:
         self.text, self.context = trace.code, trace.context
+        self.updates: Mapping[str, Moved] = {}
         # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.
         self.eager = trace.pretended or trace.context.executor == "eager"
         self.gm = trace.after(trace.passes[-1].__name__, executor="eager" if self.eager else None)

@@ -7,6 +7,7 @@ through_file  state that passes through memory, chunk by chunk
 moments       moments in 32, 16 or 8 bits
 device_step   the step in Triton kernels
 step          `zerofx.step_in_backward`
+moved         what an update moves through a file
 hooks         what every optimizer is asked before a step
 ============  ==================================================================
 

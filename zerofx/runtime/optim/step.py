@@ -116,16 +116,16 @@ class Stepper:
         self.families: list[Family] = list(dict.fromkeys(group.family for group in self._members))
         self.groups: list[ShardGroup] = [group for family in self.families for group in family.groups()]
 
+    def takes(self, group: ShardGroup) -> bool:
+        """Whether `step` is to update ``group`` now: it has all of its gradient."""
+        if group not in self._members or group.pending > 0:
+            return False
+        # One hook is ours (`zerofx.runtime.eager.ondemand.reduce_by_hook`).
+        return all(post_accumulate_hooks(p) <= 1 for p in self._parameters(group))
+
     def step(self, group: ShardGroup) -> None:
-        """Update ``group``, if it has all of its gradient; a gradient that is used up is None."""
-        members = self._members.get(group)
-        if members is None or group.pending > 0:
-            return
-        parameters = list(itertools.chain.from_iterable(members.values()))
-        if any(
-            post_accumulate_hooks(p) > 1 for p in parameters
-        ):  # one is ours (`zerofx.runtime.eager.ondemand.reduce_by_hook`)
-            return
+        """Update ``group``, which it `takes`; a gradient that is used up is None."""
+        members = self._members[group]
         group.weights.before_step()
         if isinstance(self.optimizer, AdamW):
             self.optimizer.step_group(group)
@@ -133,7 +133,10 @@ class Stepper:
             self._step_alone(members)
         group.weights.note_write()
         group.stepped = True
-        _clear(parameters)
+        _clear(self._parameters(group))
+
+    def _parameters(self, group: ShardGroup) -> list[Any]:
+        return list(itertools.chain.from_iterable(self._members[group].values()))
 
     def finish(self) -> None:
         """Update what is left."""

@@ -93,9 +93,9 @@ class Gradients:
 
         ``gradient`` is laid out as the shard is; in stage 0 it is the whole gradient of the one slot. A first gradient
         is not copied: ``.grad`` becomes a view of it. Runs inside a backward pass, and accumulates only where the
-        engine would have, unless that was ``checked``. ``away``: it is where the home keeps gradients already. The
-        engine runs the parameters' post-accumulate hooks by itself, once every graph that uses a parameter has been
-        here.
+        engine would have, unless that was ``checked``. ``away``: it stays where it is, for it is where the home keeps
+        gradients already, or is used up at once. The engine runs the parameters' post-accumulate hooks by itself, once
+        every graph that uses a parameter has been here.
         """
         held, first = [], []
         with DisableTorchFunction():  # for speed: hundreds of parameters, and four questions to each
