@@ -16,12 +16,14 @@ In each round and size these take turns:
 disk        the file's bytes read and written by the same threads and buffers, without arithmetic
 zerofx      `zerofx.AdamW` with its moments in the file
 mapped      a plain optimizer: moments mapped from a file, PyTorch's fused kernel layer by layer
-all         `zerofx.AdamW` with moments, weights and gradients in the file
+weights     `zerofx.AdamW` with moments and weights in the file
+all         the same, and gradients
 infinity    DeepSpeed's ZeRO-Infinity: stage 3, ``offload_optimizer`` to NVMe by its aio, pipelined both ways
 ==========  ========================================================================================
 
-*infinity* has moments, float32 weights and gradients in files, as *all* has. Its backward, which writes gradients,
-comes before what is timed. Its pieces are layers: two of them are on their way beside the one at work.
+*infinity* has moments and float32 weights in files. Its backward comes before what is timed. ``moved`` has the bytes
+that a step of each reads from the disk and writes to it, as the kernel counts them for this process. (What *mapped*
+finds in the kernel's cache is not read.)
 
 ``ratio`` is zerofx's time over the longer of disk and arithmetic, round by round: disks vary from minute to minute.
 
@@ -162,13 +164,24 @@ class DeepSpeed:
         self.engine.step()
 
 
-def seconds(contender: Any, run: Callable[[], None] | None = None) -> float:
-    """Of a step, or of what else it does; what comes before is not counted."""
+def seconds(contender: Any, run: Callable[[], None] | None = None, beside: Callable[[], Any] | None = None) -> float:
+    """Of a step, or of what else it does; what comes before is not counted. ``beside``: in front of it and behind."""
     if isinstance(contender, DeepSpeed):
         contender.ready()
+    if beside is not None:
+        beside()
     start = time.perf_counter()
     (run or contender.step)()
-    return time.perf_counter() - start
+    took = time.perf_counter() - start
+    if beside is not None:
+        beside()
+    return took
+
+
+def on_disk() -> list[int]:
+    """Bytes that this process has read from disks and written to them."""
+    counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return [int(counted["read_bytes"]), int(counted["write_bytes"])]
 
 
 def measure(args: argparse.Namespace, millions: int) -> dict[str, Any]:
@@ -192,13 +205,17 @@ def measure(args: argparse.Namespace, millions: int) -> dict[str, Any]:
         runs["zerofx"] = filed, None
         if millions <= args.beside:
             runs["mapped"] = Mapped(args, millions, folder), None
-            everything = zerofx.Offload(optimizer=folder, weights=folder, gradients=folder)
-            runs["all"] = Sharded(args, millions, everything), None
+            for name, gradients in (("weights", None), ("all", folder)):
+                offload = zerofx.Offload(optimizer=folder, weights=folder, gradients=gradients)
+                runs[name] = Sharded(args, millions, offload), None
         if has_deepspeed:
             runs["infinity"] = DeepSpeed(args, millions, folder), None
-        for run in runs.values():
+        moved = {}
+        for name, run in runs.items():
             seconds(*run)
-        for name in runs:
+            counted: list[list[int]] = []
+            seconds(*run, beside=lambda counted=counted: counted.append(on_disk()))
+            moved[name] = [after - before for before, after in zip(*counted, strict=True)]
             times[name] = []
         for i in range(args.rounds):
             order = list(runs)[i % len(runs) :] + list(runs)[: i % len(runs)]
@@ -207,19 +224,21 @@ def measure(args: argparse.Namespace, millions: int) -> dict[str, Any]:
             print(millions, {name: round(times[name][-1], 3) for name in runs}, flush=True)
     computed = times.get("arithmetic", [0.0] * args.rounds)
     bound = [max(disk, computes) for disk, computes in zip(times["disk"], computed, strict=True)]
+    times = {name: [round(each, 4) for each in values] for name, values in times.items()}
     found: dict[str, Any] = {"parameters": parameters, "file_bytes_per_step": 16 * parameters, "seconds": times}
+    found["moved"] = moved
     found["ratio"] = [round(took / least, 3) for took, least in zip(times["zerofx"], bound, strict=True)]
     found["ratio_median"] = statistics.median(found["ratio"])
-    for name in ("cpu", "mapped", "all", "infinity"):
+    for name in ("cpu", "mapped", "weights", "all", "infinity"):
         base = "arithmetic" if name == "cpu" else "zerofx"
         if name in times:
             over = [a / b for a, b in zip(times[name], times[base], strict=True)]
             found[f"{name}_over_{base}"] = round(statistics.median(over), 2)
     if has_deepspeed:
-        over = [a / b for a, b in zip(times["infinity"], times["all"], strict=True)]
-        found["infinity_over_all"] = round(statistics.median(over), 2)
+        over = [a / b for a, b in zip(times["infinity"], times["weights"], strict=True)]
+        found["infinity_over_weights"] = round(statistics.median(over), 2)
     else:
-        print(f"{millions}: without DeepSpeed, which is not installed, or for sizes up to --beside={args.beside}")
+        print(f"{millions}: without DeepSpeed: it is not installed, or the size is above --beside={args.beside}")
     return found
 
 

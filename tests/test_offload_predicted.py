@@ -106,7 +106,7 @@ def step_inside(folder: str, stage: int, parts: str, executor: str) -> tuple[dic
         for _ in range(3):
             counter.moved = {"read": 0, "written": 0}
             found["peaks"].append(allocated_peak(step))
-        found["moved"] = counter.moved
+        found["moved"] = dict(counter.moved)
         inside = zerofx.predict(model)
         models.loss_of(model, batch).backward()  # the other way round: both are compiled now
         assert facts(zerofx.predict(model, step_in_backward=True)) == facts(inside)
