@@ -187,7 +187,8 @@ class BackwardCode:
         live, slots = self._reduced(group)
         stepper = live.family.stepper
         taken = stepper.takes(live)
-        live.accumulate(slots, gradient, away=taken)  # what is used up at once needs no place elsewhere
+        # What is used up at once needs no place in a file.
+        live.accumulate(slots, gradient, away=taken and live.home.file is not None)
         if taken:
             stepper.step(live)
 
