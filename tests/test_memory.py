@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.models import GPT, Block
 from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.test_offload_costs import offload
 from tests.workers import Workers
+from zerofx.inspect.predict import price
 from zerofx.inspect.predict.files import Files
 from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.state.group import groups_of
@@ -100,14 +102,13 @@ def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False, ours:
 def passing(net: nn.Module) -> int:
     """Buffers of a file, which are not the allocator's."""
     context = zerofx.graphs(net)[0].forward.context
-    files = Files.of_module(context, [group.layout for group in groups_of(net)])
-    return 0 if files is None else files.passing
+    return price.passing(Files.of_module(context, [group.layout for group in groups_of(net)]), context)
 
 
 def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, Any]]:
     """Trains without a budget, and at some from the least (0) to all (1)."""
     how = {k: options.pop(k) for k in ("micro_batches", "no_sync") if k in options}
-    ours = "offload" in options
+    ours = "offload" in options and options["offload"].optimizer is not None
     wanted, _ = trained(built(build, None, **options), **how, ours=ours)
     least = needed(build, memory=zerofx.Memory(1, **how), **options)
     whole = built(build, zerofx.Memory(PLENTY, **how), **options)
@@ -120,6 +121,7 @@ def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, A
         said = division(net)
         peak += passing(net)
         found.append({"losses": losses, "wanted": wanted, "budget": nbytes, "peak": peak, "said": said})
+        found[-1]["chosen"] = zerofx.graphs(net)[0].forward.context.activations
     return found
 
 
@@ -146,6 +148,57 @@ def test_what_is_in_a_file_is_not_in_the_budget_and_its_buffers_are(
     where = offload(str(tmp_path), parts)
     for rank in workers2.run(within, Small, [0, 1], timeout=250, stage=stage, offload=where, micro_batches=2):
         check(rank)
+
+
+class Long(Small):
+    """Activations are most of what it takes: each token's hidden state is there sixteen times."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x).repeat(16, 1, 1)
+        for block in self.blocks:
+            hidden = hidden + block["down"](F.gelu(block["up"](hidden)))  # type: ignore[index]
+        return F.cross_entropy(self.head(hidden.unflatten(0, (16, -1)).mean(0)).flatten(0, 1), y.flatten())
+
+
+DISKS = {"fast": 1e12, "slow": 1e6}
+"""Bytes per second: so many that nothing is computed again, and so few that only what has to leaves."""
+
+
+def within_a_file(folder: str, disk: str, state: bool, budgets: list[float], **options: Any) -> list[dict[str, Any]]:
+    """``state``: all of a rank's state is in the file as well."""
+    rates = zerofx.Rates(5e10, 1e10, 1e9, 1e-4, disk_bytes_per_s=DISKS[disk])
+    where = zerofx.Offload(activations=folder, smallest=256, rates=rates)
+    if state:
+        where = replace(where, optimizer=folder, weights=folder, gradients=folder)
+    found = within(Long, budgets, offload=where, **options)
+    without = None if where.optimizer is None else replace(where, activations=None)
+    how = {k: options[k] for k in ("micro_batches", "no_sync") if k in options}
+    others = {k: v for k, v in options.items() if k not in how}
+    least = needed(Long, memory=zerofx.Memory(1, **how), offload=without, **others)
+    for at in found:
+        assert at["losses"] == at["wanted"]  # bit for bit
+        at["least without"] = least
+    return found
+
+
+@pytest.mark.parametrize(
+    ("disk", "state"), [("fast", False), ("slow", False), pytest.param("fast", True, marks=pytest.mark.slow)]
+)
+def test_activations_that_leave_for_a_file_are_taken_off(
+    workers2: Workers, tmp_path: Path, disk: str, state: bool
+) -> None:
+    """The least is less than without a file; and where the disk is slow, what fits by recomputing stays off it."""
+    for rank in workers2.run(within_a_file, str(tmp_path), disk, state, [0, 0.4, 1], timeout=250, micro_batches=2):
+        check(rank)
+        needs = [at["said"].peak_bytes for at in rank]
+        assert needs == sorted(needs)
+        gone = [at["chosen"].offloaded_bytes for at in rank]
+        assert gone[0] > 0 == gone[-1]
+        assert (gone[1] > 0) == (disk != "slow")
+        assert rank[0]["budget"] < rank[0]["least without"]
 
 
 COMBINED: dict[str, tuple[float, dict[str, Any]]] = {
@@ -228,7 +281,7 @@ def test_a_dry_run_divides_as_compile_does(fake_world: Any, stage: int) -> None:
 
 def several(build: Any, parts: list[float], **options: Any) -> list[dict[str, Any]]:
     """As `within`, for a module of several graphs: the least is what the last of them asks for."""
-    ours = "offload" in options
+    ours = "offload" in options and options["offload"].optimizer is not None
     wanted, _ = trained(built(build, None, **options), ours=ours)
     whole = built(build, PLENTY, **options)
     whole(*data())
@@ -250,6 +303,7 @@ def several(build: Any, parts: list[float], **options: Any) -> list[dict[str, An
         peak += passing(net)
         said = [record.forward.context.division for record in zerofx.graphs(net) if record.forward is not None]
         found.append({"losses": losses, "wanted": wanted, "budget": nbytes, "peak": peak, "said": said})
+        found[-1]["chosen"] = zerofx.graphs(net)[0].forward.context.activations
     return found
 
 
@@ -257,7 +311,7 @@ class Broken(Small):
     """A break in the middle of four layers."""
 
     def __init__(self) -> None:
-        super().__init__(4)
+        super().__init__(8)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(x)

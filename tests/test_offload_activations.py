@@ -305,10 +305,6 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_before_the_step(
         ({"stage": 0, "offload": zerofx.Offload("a", activations="a")}, "give activations= alone"),
         ({"stage": 3, "pool": True, "offload": zerofx.Offload(activations="a")}, "is not built for that yet"),
         ({"stage": 3, "offload": zerofx.Offload(activations="a", weights="a")}, "weights= is built for the folder"),
-        (
-            {"stage": 3, "memory": 10**9, "offload": zerofx.Offload(activations="a")},
-            "activations in a file are not taken off yet",
-        ),
     ],
 )
 def test_what_is_not_built_is_refused(options: dict[str, Any], said: str, fake_world: Any) -> None:

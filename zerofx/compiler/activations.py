@@ -43,7 +43,7 @@ ASKED = 7
 """How many fractions the partitioner is asked for, beside the least."""
 
 RUNGS = 10
-"""How many fractions of what would be saved a `ladder` has, beside all of it."""
+"""How many fractions of what would be saved a ladder has, beside all of it."""
 
 _BALANCE = {"cpu": 10}
 """Flops that a device does while it moves a byte; others do `_BALANCE_ELSEWHERE`."""
@@ -61,6 +61,15 @@ class Away(NamedTuple):
 
     stows: Stows
     rates: Any
+
+
+class _Answer(NamedTuple):
+    """What forward could save: its bytes, what of it could leave, and a step's seconds of arithmetic with it."""
+
+    saved: list[Node]
+    nbytes: int
+    movable: list[tuple[Node, list[Node]]]
+    compute_s: float
 
 
 class _Option(NamedTuple):
@@ -142,11 +151,9 @@ def choose(
     least = _nbytes(best, cut)
     options: list[_Option] = []
     if away is not None:
-        asked_for = [whole, best, *(cut.saved(i / RUNGS) for i in range(1, RUNGS + 1))]
-        computed = [n for n in cut.graph.nodes if n.op == "call_function" and not edit.is_view_or_cast(n)]
-        work = sum(map(cost, computed))
-        options = [_taken_away(saved, cut, target, away, work) for saved in asked_for]
-        least = min(_taken_away(saved, cut, 0, away, work).kept for saved in asked_for)
+        answers = _answers([whole, best, *(cut.saved(i / RUNGS) for i in range(1, RUNGS + 1))], cut, away)
+        options = [_taken_away(answer, target, away) for answer in answers]
+        least = min(_taken_away(answer, 0, away).kept for answer in answers)
     if budget > 1 and least + elsewhere > budget:
         also = f", and {format_bytes(elsewhere)} are saved by other graphs of the module" if elsewhere else ""
         raise ValueError(
@@ -154,11 +161,8 @@ def choose(
             f"{least + elsewhere:,} or more; without a budget it saves {most + elsewhere:,}."
         )
     if away is not None:
-        fitting = [option for option in options if option.kept <= target]
-        chosen = min(fitting or options, key=lambda o: (o.seconds, o.gone) if fitting else (o.kept, o.seconds))
-        record = _record(cut, chosen.saved, budget, most, least)
-        record = replace(record, saved_bytes=chosen.kept, offloaded=chosen.leaves, offloaded_bytes=chosen.gone)
-        return chosen.saved, record
+        chosen = _shortest(options, target)
+        return chosen.saved, _of_option(chosen, _record(cut, chosen.saved, budget, most, least))
     fits, exceeds, saved = 0.0, 1.0, least
     for _ in range(ASKED):
         middle = (fits + exceeds) / 2
@@ -173,23 +177,39 @@ def choose(
     return best, _record(cut, best, budget, most, least)
 
 
-def _taken_away(saved: list[Node], cut: _torch.Cut, target: float, away: Away, work: float) -> _Option:
-    """Of ``saved``, as much leaves as it is larger than ``target``, if so much can.
+def _answers(asked_for: Sequence[list[Node]], cut: _torch.Cut, away: Away) -> list[_Answer]:
+    """Each of ``asked_for``, of which something may leave."""
+    work = sum(cost(n) for n in cut.graph.nodes if n.op == "call_function" and not edit.is_view_or_cast(n))
+    found = []
+    for saved in asked_for:
+        device = next((x.device.type for node in saved for x in _tensors([node.meta.get("val")])), "cpu")
+        flops_per_s = (away.rates and away.rates.flops_per_s) or FLOPS_PER_S.get(device, FLOPS_PER_S_ELSEWHERE)
+        compute_s = (work + sum(map(cost, cut.recomputed(saved)))) / flops_per_s
+        found.append(_Answer(saved, _nbytes(saved, cut), _movable(saved, cut, away.stows), compute_s))
+    return found
 
-    ``work``: of forward and backward, without what is recomputed, in the unit of `cost`.
-    """
-    kept, gone, leaves = _nbytes(saved, cut), 0, set[str]()
-    for whole, nodes in _movable(saved, cut, away.stows):
+
+def _taken_away(answer: _Answer, target: float, away: Away) -> _Option:
+    """Of what ``answer`` saves, as much leaves as it is larger than ``target``, if so much can."""
+    kept, gone, leaves = answer.nbytes, 0, set[str]()
+    for whole, nodes in answer.movable:
         if kept <= target:
             break
         nbytes = edit.hinted_nbytes(whole.meta["val"])
         kept, gone = kept - nbytes, gone + nbytes
         leaves |= {node.name for node in nodes}
-    flops_per_s, disk = away.rates and away.rates.flops_per_s, away.rates and away.rates.disk_bytes_per_s
-    device = next((x.device.type for node in saved for x in _tensors([node.meta.get("val")])), "cpu")
-    flops_per_s = flops_per_s or FLOPS_PER_S.get(device, FLOPS_PER_S_ELSEWHERE)
-    work += sum(map(cost, cut.recomputed(saved)))
-    return _Option(saved, frozenset(leaves), gone, kept, max(work / flops_per_s, 2 * gone / (disk or DISK_BYTES_PER_S)))
+    disk = (away.rates and away.rates.disk_bytes_per_s) or DISK_BYTES_PER_S
+    return _Option(answer.saved, frozenset(leaves), gone, kept, max(answer.compute_s, 2 * gone / disk))
+
+
+def _shortest(options: Sequence[_Option], target: float) -> _Option:
+    """Of those that keep at most ``target``, the one with the shortest step; else the one that keeps least."""
+    fitting = [option for option in options if option.kept <= target]
+    return min(fitting or options, key=lambda o: (o.seconds, o.gone) if fitting else (o.kept, o.seconds))
+
+
+def _of_option(option: _Option, record: Activations) -> Activations:
+    return replace(record, saved_bytes=option.kept, offloaded=option.leaves, offloaded_bytes=option.gone)
 
 
 def _movable(saved: Sequence[Node], cut: _torch.Cut, stows: Stows) -> list[tuple[Node, list[Node]]]:
@@ -205,12 +225,19 @@ def _movable(saved: Sequence[Node], cut: _torch.Cut, stows: Stows) -> list[tuple
     return [(whole, [values[i] for i in found[whole]]) for whole in wholes]
 
 
-def ladder(
-    cut: _torch.Cut, nbytes: float, fuses: bool, save_entries: Callable[[Sequence[Node]], object]
-) -> list[tuple[list[Node], Activations]]:
+def ladders(
+    cut: _torch.Cut,
+    nbytes: float,
+    fuses: bool,
+    save_entries: Callable[[Sequence[Node]], object],
+    away: Away | None = None,
+) -> list[list[tuple[list[Node], Activations]]]:
     """All that forward could save under one fraction or another, the most first, for a budget of ``nbytes`` for all.
 
-    ``fuses``, ``save_entries``: see `choose`.
+    Where something may leave the device there is a second ladder: for each of several targets, what leaves and what is
+    computed again so that a step is short.
+
+    ``fuses``, ``save_entries``, ``away``: see `choose`.
     """
     whole = cut.saved(1) if fuses or cut.has_checkpoints() else cut.read_by_backward()
     most = _nbytes(whole, cut)
@@ -220,12 +247,22 @@ def ladder(
     for i in range(RUNGS + 1):
         saved = cut.saved(max(_torch.LEAST, i / RUNGS))
         rungs.setdefault(_nbytes(saved, cut), saved)
-    least = min(rungs)
-    return [
-        (rungs[n], replace(_record(cut, rungs[n], nbytes, most, least), option="memory"))
-        for n in sorted(rungs, reverse=True)
-        if n <= most
-    ]
+    leave: dict[int, _Option] = {}
+    if away is not None:
+        answers = _answers(list(rungs.values()), cut, away)
+        for i in range(RUNGS + 1):
+            target = most * (RUNGS - i) / RUNGS
+            option = _shortest([_taken_away(answer, target, away) for answer in answers], target)
+            if option.gone:
+                leave.setdefault(option.kept, option)
+    least = min([*rungs, *leave])
+
+    def record(saved: list[Node]) -> Activations:
+        return replace(_record(cut, saved, nbytes, most, least), option="memory")
+
+    again = [(rungs[n], record(rungs[n])) for n in sorted(rungs, reverse=True) if n <= most]
+    away_from = [leave[n] for n in sorted(leave, reverse=True)]
+    return [again, *([[(o.saved, _of_option(o, record(o.saved))) for o in away_from]] if away_from else [])]
 
 
 def _record(cut: _torch.Cut, saved: list[Node], budget: float, most: int, least: int) -> Activations:

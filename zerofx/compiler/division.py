@@ -7,7 +7,7 @@
     less saved                       fits    -           -          of those that fit the fastest
     least saved                      fits    fits        fits
 
-A division is a *rung* (what forward saves: `zerofx.compiler.activations.ladder`) and a budget for gathered weights.
+A division is a *rung* (what forward saves: `zerofx.compiler.activations.ladders`) and a budget for gathered weights.
 Each that is tried is compiled up to the executor, on copies, and its step is predicted: live bytes operation by
 operation, gradients in flight and workspace among them, and seconds. Of those that fit the fastest is taken; of equally
 fast ones that with the lower peak. No rule of thumb takes part.
@@ -15,6 +15,9 @@ fast ones that with the lower peak. No rule of thumb takes part.
 On one rung more gathered bytes mean fewer gathers, and a higher peak. So the largest budget that fits is searched for
 by halves, and so is the first rung that fits with the least. A rung that is slower with all weights gathered than what
 was found ends the search: those below it compute more.
+
+**Activations in a file** (`zerofx.Offload`) are a second ladder, whose rungs have less and less in memory by what
+leaves, or by what leaves and what is computed again. It is searched as the first one is, and the clock decides.
 
 All of it follows from the graph, from bytes and from rates that are the same everywhere, so every rank divides alike;
 that is compared through the store (`zerofx.runtime.ranks.agree.publish_choice`).
@@ -34,13 +37,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
-from zerofx.compiler.activations import ladder
+from zerofx.compiler.activations import ladders
 from zerofx.compiler.rewriting import Rewriting, copy_graph
 from zerofx.compiler.trial import Rung, named, through_passes
 from zerofx.model.layout import GroupLayout
@@ -94,10 +98,13 @@ class Tried(NamedTuple):
 
 
 class Trials:
-    """The divisions of one joint graph; ``unit``: its `zerofx.compiler.pair.CompiledGraph`."""
+    """The divisions of one joint graph; ``unit``: its `zerofx.compiler.pair.CompiledGraph`.
 
-    def __init__(self, unit: Any, rungs: Sequence[Rung], memory: Memory) -> None:
-        self.unit, self.rungs, self.memory = unit, rungs, memory
+    Each of ``ladders`` has numbers of ``rungs``, which have less and less in memory.
+    """
+
+    def __init__(self, unit: Any, rungs: Sequence[Rung], ladders: Sequence[Sequence[int]], memory: Memory) -> None:
+        self.unit, self.rungs, self.ladders, self.memory = unit, rungs, ladders, memory
         self.tried: dict[tuple[int, float | None], Tried | None] = {}
         self._needed = max((group.gathered_nbytes for group in unit.groups.values()), default=0)
         self._workspaces: dict[Any, int] | None = {} if unit.pretend is None else None
@@ -112,12 +119,13 @@ class Trials:
         first = self.try_(0, self._most())
         if first is not None and self.fits(first):
             return first
-        for rung in range(self._first_that_fits(), len(self.rungs)):
-            fastest = self.try_(rung, self._most())
-            best = min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
-            if fastest is None or fastest.price.step_s >= best:
-                break
-            self._climb(rung)
+        for ladder in self.ladders:
+            for rung in ladder[self._first_that_fits(ladder) :]:
+                fastest = self.try_(rung, self._most())
+                best = min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
+                if fastest is None or fastest.price.step_s >= best:
+                    break
+                self._climb(rung)
         fitting = [tried for tried in self.found() if self.fits(tried)]
         if not fitting:
             least, costs = self._offers()
@@ -135,14 +143,14 @@ class Trials:
         """Whether it stays within the budget."""
         return tried.needs <= self.memory.nbytes
 
-    def _first_that_fits(self) -> int:
+    def _first_that_fits(self, ladder: Sequence[int]) -> int:
         """The first rung that does with the least gathered weights, by halves; where none is found so, of all."""
-        low, high = -1, len(self.rungs)
+        low, high = -1, len(ladder)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._least_fits(middle) else (middle, high)
-        if high == len(self.rungs):
-            high = next((i for i in range(high) if self._least_fits(i)), high)
+            low, high = (low, middle) if self._least_fits(ladder[middle]) else (middle, high)
+        if high == len(ladder):
+            high = next((i for i in range(high) if self._least_fits(ladder[i])), high)
         return high
 
     def _least_fits(self, rung: int) -> bool:
@@ -271,11 +279,16 @@ def divide(
         OutOfStepError: another rank has chosen otherwise.
     """
     rungs: list[tuple[list[Node], Any]] = []
+    numbers: list[range] = []
+    away = unit.away(memory.rates)
+    memory = replace(memory, rates=memory.rates or (None if away is None else away.rates))
 
     def look(cut: _torch.Cut) -> list[Node]:
         brought = unit.parameters(cut.graph)
         fuses = unit.options.executor == "inductor"
-        rungs.extend(ladder(cut, memory.nbytes, fuses, lambda forward: save_entries(forward, brought)))
+        for each in ladders(cut, memory.nbytes, fuses, lambda forward: save_entries(forward, brought), away):
+            numbers.append(range(len(rungs), len(rungs) + len(each)))
+            rungs.extend(each)
         return rungs[0][0]
 
     if any(group.pending for group in unit.groups.values()) and unit.family.held.saved_now(unit.names):
@@ -289,7 +302,7 @@ def divide(
     if not rungs:  # nothing of it goes to backward
         return partition(joint, look)
     tries = [Rung(joint, partition, named(nodes), chosen) for nodes, chosen in rungs]
-    trials = Trials(unit, tries, memory)
+    trials = Trials(unit, tries, numbers, memory)
     with _torch.without_code():
         tried = trials.choose()
     nodes, unit.activations = rungs[tried.rung]
@@ -311,8 +324,9 @@ def divide(
     held.saves(unit.names, unit.activations.saved_bytes)
     held.gathers_within(unit.names, tried.memory_budget)
     group = unit.any_group().sharing.optimizer
+    choice = f"{nodes} {sorted(unit.activations.offloaded)} {tried.memory_budget}"
     if unit.pretend is None and (watch := watch_of(group.name)) is not None:
-        publish_choice(watch.store, what, f"{nodes} {tried.memory_budget}", watch.rank, watch.world_size)
+        publish_choice(watch.store, what, choice, watch.rank, watch.world_size)
     return partition(joint, named(nodes))
 
 

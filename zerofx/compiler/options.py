@@ -220,11 +220,6 @@ class Options:
                 "memory= with partition_activations=: what is saved in parts is not taken off yet. Leave one of both "
                 "out, or give activation_budget= and memory_budget= instead of memory=."
             )
-        if (offload := Offload.of(self.offload)) is not None and offload.activations is not None:
-            raise ValueError(
-                f"memory= with offload={offload!r}: activations in a file are not taken off yet. Leave one of both "
-                "out, or give activation_budget= instead of memory=."
-            )
         if self.leaf_modules is not None:
             raise ValueError("memory= with leaf_modules=: what these take is not known ahead. Leave one of both out.")
 

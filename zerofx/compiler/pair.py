@@ -137,7 +137,7 @@ class CompiledGraph:
                 elsewhere=self.family.held.saved_elsewhere(self.names),
                 share=self.share(),
                 save_entries=lambda forward: save_entries(forward, brought),
-                away=self._away(),
+                away=self.away(),
             )
             self.family.held.saves(self.names, self.activations.saved_bytes)
             return saved
@@ -145,10 +145,10 @@ class CompiledGraph:
         with _torch.saving(choose, cost):
             yield True
 
-    def _away(self) -> Away | None:
-        """What of activations may leave the device."""
+    def away(self, rates: Any = None) -> Away | None:
+        """What of activations may leave the device; ``rates``: None: those of the option."""
         stows, offload = self.family.stows, self.family.offload
-        return None if stows is None or offload is None else Away(Stows(stows.smallest), offload.rates)
+        return None if stows is None or offload is None else Away(Stows(stows.smallest), rates or offload.rates)
 
     def saved_parameters(self) -> list[ShardedParameter]:
         """What forward saves of sharded parameters: backward gathers them anew."""

@@ -24,6 +24,10 @@ from zerofx.inspect.predict.rehearsal import rehearse, rehearse_micro_batches
 from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
+from zerofx.passes import edit
+from zerofx.passes.context import Context
+from zerofx.runtime.state.raw_file import padded
+from zerofx.runtime.state.state_file import BUFFER
 
 ORDINARY = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4, disk_bytes_per_s=1e9)}
 """The rates of an ordinary machine, by device, for who gives none: a processor's core or two, 8 Gbit/s, an SSD."""
@@ -55,7 +59,7 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
 
     Weights, what the optimizer keeps, and the graph's other inputs. And what stands for each parameter and for its
     gradient: an element; and the optimizer's counter of its steps: 4 bytes. What lives in a file is not there, but the
-    buffers through which it passes are (`Files.passing`).
+    buffers through which it passes are.
 
     Args:
         layouts: of each group of the module, as graphs see it and as the optimizer does.
@@ -64,7 +68,7 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
     files = Files.of_module(context, [layout for _, layout in layouts])
     away = [] if files is None else [seen for seen, _ in layouts if "weights" in files.of(seen)]
     held = held_by_layouts(context, [seen for seen, _ in layouts if seen not in away])
-    held += files.passing if files is not None else 0
+    held += passing(files, context)
     for _, layout in layouts:
         whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
         shard = layout.nbytes // layout.world_size if context.stage else whole
@@ -77,6 +81,13 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
         if node.name not in context.parameters and isinstance(value, torch.Tensor):
             inputs[value.untyped_storage()._cdata] = int(value.untyped_storage().nbytes())
     return held + sum(inputs.values())
+
+
+def passing(files: Files | None, context: Context) -> int:
+    """Bytes of the buffers through which state passes, and of the one through which activations do."""
+    passing = 0 if files is None else files.passing
+    largest = max((edit.hinted_nbytes(stowed.handle) for stowed in context.stowed.values()), default=0)
+    return max(passing, padded(min(BUFFER, largest)))
 
 
 def of_code(record: GraphRecord) -> int:
