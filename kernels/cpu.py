@@ -9,7 +9,8 @@ anything else               `update`, compiled by Inductor into one vectorized l
 ==========================  ==================================================================================
 
 The host is the device here: nothing is gained by keeping scalars in tensors, and a step that is not to be taken is not
-started.
+started. Or the state of a model on a GPU is in the host's memory: the default device may be that GPU then, so tensors
+that are made here say where.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def adamw(
             ms,
             vs,
             [],
-            [torch.tensor(float(hyper.step)) for _ in ps],
+            [torch.tensor(float(hyper.step), device="cpu") for _ in ps],
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
@@ -216,12 +217,12 @@ def adamw(
             eps=hyper.eps,
             amsgrad=False,
             maximize=hyper.maximize,
-            grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor),
+            grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor, device="cpu"),
         )
     if len(uniform) == len(runs):
         return
     sign = -1.0 if hyper.maximize else 1.0
-    coefficients = torch.tensor([sign * factor, *hyper.coefficients], dtype=torch.float32)
+    coefficients = torch.tensor([sign * factor, *hyper.coefficients], dtype=torch.float32, device="cpu")
     for i, run in enumerate(runs):
         codes = None if scales is None else scales[i]
         if codes is not None:
@@ -243,7 +244,7 @@ def _adamw_8bit(run: Sequence[torch.Tensor | None], scales: Scales, coefficients
 
 
 def _seed(seed: int) -> torch.Tensor:
-    return torch.tensor(seed % (1 << 31), dtype=torch.int32)
+    return torch.tensor(seed % (1 << 31), dtype=torch.int32, device="cpu")
 
 
 def _uniform(

@@ -336,6 +336,8 @@ class Context:
     """Stage 3: the groups whose shards live elsewhere than on the device (`fetch`)."""
     gradients_away: frozenset[str] = frozenset()
     """Those whose gradients do (`put`)."""
+    on_host: frozenset[str] = frozenset()
+    """The groups whose optimizer state is in the host's memory."""
     on_disk: OnDisk | None = None
     """What lives in a file, moments as well; None: nothing does."""
     stows: Stows | None = None

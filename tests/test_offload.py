@@ -395,13 +395,6 @@ def test_an_offload_out_of_range_is_refused(options: dict[str, Any], said: str) 
         zerofx.Offload(**options)
 
 
-def test_cuda_is_refused_by_name(fake_world: Any) -> None:
-    from zerofx.compiler.checks import check_offload
-
-    with pytest.raises(ValueError, match="with parameters on cuda: it is built for the CPU alone so far"):
-        check_offload(zerofx.Offload(optimizer="/tmp/x"), [], torch.device("cuda"))
-
-
 def test_without_its_home_the_option_is_refused(fake_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from zerofx.compiler import checks
 

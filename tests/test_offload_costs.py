@@ -241,7 +241,7 @@ def test_a_plan_refuses_what_a_run_would_and_a_disk_for_nothing() -> None:
         with pytest.raises(ValueError, match=said):
             zerofx.plan(net(), **{"world_size": 2, **options})
 
-    refused("disk_bandwidth=1000000000.0 says nothing without offload=", disk_bandwidth=1e9, bandwidth=1e9)
+    refused("disk_bandwidth=1000000000.0 says nothing without a folder in offload=", disk_bandwidth=1e9, bandwidth=1e9)
     refused("disk_bandwidth=1000000000.0 says nothing without bandwidth", disk_bandwidth=1e9, offload="/x")
     refused("gradients= is built for the folder of optimizer= alone", offload=zerofx.Offload("/a", "/b"))
     refused(

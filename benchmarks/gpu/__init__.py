@@ -29,6 +29,7 @@ KINDS = (
     "shared_device",
     "memory",
     "cuda_graph",
+    "offload",
     "optimizer",
     "step_time",
     "zoo",

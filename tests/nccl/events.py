@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 Span = tuple[int, int]
-Kind = Literal["start", "wait", "compute", "free", "drop"]
+Kind = Literal["start", "wait", "compute", "free", "drop", "record", "block", "host waits"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Event:
 
     Attributes:
         kind: "free" gives memory back, whoever still holds the tensor; "drop" lets a tensor go, whose memory is free
-            if nobody else holds it.
+            if nobody else holds it. The last three are of an event on a stream (tests/nccl/lanes.py): it is recorded, a
+            stream waits for it, the host does.
         what: the operator, or the collective.
         number: the collective's.
         stream: that it runs on; "" is the computing one.

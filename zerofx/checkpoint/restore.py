@@ -64,7 +64,8 @@ class Binding:
         """
         for weight, remainder in self.joins:
             with at_hand_of([weight, remainder]):
-                local(weight).copy_(join(local(weight).bfloat16(), local(remainder)))
+                mine = local(weight)
+                mine.copy_(join(mine.bfloat16(), local(remainder).to(mine.device)))
         self._module.load_state_dict(self.values)
         if self._optimizer is not None:
             assert self.numbered is not None

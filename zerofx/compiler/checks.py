@@ -130,13 +130,19 @@ def _check_partition(options: Options, sharing: Sharing) -> None:
 
 def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
     """Refuse a home that is not there."""
-    if device.type != "cpu":
+    built = offload.on_host and offload.gradients is offload.weights is offload.activations is None
+    if device.type != "cpu" and offload.moves and not built:
         raise ValueError(
-            f"offload={offload!r} with parameters on {device.type}: it is built for the CPU alone so far. Leave it out."
+            f"offload={offload!r} with parameters on {device.type}: there the optimizer's state may be in the host's "
+            'memory, and files, weights=, gradients= and activations= are built for the CPU alone so far. Give "cpu", '
+            "or leave it out."
         )
     offload.chosen(layouts)
+    lacking = "on_host.py" if device.type != "cpu" and offload.moves and not any(home.hosts for home in HOMES) else ""
     if offload.folder is not None and not any(home.moments_away for home in HOMES):
-        raise ValueError(f"offload={offload!r}: this zerofx has no such home (state/in_file.py). Leave it out.")
+        lacking = "in_file.py"
+    if lacking:
+        raise ValueError(f"offload={offload!r}: this zerofx has no such home (state/{lacking}). Leave it out.")
 
 
 def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Sharing) -> list[tuple[str, str]]:

@@ -429,6 +429,7 @@ class CompiledGraph:
             "gradients_away": frozenset(
                 g.layout.name for g in self.groups.values() if family.stage and "gradient" in g.home.streams
             ),
+            "on_host": frozenset(family.on_host),
             "on_disk": family.on_disk,
             "stows": self._stows(),
             "memory_budget": self.memory_budget,

@@ -74,11 +74,13 @@ def format_trace(trace: Rewriting, fold: bool = True) -> str:
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
     body = _body(graph, width)
     lines = _folded(body) if fold else (line for _, line in body)
-    return "\n".join([_header(trace, collectives), *_on_disk(trace), *lines])
+    return "\n".join([_header(trace, collectives), *_elsewhere(trace), *lines])
 
 
-def _on_disk(trace: Rewriting) -> Iterator[str]:
+def _elsewhere(trace: Rewriting) -> Iterator[str]:
     there = trace.context.on_disk
+    if hosted := trace.context.on_host:
+        yield f"  on host  optimizer state of {len(hosted)} group{'s' * (len(hosted) > 1)}"
     if there is not None:
         yield f"  on disk  {there.names} of {there.which}, in {there.path}"
 

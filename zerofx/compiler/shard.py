@@ -35,9 +35,11 @@ from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.ranks.sharing import SETTLED, RankGroup, Sharing, sharing_of
+from zerofx.runtime.state.copies import copies_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 from zerofx.runtime.state.parts import say_so
+from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile, opened
 from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import weights_of
@@ -116,8 +118,9 @@ class _Conversion:
 
         Raises:
             OffloadError: on every rank, where one of them cannot make its file; nothing has changed then.
+            RuntimeError: so, where one of them cannot pin its buffers.
         """
-        self._open_file([layout for layout, _ in planned])
+        self._find_place([layout for layout, _ in planned])
         watch = self.sharing.watch()
         if watch is not None:
             watch.families += 1
@@ -129,19 +132,13 @@ class _Conversion:
             for (layout, parameters), part in zip(planned, self._memory(planned), strict=True)
         ]
 
-    def _open_file(self, layouts: list[GroupLayout]) -> None:
+    def _find_place(self, layouts: list[GroupLayout]) -> None:
         """Where the optimizer's state is to be, if not on the device."""
         offload = self.offload
         if offload is None or not offload.moves:
             return
         if offload.folder is None:
-            if self.sharing.everyone.rank == 0:
-                warnings.warn(
-                    'offload="cpu" with parameters on the CPU: the host\'s memory is where their state is already, and '
-                    "nothing moves. Give the path of a folder on a disk, or leave it out.",
-                    UserWarning,
-                    stacklevel=2,
-                )
+            self._stage(offload, layouts)
             return
         self.file = self.family.file = opened(offload.folder, self.sharing.everyone, uuid.uuid4().hex)
         self.file.holds = offload.kinds
@@ -149,6 +146,21 @@ class _Conversion:
             self.family.in_file = offload.chosen(layouts)
         if offload.activations is not None:
             self.family.stows = Stows(self.file, offload.smallest)
+
+    def _stage(self, offload: Offload, layouts: list[GroupLayout]) -> None:
+        """It is to be in the host's memory."""
+        copies = copies_of(self.device)
+        if copies is not None:
+            ranks = self.sharing.everyone
+            self.family.staging = ranks.all_or_none("offload=", lambda: Staging(copies), RuntimeError)
+            self.family.on_host = offload.chosen(layouts)
+        elif self.sharing.everyone.rank == 0:
+            warnings.warn(
+                'offload="cpu" with parameters on the CPU: the host\'s memory is where their state is already, and '
+                "nothing moves. Give the path of a folder on a disk, or leave it out.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""

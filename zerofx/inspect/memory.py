@@ -58,6 +58,9 @@ class MemorySummary:
         nbytes: kind -> bytes, in the order of the module's docstring; all kinds, also those with none.
         storages: kind -> how many storages they are in.
         replica: the number of this rank's replica of the module, and how many there are.
+        on_host: bytes of optimizer state in the host's memory, of a module on another device (``offload="cpu"``); they
+            are not in `total`.
+        pinned: bytes of the host's memory through which gradients and weights pass to and from there; not in `total`.
         on_disk: bytes in this rank's file (``offload=``); they are not in `total`.
         on_disk_of: what is in that file.
         spare: bytes that the pool of this process keeps for large buffers to come (``pool=True``); not in `total`.
@@ -72,6 +75,8 @@ class MemorySummary:
     on_disk: int = 0
     spare: int = 0
     on_disk_of: tuple[str, ...] = ("optimizer state",)
+    on_host: int = 0
+    pinned: int = 0
 
     @property
     def total(self) -> int:
@@ -89,6 +94,10 @@ class MemorySummary:
             if n:
                 count = self.storages[kind]
                 lines.append(f"{kind:<{width}}  {format_bytes(n):>10}  {count:>4} storage{'' if count == 1 else 's'}")
+        if self.on_host:
+            lines.append(f"{'on the host':<{width}}  {format_bytes(self.on_host):>10}  optimizer state")
+        if self.pinned:
+            lines.append(f"{'pinned':<{width}}  {format_bytes(self.pinned):>10}  between the host and the device")
         if self.on_disk:
             lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  {', '.join(self.on_disk_of)}")
         if self.spare:
@@ -118,7 +127,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     replicas = [(group.replica, group) for group in groups if group.replica is not None]
     holders = {replica.untyped_storage().data_ptr(): holders_of(replica, group) for replica, group in replicas}
     seen: set[tuple[torch.device, int]] = set()
-    nbytes, storages = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+    nbytes, storages, on_host = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0), 0
     with DisableTorchFunction():
         for kind, things in kinds.items():
             for leaf in pytree.tree_leaves(list(things)):
@@ -126,6 +135,9 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
                 key = None if storage is None else (storage.device, storage.data_ptr())
                 if storage is not None and storage.nbytes() and key not in seen:
                     seen.add(key)  # type: ignore[arg-type]
+                    if kind == "optimizer state" and _on_host(leaf):
+                        on_host += storage.nbytes()
+                        continue
                     nbytes[kind] += storage.nbytes() // holders.get(storage.data_ptr(), 1)
                     storages[kind] += 1
     first, outer = groups[0], groups[0].sharing.replicas
@@ -146,6 +158,8 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         on_disk,
         sum(spare_pieces()),
         of or ("optimizer state",),
+        on_host,
+        sum(staging.nbytes for staging in dict.fromkeys(group.home.staging for group in groups) if staging is not None),
     )
 
 
@@ -158,6 +172,11 @@ def _weights(group: ShardGroup) -> Any:
     if group.family.stage:
         return group.shard
     return [group.members.live(slot) for slot in group.layout.slots]
+
+
+def _on_host(thing: Any) -> bool:
+    """Whether it is optimizer state that lives in the host's memory."""
+    return isinstance(thing, ShardedTensor) and thing._group.home.staging is not None
 
 
 def _storage(thing: Any) -> torch.UntypedStorage | None:

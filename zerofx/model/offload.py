@@ -94,6 +94,11 @@ class Offload:
         return any(getattr(self, name) is not None for name in PARTS)
 
     @property
+    def on_host(self) -> bool:
+        """Whether the optimizer's state is to be in the host's memory."""
+        return self.optimizer == "cpu"
+
+    @property
     def folder(self) -> Path | None:
         """Where a rank has its file; None: it has none."""
         place = self.activations if self.optimizer is None else self.optimizer

@@ -315,6 +315,7 @@ def filed(
     frozen: int | float | Expr = 0,
     of_16_bit: bool = False,
     moments: int = 2,
+    on_host: bool = False,
 ) -> Filed:
     """What of `memory` (or `memory_16_bit`) is in a rank's file, and what passes through it.
 
@@ -323,9 +324,14 @@ def filed(
         accumulating: as for `memory`: gradients that are kept whole stay in memory.
         moved: of ``N``, the parameters whose state moves.
         frozen: parameters beside ``N`` that are not trained, and whose weights move.
+        on_host: moments alone, in the host's memory. What passes between that and the device are gradients, and
+            weights: back, and out where they are the masters.
     """
     if _checked(stage) == 0:
         return Filed()
+    if on_host:
+        there = filed(stage, {"moment"}, sizes, ranks=ranks, moved=moved, of_16_bit=of_16_bit, moments=moments)
+        return replace(there, optimizer=(4 if of_16_bit else 3 * sizes.master) * moved / ranks.optimizer)
     share, size = moved / ranks.optimizer, Integer(2) if of_16_bit else sizes.master
     remembered = (8 if of_16_bit else moments * size) * share if "moment" in kinds else _NOTHING
     masters = 4 * share if "moment" in kinds and of_16_bit else _NOTHING

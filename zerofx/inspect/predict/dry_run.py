@@ -221,6 +221,8 @@ def _shard(
     planned = plan_groups(module, ranks, Grouping.of(options.groups), backend=backend, code_block=block)
     if offload is not None:
         check_offload(offload, [layout for layout, _ in planned], device)
+        if offload.on_host and device.type != "cpu":
+            family.on_host = offload.chosen([layout for layout, _ in planned])
         if offload.folder is not None:
             if offload.optimizer is not None:
                 family.in_file = offload.chosen([layout for layout, _ in planned])

@@ -106,6 +106,7 @@ class Plan:
             ``memory``.
         speed: what the times of `stages` rest on; None: there are none.
         replicas: how many there are of the module, each on ``world_size`` ranks.
+        offload: of "cpu" the files of `stages` are the host's memory, and what a step copies from and to it.
     """
 
     parameters: int
@@ -116,6 +117,7 @@ class Plan:
     least_ranks: int | None = None
     speed: Speed | None = None
     replicas: int = 1
+    offload: Offload | None = None
 
     def fits(self, stage: StageCost) -> bool:
         """Whether ``stage`` leaves something of ``memory`` for activations."""
@@ -157,10 +159,10 @@ class Plan:
         scheme = {} if each.sharding is None else {"divided": each.sharding.name if each.stage else "nothing"}
         column = {"stage": str(each.stage)} | scheme | {k: format_bytes(float(x)) for k, x in (*parts, *sizes.items())}
         if each.files is not None:
-            column |= {
-                "on disk": format_bytes(float(each.files.at_rest)),
-                "through it": format_bytes(float(each.files.per_step)),
-            }
+            on_host = self.offload is not None and self.offload.on_host
+            there, through = ("on the host", "to and from it") if on_host else ("on disk", "through it")
+            column[there] = format_bytes(float(each.files.at_rest))
+            column[through] = format_bytes(float(each.files.per_step))
         if self.replicas > 1:
             column["between rows"] = format_bytes(float(each.traffic.between))
         column["collectives"] = f"{int(each.traffic.collectives):,}"
@@ -236,7 +238,7 @@ def plan(
         offload: what lives in a file per rank in stages 1 to 3, as it would be given to `zerofx.compile`; weights do in
             stage 3. Nothing is looked for at the path. Memory is what stays in memory then; ``on disk`` what does not,
             and ``through it`` what a step reads and writes there. In ``buffers`` are four of 8 MB, 32 MB of what was
-            used last, and three groups' shards for weights and for gradients that move.
+            used last, and three groups' shards for weights and for gradients that move. "cpu": as on a GPU.
         micro_batches, no_sync: backward passes per optimizer step, and whether all but the last run under
             `zerofx.no_sync`, where gradients are whole.
         bandwidth, node_bandwidth, ranks_per_node, replica_bandwidth, latency: of the links, as in
@@ -245,8 +247,7 @@ def plan(
         disk_bandwidth: bytes per second that a rank reads and writes, together (``zerofx.Rates.disk_bytes_per_s``). An
             optimizer's step takes ``max(bytes / disk_bandwidth, bytes of memory / memory_bandwidth)`` then, and no
             forward or backward is shorter than what it moves. Stage 0 has an optimizer's time, too.
-        flops: floating-point operations per second that a rank reaches (less than its peak); without it, times are the
-            wire's alone.
+        flops: floating-point operations per second that a rank reaches; without it, times are the wire's alone.
         tokens, sequence_length, flops_per_token: of one micro-batch on one rank, as in `zerofx.inspect.predict.speed`.
 
     Raises:
@@ -285,7 +286,7 @@ def plan(
     else:
         of_mesh = _mesh_costs(layouts, mixed_precision, micro_batches, no_sync, wire, mesh, speed, filed)
         made = [of_mesh(stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
-    return Plan(_numel(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas)
+    return Plan(_numel(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas, filed)
 
 
 def _costs(
@@ -353,12 +354,12 @@ def _files(
     accumulating: bool,
 ) -> cost.Filed:
     """What of all that lives in a file, as a formula of micro-batches."""
-    names = offload.chosen(layouts) if offload.kinds else set()
+    names = offload.chosen(layouts) if offload.kinds or offload.on_host else set()
     trained, frozen = (
         _numel([x for x in layouts if x.name in names and x.requires_grad is flag]) for flag in (True, False)
     )
     of_16_bit = max(layout.dtype.itemsize for layout in layouts) == 2
-    options: Any = dict(no_sync=no_sync, accumulating=accumulating, of_16_bit=of_16_bit)
+    options: Any = dict(no_sync=no_sync, accumulating=accumulating, of_16_bit=of_16_bit, on_host=offload.on_host)
     return cost.filed(stage, offload.kinds, sizes, ranks=ranks, moved=trained, frozen=frozen, **options)
 
 
@@ -369,7 +370,7 @@ def _optimizer(files: cost.Filed, arithmetic: Expr, speed: Speed) -> Expr:
 
 def _passing(offload: Offload, files: cost.Filed, layouts: list[GroupLayout], stage: int, sharing: Sharing) -> int:
     """Bytes of memory that what lives in a file takes while it passes; see `plan`."""
-    nbytes = int(files.at_rest)
+    nbytes = 0 if offload.on_host else int(files.at_rest)
     streamed = ("weights" in offload.kinds and stage == 3) + ("gradient" in offload.kinds and stage > 0)
     shards = _three(layouts, max(layout.dtype.itemsize for layout in layouts)) // sharing.optimizer.size
     return BUFFERS * min(BUFFER, nbytes) + min(KEPT, nbytes) + streamed * shards
@@ -379,8 +380,8 @@ def _check_offload(
     offload: Offload | None, wire: Wire | None, mesh: tuple[int, int] | None, disk: float | None
 ) -> Offload | None:
     """Refuse what `zerofx.compile` would."""
-    if offload is None and disk is not None:
-        raise ValueError(f"disk_bandwidth={disk} says nothing without offload=.")
+    if (offload is None or not offload.kinds) and disk is not None:
+        raise ValueError(f"disk_bandwidth={disk} says nothing without a folder in offload=.")
     if offload is not None:
         check_places(offload, {"wire": wire, "world_size": mesh})
         if offload.activations is not None:

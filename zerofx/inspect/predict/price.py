@@ -59,7 +59,7 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
 
     Weights, what the optimizer keeps, and the graph's other inputs. And what stands for each parameter and for its
     gradient: an element; and the optimizer's counter of its steps: 4 bytes. What lives in a file is not there, but the
-    buffers through which it passes are.
+    buffers through which it passes are. Nor is what lives in the host's memory, buffers included.
 
     Args:
         layouts: of each group of the module, as graphs see it and as the optimizer does.
@@ -72,7 +72,7 @@ def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout
     for _, layout in layouts:
         whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
         shard = layout.nbytes // layout.world_size if context.stage else whole
-        if files is None or "moment" not in files.of(layout):
+        if layout.name not in context.on_host and (files is None or "moment" not in files.of(layout)):
             held += int(memory.moments * shard) * layout.requires_grad
         held += len(layout.slots) * (2 * layout.dtype.itemsize + 4)
     inputs = {}

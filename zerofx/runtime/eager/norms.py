@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -79,16 +80,21 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
 def all_reduce(value: torch.Tensor, op: Any, like: Any) -> None:
     """All-reduce ``value`` in place over the ranks that share the sharded tensor ``like``, all parts of a DTensor."""
     sharing = like._group.sharing
-    sharing.optimizer.sum_(value, op)
-    for ranks in sharing.divide(like._dtensor):
-        ranks.sum_(value, op)
+    _over([sharing.optimizer, *sharing.divide(like._dtensor)], value, op, like._group.device)
 
 
 def everywhere(value: torch.Tensor, op: Any, like: Any) -> None:
     """All-reduce ``value`` in place over all ranks that share the module of the sharded tensor ``like``."""
     sharing = like._group.sharing
-    for ranks in (sharing.optimizer, *sharing.foreign):
-        ranks.sum_(value, op)
+    _over([sharing.optimizer, *sharing.foreign], value, op, like._group.device)
+
+
+def _over(groups: Sequence[RankGroup], value: torch.Tensor, op: Any, device: torch.device) -> None:
+    there = value.to(device)  # moments may be on the host, and ranks meet on the device
+    for ranks in groups:
+        ranks.sum_(there, op)
+    if there is not value:
+        value.copy_(there)
 
 
 class _Norm:

@@ -45,7 +45,7 @@ def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
         group.weights.refresh()
         whole = torch.ops._c10d_functional.wait_tensor(replica)
         return group.layout.view(whole, slot).clone()
-    flat = tensor._local.new_empty(slot.numel)
+    flat = torch.empty(slot.numel, dtype=tensor._local.dtype, device=group.device)  # moments may be on the host
     told = alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype)
     with group.home.only(tensor._local), told:
         for rank in range(group.layout.world_size):

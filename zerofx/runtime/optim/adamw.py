@@ -26,6 +26,8 @@ device                  path
 ======================  ================================================================================
 cpu                     `zerofx.kernels.cpu`: PyTorch's fused AdamW, or a loop that Inductor compiles
 cuda                    Triton: two launches per run and one per step, nothing waits for the host
+cuda, with the state    as on the cpu, where the state is (`zerofx.runtime.optim.through_host`); the norm as on
+in the host's memory    cuda, and the host waits for what follows from it
 ======================  ================================================================================
 """
 
@@ -38,7 +40,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -48,14 +50,15 @@ from zerofx.kernels.split import join, split
 from zerofx.runtime.optim import moments as _moments
 from zerofx.runtime.optim.spans import Member, Part, Run, Span, at_hand, find_runs, find_spans, ranks_of
 from zerofx.runtime.optim.through_file import through_file
+from zerofx.runtime.optim.through_host import through_host
 from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 if TYPE_CHECKING:
     from zerofx.runtime.optim.device_step import DeviceStep
     from zerofx.runtime.state.group import ShardGroup
-    from zerofx.runtime.state.state_file import StateFile
 
+_T = TypeVar("_T")
 Key = tuple[int, float]
 Master = Literal["float32", "split"] | None
 Moments = torch.dtype | Literal["8bit"]
@@ -149,6 +152,11 @@ class AdamW(torch.optim.AdamW):
         self._update(self._spans_of[group], None, None)
 
     def _update(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        if any(span.staging is not None and span.staging.copies.captured for span in spans):
+            raise RuntimeError(
+                "zerofx.AdamW: a step is captured in a CUDA graph, and state in the host's memory is updated there, "
+                'which a replay would not do. Leave offload="cpu" out, or capture forward and backward alone.'
+            )
         with at_hand(spans):
             self._update_at_hand(spans, scale, found_inf)
 
@@ -187,29 +195,40 @@ class AdamW(torch.optim.AdamW):
     def _step_on_host(
         self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> bool:
-        runs: list[tuple[int, float, int, Run]] = []
-        for n, span in enumerate(spans):
-            keys = [(self._group_of[id(member.parameter)], member.updates) for member in span.members]
-            runs += [(*key, n, run) for key, run in find_runs(span, keys)]
+        keyed = self._keyed(spans)
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf)
         if self.max_grad_norm is not None:
-            norm = math.sqrt(_sum_of_squares(spans, [run for *_, run in runs])) * factor
+            norm = math.sqrt(_sum_of_squares(spans, [run for _, run in keyed])) * factor
             self.grad_norm = torch.tensor(norm)
             skip |= not math.isfinite(norm)
             factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
         if skip:
             return False
-        runs.sort(key=lambda run: run[:3])
-        keyed = [((index, updates), run) for index, updates, _, run in runs]
-        self._step_runs([(key, run.all()) for key, run in keyed if run.span.file is None], factor)
-        for file, through in _by_file([(key, run) for key, run in keyed if run.span.file is not None]):
+        keyed.sort(key=lambda pair: pair[0])
+        here = [(key, run) for key, run in keyed if run.span.file is None and run.span.staging is None]
+        self._step_runs([(key, run.all()) for key, run in here], factor)
+        for file, through in _by_place(keyed, lambda span: span.file):
             through_file(file, through, functools.partial(self._step_runs, factor=factor))
+        self._step_staged(keyed, factor)
         everywhere = len(active) == len(self._counts)
         self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
         for member in active:
             member.updates += 1
         return True
+
+    def _keyed(self, spans: list[Span]) -> list[tuple[Key, Run]]:
+        """The runs of ``spans`` at this step, as the host steps them."""
+        return [
+            pair
+            for span in spans
+            for pair in find_runs(span, [(self._group_of[id(m.parameter)], m.updates) for m in span.members])
+        ]
+
+    def _step_staged(self, keyed: list[tuple[Key, Run]], factor: float) -> None:
+        """Update those runs whose state is in the host's memory."""
+        for staging, through in _by_place(keyed, lambda span: span.staging):
+            through_host(staging, through, functools.partial(self._step_runs, factor=factor))
 
     def _step_runs(self, keyed: Sequence[tuple[Key, Part]], factor: float) -> None:
         """One kernel call for each key: the number of a parameter group, and how many updates there were."""
@@ -237,10 +256,21 @@ class AdamW(torch.optim.AdamW):
         found_inf: torch.Tensor | None,
         device_step: DeviceStep,
     ) -> bool:
-        runs = [run for span in spans for _, run in find_runs(span, [""] * len(span.members))]
+        staged = [span for span in spans if span.staging is not None]
+        here = [span for span in spans if span.staging is None]
+        runs = [run for span in here for _, run in find_runs(span, [""] * len(span.members))]
+        keyed = self._keyed(staged)
         groups = [self.param_groups[self._group_of[id(member.parameter)]] for member in active]
-        norm = device_step(runs, active, groups, self.max_grad_norm, scale, found_inf)
+        norm = device_step(runs, active, groups, self.max_grad_norm, scale, found_inf, beside=[run for _, run in keyed])
         self.grad_norm = None if self.max_grad_norm is None else norm
+        counted = [member for span in staged for member in span.members if member.gradient is not None]
+        if counted:
+            known = self.max_grad_norm is None and scale is None and found_inf is None
+            factor, skip = (1.0, False) if known else device_step.decided()
+            if not skip:
+                self._step_staged(sorted(keyed, key=lambda pair: pair[0]), factor)
+                for member in counted:
+                    member.updates += 1
         return True  # for all that the host knows
 
     def _count_writes(self, spans: list[Span], active: list[Member]) -> None:
@@ -266,7 +296,7 @@ class AdamW(torch.optim.AdamW):
             if "master" in span.state and whole._version != span.version:
                 master = span.state["master"]
                 with span.state_at_hand():
-                    weights = span.weights()
+                    weights = span.weights().to(master.device)
                     master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
                 span.version = whole._version
             return
@@ -322,14 +352,14 @@ class AdamW(torch.optim.AdamW):
         for name in ({"master", "remainder"} & set(state)) - set(span.state):
             del state[name]
         state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
-        if self._device_step is None:
+        if self._device_step is None or span.staging is not None:
             member.updates = float(state["step"])
 
     def _adopt_masters(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         """Masters that were kept another way are made into this optimizer's."""
         weight = member.like(span.weights())
         if "remainder" in state and "master" in span.state:
-            local = join(_local(weight), _local(state["remainder"]).to(torch.int16))
+            local = join(_local(weight), _local(state["remainder"]).to(_local(weight).device, torch.int16))
             state["master"] = _like(state["remainder"], local)
         elif "master" in state and "remainder" in span.state:
             high, low = split(_local(state["master"]).float())
@@ -369,13 +399,15 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``, but moments and masters keep the dtype that this optimizer has for them."""
-        super().load_state_dict(state_dict)
+        flat = {*_moments.MOMENTS, "master", "remainder"}  # torch would copy them to the parameters' device and dtype
+        states = {index: {k: v for k, v in of.items() if k not in flat} for index, of in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": states})
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, mine, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if name in (*_moments.MOMENTS, "master", "remainder"):
-                    self.state[p][name] = value  # torch has cast it to the parameter's dtype
+                if name in flat:
+                    self.state[p][name] = value
         self._flatten()
 
 
@@ -397,11 +429,14 @@ def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:
     return cpu.Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"], step)
 
 
-def _by_file(keyed: list[tuple[Key, Run]]) -> list[tuple[StateFile, list[tuple[Key, Run]]]]:
-    found: dict[int, tuple[StateFile, list[tuple[Key, Run]]]] = {}
+def _by_place(
+    keyed: list[tuple[Key, Run]], place_of: Callable[[Span], _T | None]
+) -> list[tuple[_T, list[tuple[Key, Run]]]]:
+    """Those runs whose state has a place of a kind, by that place."""
+    found: dict[int, tuple[_T, list[tuple[Key, Run]]]] = {}
     for key, run in keyed:
-        assert run.span.file is not None
-        found.setdefault(id(run.span.file), (run.span.file, []))[1].append((key, run))
+        if (place := place_of(run.span)) is not None:
+            found.setdefault(id(place), (place, []))[1].append((key, run))
     return list(found.values())
 
 

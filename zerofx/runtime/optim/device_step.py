@@ -57,10 +57,12 @@ class DeviceStep:
         max_grad_norm: float | None,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
+        beside: Sequence[Run] = (),
     ) -> torch.Tensor:
         """Update ``runs``; returns the norm of the gradients, on the device.
 
         Args:
+            beside: runs that are in the norm, and that somebody else updates by what was `decided`.
             active: the members that take part, those included of which nothing is here.
             groups: the parameter group of each of these.
             scale, found_inf: what ``GradScaler`` has to say, one element each on the device, or None.
@@ -68,7 +70,7 @@ class DeviceStep:
         self._write_hyper(active, groups)
         total = torch.zeros(1, dtype=torch.float64, device=self.steps.device)
         if max_grad_norm is not None:
-            total = self._sum_of_squares(runs)
+            total = self._sum_of_squares([*runs, *beside])
         limit = math.inf if max_grad_norm is None else max_grad_norm
         rows = tuple(member.row for member in active)
         if len(rows) == len(self._members):
@@ -97,6 +99,11 @@ class DeviceStep:
                 position=run.span.position + run.start,
             )
         return self._control[CONTROL_COLUMNS.index("total_norm")]
+
+    def decided(self) -> tuple[float, bool]:
+        """The factor on gradients of the last step, and whether it was skipped. The host waits for the device."""
+        control = self._control.tolist()
+        return control[CONTROL_COLUMNS.index("gradient_factor")], control[CONTROL_COLUMNS.index("found_inf")] != 0
 
     def _write_hyper(self, active: Sequence[Member], groups: Sequence[dict[str, Any]]) -> None:
         """What the parameter groups say, where they say something new; tensors on the device stay there."""

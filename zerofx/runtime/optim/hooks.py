@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx.runtime.eager.unshard import not_elementwise
+from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -50,6 +51,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         shards.weights.before_step()
     for file in _files_of(groups):
         file.begin()
+    check_home(optimizer)
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
     if uses is not None:
@@ -74,6 +76,20 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
                     "has put a sharded parameter in its place: it would train nothing. Make the optimizer after "
                     "zerofx.compile, as after fully_shard."
                 )
+
+
+def check_home(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state in the host's memory to an optimizer that would compute with it on the device.
+
+    Raises:
+        TypeError: it is not a `zerofx.AdamW`.
+    """
+    for group in _groups_in(optimizer):
+        if group.home.staging is not None and not isinstance(optimizer, AdamW):
+            raise TypeError(
+                f"{type(optimizer).__name__} over group {group.layout.name!r}, whose optimizer state is in the host's "
+                'memory (offload="cpu"): expected a zerofx.AdamW, which steps there. Take that, or leave offload= out.'
+            )
 
 
 def _checked_closure(optimizer: torch.optim.Optimizer, closure: Any) -> Any:

@@ -39,6 +39,7 @@ from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.home import all_at_hand
 from zerofx.runtime.state.parameter import ShardedTensor
+from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.weights import share_memory
 
@@ -139,6 +140,11 @@ class Span:
         return None if self.group is None else self.group.home.file
 
     @property
+    def staging(self) -> Staging | None:
+        """Its state is in the host's memory, and gradients and weights pass through this to it; None."""
+        return None if self.group is None else self.group.home.staging
+
+    @property
     def whole(self) -> torch.Tensor:
         """What `weights` is a part of, and shares a version counter with. It need not be at hand."""
         return self.members[0].parameter.detach() if self.group is None else self.group.shard
@@ -166,6 +172,8 @@ class Span:
 
     def keep(self, state: torch.Tensor) -> torch.Tensor:
         """State that was computed, as it is to be held."""
+        if self.staging is not None:
+            return self.zeros(state.numel(), state.dtype).copy_(state)
         return state if self.group is None else self.group.home.keep("moment", state)
 
     def weights(self) -> torch.Tensor:
@@ -195,10 +203,10 @@ class Run:
         """The run's part of a flat buffer of the span."""
         return flat.narrow(0, self.start, self.end - self.start)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The run's part of the span's state, which is in memory."""
-        length = self.end - self.start
-        return {name: _part(flat, name, self.start, length) for name, flat in self.span.state.items()}
+    def state(self, start: int | None = None, end: int | None = None) -> dict[str, torch.Tensor]:
+        """The run's part of the span's state, which is in memory; or from ``start`` in the span up to ``end``."""
+        start, end = self.start if start is None else start, self.end if end is None else end
+        return {name: _part(flat, name, start, end - start) for name, flat in self.span.state.items()}
 
     def part(
         self,

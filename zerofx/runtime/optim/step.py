@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from zerofx._torch import DisableTorchFunction, post_accumulate_hooks, profiler_is_on
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.hooks import check_home
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedParameter
 
@@ -63,6 +64,7 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
 
     Raises:
         ValueError: clipping (``max_grad_norm=``) needs all gradients before the first step.
+        TypeError: an optimizer of ``torch.optim`` where state is in the host's memory (``offload="cpu"``).
         RuntimeError: a group that was updated gets another gradient in the same block, or its weights are needed
             once more in the same backward. The step is done in part then.
 
@@ -73,6 +75,7 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
             f"zerofx.step_in_backward with max_grad_norm={optimizer.max_grad_norm!r}: the norm of all gradients is "  # type: ignore[attr-defined]
             "known after the last of them only. Take max_grad_norm=None, or call optimizer.step() after backward."
         )
+    check_home(optimizer)
     stepper = Stepper(optimizer)
     for family in stepper.families:
         if family.stepper is not None:

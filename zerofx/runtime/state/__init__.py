@@ -12,6 +12,9 @@ carriage      what a run of a graph brings to the device and takes away
 home          where state lives: a seam
 host_memory   a home: weights and gradients in the host's memory
 in_file       a home: what the optimizer remembers in a file
+on_host       a home: what the optimizer remembers in the host's memory, of a model on a GPU
+staging       pinned buffers between the two
+copies        copies between the two, on streams of their own: a seam
 state_file    that file: chunks, checksums, who has it
 raw_file      what a file is to the operating system
 space         what is free in it
@@ -25,6 +28,7 @@ part          on a mesh of two dimensions: weights that are divided over all of 
 
 Imports `zerofx.runtime.ranks` and what is below it::
 
+    copies ◀── staging ◀─────┐
     ranks ◀── state_file ◀── home ◀── host_memory, weights ◀── gathered, gradients ◀── group ◀── parameter
                   └───── stows ◀───────────────────────────────────────────────────────────┘
 """

@@ -33,7 +33,8 @@ from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held
-from zerofx.runtime.state.home import Home, home_of
+from zerofx.runtime.state.home import Home, Place, home_of
+from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import Weights, weights_of
@@ -50,6 +51,8 @@ class Family:
         wire: what travels in codes.
         offload: what the user wants elsewhere.
         in_file: the names of the groups whose optimizer state is in `file`.
+        on_host: the names of those whose optimizer state is in the host's memory.
+        staging: between that and the device.
         stows: where activations go; None: they stay on the device.
         sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
@@ -74,6 +77,8 @@ class Family:
         self.stage = stage
         self.offload: Offload | None = offload
         self.in_file: set[str] = set()
+        self.on_host: set[str] = set()
+        self.staging: Staging | None = None
         self._file: Any = lambda: None
         self.stows: Stows | None = None
         self.wire: Wire | None = wire
@@ -99,6 +104,12 @@ class Family:
     @file.setter
     def file(self, file: StateFile) -> None:
         self._file = weakref.ref(file)
+
+    def place_of(self, group: str) -> Place:
+        """Where the optimizer's state of a group is to be."""
+        if group in self.on_host:
+            return self.staging
+        return self.file if group in self.in_file else None
 
     @property
     def on_disk(self) -> OnDisk | None:
@@ -177,7 +188,7 @@ class ShardGroup:
         self.device = device
         family.add(self)
         stage, precision = family.stage, family.precision
-        self.home: Home = home_of(stage, device, family.file if layout.name in family.in_file else None)
+        self.home: Home = home_of(stage, device, family.place_of(layout.name))
         dtype = precision.param_dtype or layout.dtype
         case = weights_of(stage, family.one_copy, sharing)
         wire = family.wire

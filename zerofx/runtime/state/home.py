@@ -30,9 +30,14 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from zerofx._torch import with_own_storage
+from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
 
 Kind = Literal["weights", "gradient", "moment"]
+
+Place = StateFile | Staging | None
+"""Where the option ``offload`` puts a group's moments: a file; the host's memory, with what lies between that and the
+device; or the device."""
 
 _HERE = contextlib.nullcontext()
 
@@ -45,18 +50,22 @@ class Home:
         away: whether state has to be brought to where it is computed with.
         moments_away: whether moments alone have to be.
         any_away: whether either is so of any home there is.
+        hosts: whether moments are in the host's memory, where an optimizer steps.
         file: where the option ``offload`` has put the group's moments, and what it `StateFile.holds` besides; None.
+        staging: the moments are in the host's memory, and gradients and weights pass through this to them; None.
     """
 
     streams: frozenset[Kind] = frozenset()
     away = False
     moments_away = False
+    hosts = False
     file: StateFile | None = None
+    staging: Staging | None = None
     any_away: ClassVar[bool] = False
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device, file: StateFile | None) -> bool:
-        """Whether groups of this stage, on this device, with this file, live here."""
+    def takes(cls, stage: int, device: torch.device, place: Place) -> bool:
+        """Whether groups of this stage, on this device, with their moments in this place, live here."""
         raise NotImplementedError
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -74,9 +83,10 @@ class Home:
         """
         raise NotImplementedError
 
-    def has(self, file: StateFile | None) -> None:
+    def has(self, place: Place) -> None:
         """It is made: what the option ``offload`` has for it."""
-        self.file = file
+        self.file = place if isinstance(place, StateFile) else None
+        self.staging = place if isinstance(place, Staging) else None
 
     def moves(self, kind: Kind) -> bool:
         """Whether weights, or gradients, are elsewhere at rest."""
@@ -116,7 +126,7 @@ class OnDevice(Home):
     """State is on the device at any time."""
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device, file: StateFile | None) -> bool:
+    def takes(cls, stage: int, device: torch.device, place: Place) -> bool:
         return True
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -133,10 +143,10 @@ HOMES: list[type[Home]] = [OnDevice]
 """Every case. The first that takes a group is taken."""
 
 
-def home_of(stage: int, device: torch.device, file: StateFile | None = None) -> Home:
-    """A home for one group. ``file``: where its moments are to be."""
-    home = next(home for home in HOMES if home.takes(stage, device, file))()
-    home.has(file)
+def home_of(stage: int, device: torch.device, place: Place = None) -> Home:
+    """A home for one group. ``place``: where its moments are to be."""
+    home = next(home for home in HOMES if home.takes(stage, device, place))()
+    home.has(place)
     Home.any_away |= home.away or home.moments_away
     return home
 

@@ -9,7 +9,7 @@ State is a tensor of the host's at any time. What is no graph, an optimizer or a
 lives. Where the host's memory is the device's (a machine without a GPU) a copy is a copy all the same: `Traffic` counts
 them, and says what the device holds.
 
-It takes CPUs alone: pinned memory, and a stream for copies, are not written yet.
+It takes CPUs alone. A GPU's graphs would bring and take by `zerofx.runtime.state.copies`, which is not written.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 import torch
 
 from zerofx._torch import storage_of, with_own_storage
-from zerofx.runtime.state.home import HOMES, Kind, OnDevice
+from zerofx.runtime.state.home import HOMES, Kind, OnDevice, Place
 from zerofx.runtime.state.state_file import Extent, StateFile
 from zerofx.runtime.state.transfers import transfers
 
@@ -38,14 +38,13 @@ class InFile(OnDevice):
         self._extents: list[Extent] = []  # of weights and gradients
 
     @classmethod
-    def takes(cls, stage: int, device: torch.device, file: StateFile | None) -> bool:
-        return stage > 0 and file is not None
+    def takes(cls, stage: int, device: torch.device, place: Place) -> bool:
+        return stage > 0 and isinstance(place, StateFile)
 
-    def has(self, file: StateFile | None) -> None:
-        assert file is not None
+    def has(self, place: Place) -> None:
+        super().has(place)
         kinds: tuple[Kind, ...] = ("weights", "gradient")
-        self.file = file
-        self.streams = frozenset(kind for kind in kinds if kind in file.holds)
+        self.streams = frozenset(kind for kind in kinds if kind in self._its.holds)
         self.away = bool(self.streams)
 
     def moves(self, kind: Kind) -> bool:

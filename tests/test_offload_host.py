@@ -1,0 +1,214 @@
+"""The optimizer's state in the host's memory: the numbers of a run on the device, bit for bit, through a few buffers.
+
+The CPU stands for the device (tests/seams/copies.py). tests/nccl/test_copies.py has the order of CUDA's streams.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+
+import zerofx
+from tests.seams.copies import AtOnce, staged
+from tests.test_offload import BF16, EACH_LAYER, OPTIMIZERS, Net, give, named, sharded, steps, whole
+from tests.workers import Workers
+from zerofx.compiler import checks
+from zerofx.kernels.split import join
+from zerofx.runtime.state.group import groups_of
+from zerofx.runtime.state.home import HOMES
+
+ON_HOST: dict[str, Any] = {
+    **{name: OPTIMIZERS[name] for name in ("zerofx", "decayed in part", "bf16 moments", "split")},
+    "8bit": lambda ps: zerofx.AdamW(ps, lr=0.1, moments="8bit", max_grad_norm=1.0),
+}
+
+
+def trained(offload: Any, options: dict[str, Any], optimizer: str, how: str, low: bool) -> tuple[list[Any], Any, Any]:
+    net = Net().bfloat16() if low else Net()
+    model = zerofx.compile(net, groups=EACH_LAYER, offload=offload, **options)
+    stepper = ON_HOST[optimizer](list(model.parameters()))
+    return [*steps(model, stepper, how, 3), *whole(model)], model, stepper
+
+
+def both_ways(options: dict[str, Any], optimizer: str, how: str, low: bool = False, offload: Any = "cpu") -> str:
+    """What is wrong with a run whose state is in the host's memory; "" if nothing is."""
+    wanted, _, plain = trained(None, options, optimizer, how, low)
+    with staged():
+        found, model, stepper = trained(offload, options, optimizer, how, low)
+    if not all(a.equal(b) for a, b in zip(found, wanted, strict=True)):
+        return "losses or weights differ"
+    for mine, theirs in zip(stepper.state.values(), plain.state.values(), strict=True):
+        if not all(_local(mine[name]).equal(_local(theirs[name])) for name in theirs):
+            return "state differs"
+    (staging,) = {group.home.staging for group in groups_of(model)} - {None}
+    assert staging is not None and staging.nbytes == 4 << 13
+    numel = sum(p._local.numel() for p in model.parameters() if p._group.home.hosts)  # type: ignore[attr-defined]
+    least = 3 * numel * next(model.parameters()).element_size()
+    if not staging.taken >= least or not staging.brought >= least:
+        return f"{staging.brought} bytes came and {staging.taken} went, of {least} or more"
+    gc.collect()
+    return "" if all(x.isfinite().all() for x in found) else "not finite"
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x._local if isinstance(x, zerofx.ShardedTensor) else x
+
+
+EAGER = {"executor": "eager"}
+CASES: dict[str, Any] = {
+    "3": ({"stage": 3, **EAGER}, "zerofx", ""),
+    "1": ({"stage": 1, **EAGER}, "decayed in part", "no_sync"),
+    "2 in backward": ({"stage": 2, **EAGER}, "decayed in part", "in backward"),
+    "2 mixed": ({"stage": 2, "mixed_precision": BF16, **EAGER}, "zerofx", "accumulation"),
+    "3 bf16 moments": ({"stage": 3, **EAGER}, "bf16 moments", ""),
+    "2 8bit": ({"stage": 2, **EAGER}, "8bit", ""),
+    "3 low": ({"stage": 3, **EAGER}, "zerofx", "", True),
+    "2 low split": ({"stage": 2, **EAGER}, "split", "", True),
+    "3 half": ({"stage": 3, **EAGER}, "zerofx", "", False, zerofx.Offload(optimizer="cpu", fraction=0.5)),
+    "3 inductor": ({"stage": 3, "executor": "inductor"}, "zerofx", ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_state_on_the_device_bit_for_bit(workers2: Workers, case: str) -> None:
+    assert workers2.run(both_ways, *CASES[case]) == ["", ""]
+
+
+def resumed(folder: str, saver: str) -> list[bool]:
+    """Two steps, a checkpoint, a third; and the third anew from the checkpoint, with state on the host and without."""
+    with staged():
+        model, step = sharded("cpu")
+        for seed in range(2):
+            give(model, step, seed)
+        if saver == "zerofx":
+            zerofx.save(folder, model, step)
+        else:
+            checkpoint.save(
+                {"model": dict(model.named_parameters()), "optim": named(model, step)}, checkpoint_id=folder
+            )
+        give(model, step, 2)
+        found = []
+        for offload in ("cpu", None):
+            again, its = sharded(offload)
+            give(again, its, 7)  # numbers that the checkpoint's must replace
+            if saver == "zerofx":
+                zerofx.load(folder, again, its)
+            else:
+                checkpoint.load(
+                    {"model": dict(again.named_parameters()), "optim": named(again, its)}, checkpoint_id=folder
+                )
+                for p in again.parameters():
+                    its.state[p]["step"].fill_(2)
+                its.load_state_dict(its.state_dict())
+            give(again, its, 2)
+            found.append(all(a.equal(b) for a, b in zip(whole(again), whole(model), strict=True)))
+        moment = step.state[next(model.parameters())]["exp_avg"]
+        return [*found, moment.full_tensor().norm().allclose(moment.norm())]
+
+
+@pytest.mark.parametrize("saver", ["zerofx", "torch"])
+def test_a_run_goes_on_from_a_checkpoint(workers2: Workers, tmp_path: Path, saver: str) -> None:
+    assert workers2.run(resumed, str(tmp_path / "saved"), saver) == [[True] * 3] * 2
+
+
+def masters(folder: str) -> bool:
+    """A float32 model takes up what a bfloat16 one, with half of its masters' bits on the host, has saved."""
+    with staged():
+        model, step = sharded("cpu", "split", Net().bfloat16())
+        give(model, step, 0)
+        zerofx.save(folder, model, step)
+        again, its = sharded("cpu", "zerofx")
+        zerofx.load(folder, again, its)
+        return all(
+            a.full_tensor().equal(join(b.full_tensor(), step.state[b]["remainder"].full_tensor()))  # type: ignore[operator]
+            for a, b in zip(again.parameters(), model.parameters(), strict=True)
+        )
+
+
+def test_a_master_in_two_halves_on_device_and_host_is_loaded_into_one(workers2: Workers, tmp_path: Path) -> None:
+    assert workers2.run(masters, str(tmp_path / "saved")) == [True, True]
+
+
+def test_what_a_rank_holds_is_counted_on_the_host_and_pinned(fake_world: Any) -> None:
+    fake_world(2)
+    with staged():
+        model, step = sharded("cpu")
+        give(model, step, 0)
+        summary = zerofx.memory_summary(model, step)
+    numel = sum(p._local.numel() for p in model.parameters())
+    assert 8 * numel <= summary.on_host < 8.1 * numel
+    assert summary.pinned == 4 << 13 and summary.nbytes["optimizer state"] < 1000  # counters of steps
+    assert "on the host" in str(summary) and "pinned" in str(summary) and summary.total < 9 * numel
+
+
+def test_a_printed_graph_says_what_is_on_the_host(fake_world: Any) -> None:
+    fake_world(2)
+    with staged():
+        half = zerofx.Offload(optimizer="cpu", groups=["front", "head"])
+        model = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, executor="eager", offload=half)
+    model(torch.ones(2, 91))
+    (record,) = zerofx.graphs(model)
+    assert "  on host  optimizer state of 2 groups" in str(record.forward).splitlines()
+
+
+def test_a_plan_has_moments_on_the_host_and_what_a_step_copies(fake_world: Any) -> None:
+    plain, there = (zerofx.plan(Net(), world_size=2, offload=offload) for offload in (None, "cpu"))
+    for one, other in zip(plain.stages, there.stages, strict=True):
+        assert other.files is not None and other.passing == 0
+        moved = float(one.memory.moments) if one.stage else 0.0
+        assert float(other.files.at_rest) == moved == float(one.memory.total) - float(other.memory.total)
+        assert float(other.files.per_step) == 1.5 * moved  # a gradient, a weight out and a weight back, for two moments
+    assert "on the host" in str(there) and "to and from it" in str(there) and "on disk" not in str(there)
+    with pytest.raises(ValueError, match="says nothing without a folder in offload="):
+        zerofx.plan(Net(), world_size=2, offload="cpu", disk_bandwidth=1e9, bandwidth=1e9)
+    low = zerofx.plan(Net().bfloat16(), world_size=2, offload="cpu", stages=[3]).stages[0]
+    assert low.files is not None and float(low.files.at_rest) == 3 * float(low.files.per_step)  # 12 bytes, and 2 + 2
+
+
+def test_an_optimizer_that_would_compute_on_the_device_is_refused(fake_world: Any) -> None:
+    fake_world(2)
+    with staged():
+        model, step = sharded("cpu", "torch AdamW")
+        said = "AdamW over group 'front', whose optimizer state is in the host's memory"
+        with pytest.raises(TypeError, match=said):
+            give(model, step, 0)
+        with pytest.raises(TypeError, match=said), zerofx.step_in_backward(step):
+            pass
+
+
+def test_what_is_not_built_on_a_gpu_is_refused_by_name() -> None:
+    cuda = torch.device("cuda")
+    layouts = [layout for layout, _ in checks.plan_groups(Net(), 2, EACH_LAYER)]
+    checks.check_offload(zerofx.Offload(optimizer="cpu", fraction=0.5), layouts, cuda)
+    for offload in (
+        zerofx.Offload(optimizer="/tmp/x"),
+        zerofx.Offload(activations="cpu"),
+        zerofx.Offload(optimizer="cpu", activations="cpu"),
+    ):
+        with pytest.raises(ValueError, match="are built for the CPU alone so far"):
+            checks.check_offload(offload, layouts, cuda)
+
+
+def test_without_its_home_the_option_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "HOMES", [home for home in HOMES if not home.hosts])
+    layouts = [layout for layout, _ in checks.plan_groups(Net(), 2, EACH_LAYER)]
+    with pytest.raises(ValueError, match=r"no such home \(state/on_host.py\)"):
+        checks.check_offload(zerofx.Offload(optimizer="cpu"), layouts, torch.device("cuda"))
+
+
+class Full(AtOnce):
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def test_a_host_that_can_pin_nothing_is_an_error_and_nothing_has_changed(fake_world: Any) -> None:
+    fake_world(2)
+    net = Net()
+    with staged(Full), pytest.raises(RuntimeError, match="offload= on rank 0: CUDA error: out of memory"):
+        zerofx.shard(net, groups=EACH_LAYER, offload="cpu")
+    assert all(type(p) is torch.nn.Parameter for p in net.parameters())

@@ -1,0 +1,135 @@
+"""Copies between a device and the host's memory, on two streams of their own: one for each direction.
+
+::
+
+    computing    gradients ●─────────────────────────────────────────● next reader of the weights
+                           │ begin                               end │
+    out                    └─ c0 ── c1 ── c2 ── ...                  │
+    host                         c0    c1    c2     arithmetic       │
+    back                            c0    c1    c2 ── ... ───────────┘
+
+``begin``: what is copied out was written by the computing stream before. The host waits for a `Mark` before it reads
+what came out. ``end``: the computing stream goes on behind all copies, in either direction. docs/cuda.md has why this
+is enough, and what breaks without each of them.
+
+The computing stream is the one that is current. Another device is a class in a file of its own, and a line in `COPIES`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in the order of a stream."""
+
+    def synchronize(self) -> None:
+        """The host waits until all is done that the stream was given before."""
+
+
+class Copies:
+    """Of one device. A case overrides all of these."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    def takes(cls, device: torch.device) -> bool:
+        """Whether this device's memory is another than the host's, and copies to it are so."""
+        raise NotImplementedError
+
+    @property
+    def captured(self) -> bool:
+        """Whether what is put on the device now is noted, to be done later, instead of done."""
+        raise NotImplementedError
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Bytes of the host that a copy may read and write while the host goes on. What is in them is anything."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """What is copied out from now on is what the computing stream has written until now."""
+        raise NotImplementedError
+
+    def out(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy ``source``, on the device, ``into`` pinned memory. Both are 1-D, without gaps, of one dtype."""
+        raise NotImplementedError
+
+    def mark_out(self) -> Mark:
+        """Behind all that has started to go out."""
+        raise NotImplementedError
+
+    def out_behind(self, mark: Mark) -> None:
+        """What is copied out from now on is copied behind ``mark``, of what goes back."""
+        raise NotImplementedError
+
+    def back(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy ``source``, in pinned memory, ``into`` memory of the device. Both as for `out`."""
+        raise NotImplementedError
+
+    def mark_back(self) -> Mark:
+        """Behind all that has started to go back."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """What the computing stream is given from now on comes behind all copies."""
+        raise NotImplementedError
+
+
+class CudaCopies(Copies):
+    """Between a GPU and pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._out = torch.cuda.Stream(device)
+        self._back = torch.cuda.Stream(device)
+
+    @classmethod
+    def takes(cls, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    @property
+    def captured(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def begin(self) -> None:
+        self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
+
+    def out(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._out):
+            into.copy_(source, non_blocking=True)
+
+    def mark_out(self) -> Mark:
+        return self._out.record_event()
+
+    def out_behind(self, mark: Mark) -> None:
+        self._out.wait_event(mark)  # type: ignore[arg-type]  # it is an event
+
+    def back(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._back):
+            into.copy_(source, non_blocking=True)
+
+    def mark_back(self) -> Mark:
+        return self._back.record_event()
+
+    def end(self) -> None:
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(self._out.record_event())
+        computing.wait_event(self._back.record_event())
+
+
+COPIES: list[type[Copies]] = [CudaCopies]
+"""Every case. The first that takes a device is taken."""
+
+
+def copies_of(device: torch.device) -> Copies | None:
+    """How ``device`` and the host copy from each other; None: they have one memory, as a CPU has."""
+    for case in COPIES:
+        if case.takes(device):
+            return case(device)
+    return None
