@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from tests.kernels.test_optimizer import assert_same, groups, nets, on_device, set_gradients
+from tests.kernels.test_optimizer import assert_same, groups, nets, set_gradients, six_steps
 from tests.seams.copies import staged
 
 HALF = zerofx.Offload(optimizer="cpu", groups=["2"])
@@ -46,21 +46,9 @@ def on_host(optimizer: zerofx.AdamW) -> list[bool]:
 def test_updates_are_torchs_where_the_state_is(device: str, offload: Any, clip: float | None) -> None:
     with alone(device):
         net, other = sharded(device, offload)
-        mine, theirs = zerofx.AdamW(groups(net), max_grad_norm=clip), torch.optim.AdamW(groups(other))
-        for step in range(6):
-            set_gradients(net, other, step)
-            if clip is not None:
-                expected = clip_grad_norm_(other.parameters(), clip)
-            mine.step()
-            theirs.step()
-            if clip is not None:
-                assert mine.grad_norm is not None and mine.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert on_device(mine)
+        mine, theirs = six_steps(net, other, clip)
         assert sorted(on_host(mine)) == ([True] * 6 if offload == "cpu" else [False] * 4 + [True] * 2)
         assert all(s["exp_avg"].to_local().device.type == "cpu" for p, s in mine.state.items() if p._group.home.hosts)
-        assert_same(net, other)
-        steps = [float(mine.state[p]["step"]) for p in net.parameters()]
-        assert steps == [float(theirs.state[p]["step"]) for p in other.parameters()] == [6, 6, 6, 6, 3, 3]
         again = zerofx.AdamW(groups(net), max_grad_norm=clip)
         again.load_state_dict(mine.state_dict())
         for optimizer in (again, theirs):
