@@ -142,17 +142,17 @@ class Known:
 
     def pack(self, node: Node) -> Pack:
         """``node`` as gradients and zeros, end to end."""
-        parts, end = [], 0
-        together = node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs
+        parts, end, packed = [], 0, Op.of(node)
+        together = packed.target is _aten.cat.default and len(packed.args) == 1 and not packed.kwargs
         dtypes: set[torch.dtype] = set()
-        x: Any
-        for x in node.args[0] if together else [node]:  # type: ignore[union-attr]
-            if is_reshape(x) and x.args[1] == [-1]:
-                value = x.args[0].meta["val"]
-                parts.append(Part(end, value.numel(), x.args[0]))
+        for x in packed.args[0] if together else [node]:
+            op = Op.of(x)
+            if is_reshape(x) and op.args[1] == [-1]:
+                value = op.args[0].meta["val"]
+                parts.append(Part(end, value.numel(), op.args[0]))
                 end, dtype = end + value.numel(), value.dtype
-            elif x.target is _aten.full.default and x.args[1] == 0 and len(x.args[0]) == 1:
-                end, dtype = end + x.args[0][0], x.kwargs["dtype"]
+            elif op.target is _aten.full.default and op.args[1] == 0 and len(op.args[0]) == 1:
+                end, dtype = end + op.args[0][0], op.kwargs["dtype"]
             else:
                 self.fail("reduction", x, "it is neither a gradient nor zeros", "gradients, with zeros between")
             dtypes.add(dtype)
@@ -200,7 +200,7 @@ class Known:
 
 def is_reshape(node: Node) -> bool:
     """Whether the node looks at a tensor another way, or copies it."""
-    return node.target is _aten.reshape.default
+    return Op.of(node).target is _aten.reshape.default
 
 
 READERS: dict[type, Callable[[Known, Op, Any], None]] = {}

@@ -149,8 +149,9 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
         for place in {tried % len(places)} if most < len(names) else {0, len(places) // 2, len(places) - 1}:
             found = verdict(mutant, graphs[name], place)
             # A graph that updates its groups hands gradients to updates, not to its caller: those are looked at first.
-            right = (f"{mutant.rule}: ", "step: ") if graphs[name][1].steps else (f"{mutant.rule}: ",)
-            if not found.startswith(right):
+            # What reads codes, and is no reader of codes, is found by their rule, whenever it reads.
+            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + ["wire"] * ("codes" in name)
+            if not found.startswith(tuple(f"{rule}: " for rule in right)):
                 wrong.append(f"{mutant.name} {place} in {name}: {found}")
         tried += 1
         if tried == most:
