@@ -273,6 +273,7 @@ def _join(world_size: int, name: str) -> None:
     """Leave the process group, if in one, and join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     os.environ["WORLD_SIZE"] = str(world_size)
     server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
@@ -282,6 +283,14 @@ def _join(world_size: int, name: str) -> None:
         world_size=world_size,
         timeout=datetime.timedelta(minutes=30),  # the parent keeps the time
     )
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what an operator makes of a mesh: later, an equal one would get the groups that are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _answer(call: bytes) -> bytes:
