@@ -12,6 +12,8 @@ schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
 pool          where large buffers on a CPU come from
+colour        addresses for buffers of which it is known when each lives
+place_in_code the same of code that was generated for a graph
 alike         which values all ranks of a process group have alike
 travel        how a buffer travels between ranks: a seam
 coded         buffers in codes: operators, and a gather outside of graphs
@@ -48,6 +50,7 @@ from zerofx.passes.narrow import narrow
 from zerofx.passes.near import near
 from zerofx.passes.own import Pass as OwnPass
 from zerofx.passes.own import join
+from zerofx.passes.place import place
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.put import put
@@ -85,6 +88,7 @@ PIPELINE: list[Pass] = [
     stow,
     compress,
     lower,
+    place,
     verify,
 ]
 """The passes of stages 1, 2 and 3, in order. Corners insert theirs (`zerofx.passes.lookups`)."""
@@ -97,6 +101,7 @@ REPLICATED: tuple[Pass, ...] = (
     save_parts,
     stow,
     lower,
+    place,
     verify,
 )
 """The passes of stage 0."""
@@ -144,6 +149,7 @@ __all__ = [
     "narrow",
     "near",
     "pipeline",
+    "place",
     "prefetch",
     "put",
     "reduce",

@@ -39,13 +39,16 @@ import torch.distributed as dist
 from zerofx._torch import PythonWork, resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import ALIGNMENT, Code
+from zerofx.passes.pool import new_buffer
 from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
+_library.define(
+    "encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='', *, int room=-1) -> Tensor"
+)
 _library.define(
     "decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group='',"
-    " str within='') -> Tensor"
+    " str within='', *, int room=-1) -> Tensor"
 )
 _library.define(
     "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group, str within='')"
@@ -105,11 +108,18 @@ def first_row(process_group: str, within: str) -> int:
 
 @torch.no_grad()
 def _encode(
-    flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, within: str = ""
+    flat: torch.Tensor,
+    rows: int,
+    code: str,
+    whole: Sequence[int],
+    process_group: str,
+    within: str = "",
+    room: int = -1,
 ) -> torch.Tensor:
     parts, how = flat.detach().view(rows, -1), Code.of(code)
     numel = parts.shape[1]
-    out = flat.new_empty(rows, row_nbytes(numel, code, whole, flat.dtype.itemsize), dtype=torch.uint8)
+    nbytes = row_nbytes(numel, code, whole, flat.dtype.itemsize)
+    out = new_buffer(flat, rows * nbytes, room, torch.uint8).view(rows, nbytes)
     rank, first = resolve_process_group(process_group).rank(), first_row(process_group, within)
     if rows == 1:
         wire.encode(parts, how, out)
@@ -133,8 +143,9 @@ def _decode(
     dtype: torch.dtype,
     process_group: str = "",
     within: str = "",
+    room: int = -1,
 ) -> torch.Tensor:
-    out = arrived.new_empty(rows * numel, dtype=dtype)
+    out = new_buffer(arrived, rows * numel, room, dtype)
     decode_into(out, arrived, rows, Code.of(code), whole, first_row(process_group, within))
     return out
 
@@ -203,7 +214,13 @@ def _add_row(
 
 
 def encoded(
-    flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, within: str = ""
+    flat: torch.Tensor,
+    rows: int,
+    code: str,
+    whole: Sequence[int],
+    process_group: str,
+    within: str = "",
+    room: int = -1,
 ) -> torch.Tensor:
     """The shape of `zerofx.encode`'s result."""
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
@@ -211,7 +228,14 @@ def encoded(
 
 
 def _decoded(
-    arrived: torch.Tensor, rows: int, numel: int, code: str, whole: Sequence[int], dtype: torch.dtype, *over: str
+    arrived: torch.Tensor,
+    rows: int,
+    numel: int,
+    code: str,
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    *over: str,
+    room: int = -1,
 ) -> torch.Tensor:
     return arrived.new_empty(rows * numel, dtype=dtype)
 

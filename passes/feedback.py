@@ -24,10 +24,12 @@ from zerofx._torch import resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import Code
 from zerofx.passes.coded import as_they_are, encoded, first_row, others_rows, row_nbytes
+from zerofx.passes.pool import new_buffer
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define(
-    "encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within='') -> Tensor"
+    "encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within='', *,"
+    " int room=-1) -> Tensor"
 )
 
 
@@ -53,7 +55,14 @@ def feeding(keeper: Keeper) -> Iterator[None]:
 
 @torch.no_grad()
 def _encode_rest(
-    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str, within: str = ""
+    pack: torch.Tensor,
+    rows: int,
+    code: str,
+    whole: Sequence[int],
+    process_group: str,
+    group: str,
+    within: str = "",
+    room: int = -1,
 ) -> torch.Tensor:
     keeper: Keeper | None = getattr(_here, "keeper", None)
     if keeper is None:
@@ -64,7 +73,8 @@ def _encode_rest(
     parts, how, rank = pack.detach().view(rows, -1), Code.of(code), resolve_process_group(process_group).rank()
     numel, alone, first = parts.shape[1], rows == 1, first_row(process_group, within)
     rest = keeper.rest(group, 1 if alone else rows - 1, numel)
-    out = pack.new_empty(rows, row_nbytes(numel, code, whole, pack.dtype.itemsize), dtype=torch.uint8)
+    nbytes = row_nbytes(numel, code, whole, pack.dtype.itemsize)
+    out = new_buffer(pack, rows * nbytes, room, torch.uint8).view(rows, nbytes)
     for others in [slice(0, 1)] if alone else others_rows(rank, rows):
         before = int(others.start > rank)  # this rank's own row, which has no rest
         mine = rest[others.start - before : others.stop - before]
@@ -80,7 +90,14 @@ def _encode_rest(
 
 
 def _encoded_rest(
-    pack: torch.Tensor, rows: int, code: str, whole: Sequence[int], process_group: str, group: str, within: str = ""
+    pack: torch.Tensor,
+    rows: int,
+    code: str,
+    whole: Sequence[int],
+    process_group: str,
+    group: str,
+    within: str = "",
+    room: int = -1,
 ) -> torch.Tensor:
     return encoded(pack, rows, code, whole, process_group)
 

@@ -106,6 +106,7 @@ class Recipe:
             same, with error feedback).
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
+        pool: what graphs make for collectives lies in frames.
         buckets: of stage 0.
         optimizer: "sgd" (with momentum), "adamw", "before" (adamw, made before the model is sharded).
         inside: the last backward of a step does the step (`zerofx.step_in_backward`); not where gradients are clipped.
@@ -130,6 +131,7 @@ class Recipe:
     wire: str = "none"
     budget: str = "none"
     precision: str = "full"
+    pool: bool = False
     buckets: str = "group"
     optimizer: str = "sgd"
     inside: bool = False

@@ -68,6 +68,7 @@ def recipes(
         output=draw(st.sampled_from(["loss", "tuple", "dict"])),
         thaw=draw(st.sampled_from(THAWS)),
         zero=draw(st.booleans()),
+        pool=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
     return replace(recipe, layers=allowed(recipe.layers, without(recipe)))

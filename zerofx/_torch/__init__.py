@@ -92,6 +92,7 @@ from zerofx._torch.inductor import (
     compile_with_inductor,
     generate_code,
     inductor_config,
+    inner_call,
     pin_order,
     pinned,
     source_code,

@@ -291,14 +291,22 @@ def pinned(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Node
 
     Arguments are nodes of ``node``'s own graph (2.11, 2.13, 2.15).
     """
-    if getattr(node.target, "_name", "") != "control_deps":
+    if (call := inner_call(node)) is node:
         return None
-    after, subgraph, *args = node.args
-    inner = getattr(node.graph.owning_module, subgraph.target).graph  # type: ignore[union-attr, arg-type]
-    outer = dict(zip(inner.find_nodes(op="placeholder"), args))
-    (call,) = (n for n in inner.nodes if n.op == "call_function")
+    after, _, *args = node.args
+    outer = dict(zip(call.graph.find_nodes(op="placeholder"), args))
     target_args, kwargs = pytree.tree_map_only(Node, outer.__getitem__, (call.args, call.kwargs))
     return call.target, target_args, kwargs, tuple(after)  # type: ignore[arg-type]
+
+
+def inner_call(node: Node) -> Node:
+    """The call that `pin_order` hid in ``node``, in a graph of its own; ``node`` where it has hidden none."""
+    if getattr(node.target, "_name", "") != "control_deps":
+        return node
+    subgraph: Any = node.args[1]
+    inner = getattr(node.graph.owning_module, subgraph.target).graph
+    (call,) = (n for n in inner.nodes if n.op == "call_function")
+    return call
 
 
 def boxed(gm: GraphModule) -> Callable:

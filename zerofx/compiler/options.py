@@ -92,8 +92,8 @@ class Options:
         offload: stages 1 to 3, a folder for the optimizer's state, or a `zerofx.Offload` (docs/offload.md). In stage 0
             too, of activations alone. None: all is on the device.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
-        pool: on a CPU, large buffers come from one arena and go back to it. No step but the first allocates any. See
-            `zerofx.passes.pool`.
+        pool: on a CPU, what a graph makes for its collectives lies in one frame, and other large buffers come from an
+            arena. No step but the first allocates any. See `zerofx.passes.pool`.
         timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
             long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
         progress: whether rank 0 says what is compiled, how far it is and how long it took. None: as ``ZEROFX_PROGRESS``

@@ -355,7 +355,7 @@ class CompiledGraph:
             progress.at("reading the code")
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
-            compiled = pooled(compiled) if self.options.pool else compiled
+            compiled = pooled(compiled, ctx.frame) if self.options.pool else compiled
             compiled = self._watched_beside(compiled, gm, ctx)
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
             if ctx.second_group:
@@ -436,6 +436,7 @@ class CompiledGraph:
             "activations": self.activations,
             "division": self.division,
             "own": self.options.passes,
+            "pool": self.options.pool,
         }
 
     def _stows(self) -> Stows | None:

@@ -1,4 +1,4 @@
-"""A compiled graph that takes its large buffers from the pool: `zerofx.passes.pool`."""
+"""A compiled graph that takes its frame, and other large buffers, from the pool: `zerofx.passes.pool`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from zerofx import _torch
-from zerofx.passes.pool import drawing, empty_strided
+from zerofx.passes.pool import Frame, drawing, empty_strided
 
 
-def pooled(compiled: Callable) -> Callable:
-    """The boxed function ``compiled``; if Inductor wrote it, what it allocates comes from the pool too."""
+def pooled(compiled: Callable, frame: Frame | None) -> Callable:
+    """The boxed function ``compiled``, with its ``frame``; if Inductor wrote it, its lines draw on the pool, too."""
     _torch.allocate_with(compiled, empty_strided)
 
     def run(args: list[Any]) -> Any:
-        with drawing():
+        with drawing(frame):
             return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

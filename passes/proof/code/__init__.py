@@ -17,6 +17,8 @@ order        collectives start in the order of the graph, each with what the gra
 copy         no weight is copied that a matrix product reads, but where the graph says so
 step         a group is updated as often as in the graph, which is once; by its gradient; after its weights' readers
 reread       backward reads no input that forward has written to since
+place        nothing touches a buffer of the frame once another has its addresses; nothing takes those of what a
+             collective is at; no such buffer leaves
 read         the code takes the graph's inputs; a line names what is there; no statement of an unknown kind names
              what a collective brings or sends
 ===========  ============================================================================================
@@ -26,9 +28,11 @@ file         what is in it
 ===========  ==============================================================
 kernel.py    a kernel's text: what it reads, writes and copies
 line.py      one line: what it does to memory
+text.py      an expression: names, numbers, sizes
 wrapper.py   the wrapper, walked line by line
 promise.py   what the graph asks for
-rules.py     the table above
+rules.py     the table above, but for
+places.py    the rule of places
 ===========  ==============================================================
 """
 

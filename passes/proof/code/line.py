@@ -41,6 +41,7 @@ class Line:
         strange: whether not even its kind of statement is.
         values: what is returned.
         kernel: which.
+        room: the number of the one that its result has in the graph's frame; -1: of none.
         stream: that it runs on, as text; "" for the one that is current when ``call`` is.
     """
 
@@ -56,6 +57,7 @@ class Line:
     values: list[frozenset[Memory]] = field(default_factory=list)
     kernel: Kernel | None = None
     stream: str = ""
+    room: int = -1
 
     @property
     def reads(self) -> frozenset[Memory]:

@@ -25,8 +25,6 @@ and loops each body is read once, one after the other, and no ``del`` in them co
 from __future__ import annotations
 
 import ast
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -38,6 +36,7 @@ from zerofx.passes import edit
 from zerofx.passes.own import COLLECTIVES
 from zerofx.passes.proof.code.kernel import Argument, Kernel, read_kernel
 from zerofx.passes.proof.code.line import NOTHING, Kind, Line, Memory, Passed, Value, flat
+from zerofx.passes.proof.code.text import allocated_bytes, asserted, dotted, is_own, names_in, product_of
 from zerofx.passes.travel import GATHERS, SCATTERS
 
 
@@ -71,7 +70,7 @@ class Wrapper:
                 case ast.FunctionDef(name=name):
                     self.functions[name] = statement
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute() as value):
-                    self.modules[name] = _dotted(value)
+                    self.modules[name] = dotted(value)
 
 
 class Walk:
@@ -82,6 +81,8 @@ class Walk:
         holders: of each memory, by how many names it is held.
         results: the memories that calls made.
         released: of each memory that has no name left, the line at which it lost the last one.
+        allocated: of each memory that a line allocates by itself, and whose size it says: that line, and the bytes.
+        loops: whether what comes now is in a branch or a loop.
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -90,6 +91,7 @@ class Walk:
         self.holders: Counter[Memory] = Counter()
         self.results: set[Memory] = set()
         self.released: dict[Memory, int] = {}
+        self.allocated: dict[Memory, tuple[int, int]] = {}
         self.numel: dict[str, int] = {}
         self.inputs: list[Memory] = []
         self._gone: dict[str, Value] = {}
@@ -107,6 +109,10 @@ class Walk:
         assert call is not None
         yield from self._function(call, None)
 
+    @property
+    def loops(self) -> bool:
+        return self._loose > 0
+
     def names_of(self, memory: Memory) -> list[str]:
         """The names by which a memory is held."""
         return [name for name, value in self.names.items() if memory in flat(value)]
@@ -117,7 +123,7 @@ class Walk:
         outer, gone, later = self.names, self._gone, self._own
         self._depth += 1
         self.names, self._gone = {}, {}
-        self._own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and _is_own(n)}
+        self._own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and is_own(n)}
         parameter = function.args.args[-1].arg if function.args.args else "args"
         if given is not None:
             self._bind(parameter, given)
@@ -183,7 +189,7 @@ class Walk:
         match target:
             case ast.Name(id=name):
                 self._bind(name, result)
-                if isinstance(value, ast.Call) and _dotted(value.func) == "get_raw_stream":
+                if isinstance(value, ast.Call) and dotted(value.func) == "get_raw_stream":
                     self._streams.add(name)
                 if (numel := self._numel(value)) is not None:
                     self.numel[name] = numel
@@ -254,7 +260,7 @@ class Walk:
                 self._value = found
 
     def _call(self, call: ast.Call) -> Iterator[Line]:
-        name = _dotted(call.func)
+        name = dotted(call.func)
         first, _, rest = name.partition(".")
         name = f"{self.wrapper.modules[first]}.{rest}" if rest and first in self.wrapper.modules else name
         of: Value = NOTHING
@@ -283,13 +289,15 @@ class Walk:
         """A call that is no function of the module: a kernel, an operator, a method, or something unknown."""
         everything = NOTHING.union(flat(of), *map(flat, given), *map(flat, named.values()))
         last = name.rpartition(".")[2]
-        for of_name, numel in _asserted(last, call.args):
+        for of_name, numel in asserted(last, call.args):
             if of_name in self.names:
                 self.numel[of_name] = numel
         if name in _VIEWS or (name.startswith(".") and last in _VIEW_METHODS):
             self._value = everything if name.startswith(".") or not given else flat(given[0])
         elif last.startswith(("assert_", "empty_strided")) or (name.startswith(".") and last in _OF_SHAPES):
             self._value = NOTHING if last.startswith("assert_") or name.startswith(".") else self._made()
+            if (nbytes := allocated_bytes(last, call.args)) is not None:
+                self.allocated |= dict.fromkeys(self._value, (self._number, nbytes))
         elif not everything and not name.startswith("torch.ops."):
             self._value = self._made()
         elif (kernel := self.wrapper.kernels.get(name.removesuffix(".run"))) is not None:
@@ -314,7 +322,7 @@ class Walk:
         known = list(arguments)
         known += [Argument("?", True, True, sure=False)] * (len(given) - len(known))
         return [
-            Passed(flat(value), argument.reads, argument.writes, self._numel(node), _names(node))
+            Passed(flat(value), argument.reads, argument.writes, self._numel(node), names_in(node))
             for argument, value, node in zip(known, given, call.args)
         ]
 
@@ -325,17 +333,17 @@ class Walk:
         return "" if known else ast.unparse(streams[0])
 
     def _extern(self, name: str, call: ast.Call, of: Value, given: list[Value], named: dict[str, Value]) -> Line:
-        passed = [Passed(flat(v), numel=self._numel(n), names=_names(n)) for v, n in zip(given, call.args)]
+        passed = [Passed(flat(v), numel=self._numel(n), names=names_in(n)) for v, n in zip(given, call.args)]
         nodes = {k.arg: k.value for k in call.keywords}
         for key, value in named.items():
             node = nodes.get(key)
             out = key == "out"
-            passed.append(Passed(flat(value), not out, out, self._numel(node), _names(node)))
+            passed.append(Passed(flat(value), not out, out, self._numel(node), names_in(node)))
         if name.startswith("."):
             assert isinstance(call.func, ast.Attribute)
             target = call.func.value
             writes = name == ".copy_"
-            passed.insert(0, Passed(flat(of), not writes, writes, self._numel(target), _names(target)))
+            passed.insert(0, Passed(flat(of), not writes, writes, self._numel(target), names_in(target)))
         line = self._line("call", name, passed)
         if "out" in named:
             self._value = flat(named["out"])
@@ -358,11 +366,12 @@ class Walk:
             found = [a for s in schemas for i, a in enumerate(s.arguments) if key in (i, a.name)]
             writes = not schemas or any(a.alias_info is not None and a.alias_info.is_write for a in found)
             memories = flat(value)
-            passed.append(Passed(memories, True, writes, self._numel(nodes[key]), _names(nodes[key])))
+            passed.append(Passed(memories, True, writes, self._numel(nodes[key]), names_in(nodes[key])))
             if not schemas or any(a.alias_info is not None for a in found):
                 views |= memories
         texts = [n.value for n in nodes.values() if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         line = self._line(_kind(name), name, passed, group=texts[-1] if texts else "", sure=bool(schemas))
+        line.room = next((n.value for n in [nodes.get("room")] if isinstance(n, ast.Constant)), -1)  # type: ignore[assignment]
         of_views = any(r.alias_info is not None for s in schemas for r in s.returns)
         if line.kind == "wait" or name.rpartition(".")[0] in _UNDECLARED_VIEWS:
             self._value = NOTHING.union(*(p.memories for p in passed))
@@ -411,9 +420,9 @@ class Walk:
             case ast.Name(id=name):
                 return self.numel.get(name)
             case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[_, sizes, *_]):
-                return _product(sizes)
+                return product_of(sizes)
             case ast.Call(func=ast.Name(id=name), args=[sizes, *_]) if name.startswith("empty_strided"):
-                return _product(sizes)
+                return product_of(sizes)
         return None
 
     def _partition(self, function: ast.expr) -> ast.FunctionDef | None:
@@ -428,42 +437,6 @@ class Walk:
 
     def _lost(self, name: str) -> Line:
         return self._line("lost", name, [Passed(flat(self._gone.get(name, NOTHING)))])
-
-
-def _is_own(name: ast.Name) -> bool:
-    """Whether a name belongs to the function: it is bound or deleted there, or is called as Inductor calls memory."""
-    return not isinstance(name.ctx, ast.Load) or re.fullmatch(r"buf\d+", name.id) is not None
-
-
-def _names(node: ast.expr | None) -> frozenset[str]:
-    return frozenset() if node is None else frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
-
-
-def _product(sizes: ast.expr) -> int | None:
-    elements = sizes.elts if isinstance(sizes, (ast.Tuple, ast.List)) else [None]
-    numbers = [e.value for e in elements if isinstance(e, ast.Constant) and isinstance(e.value, int)]
-    return math.prod(numbers) if len(numbers) == len(elements) else None
-
-
-def _asserted(name: str, args: list[ast.expr]) -> Iterator[tuple[str, int]]:
-    """Names, and how many elements each has, by an assertion of one tensor's sizes or of several tensors'."""
-    if name not in ("assert_size_stride", "assert_tensor_metadata", "assert_size_stride_grouped") or len(args) < 2:
-        return
-    tensors, sizes = [args[0]], [args[1]]
-    if isinstance(args[0], ast.Tuple) and isinstance(args[1], ast.Tuple):
-        tensors, sizes = args[0].elts, args[1].elts
-    for tensor, size in zip(tensors, sizes):
-        if isinstance(tensor, ast.Name) and (numel := _product(size)) is not None:
-            yield tensor.id, numel
-
-
-def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` as text; empty where it begins with something else than a name."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 def _schemas(name: str) -> list[Any]:

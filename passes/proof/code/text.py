@@ -1,0 +1,64 @@
+"""What an expression of a wrapper says: names, numbers, sizes."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+
+
+def is_own(name: ast.Name) -> bool:
+    """Whether a name belongs to the function: it is bound or deleted there, or is called as Inductor calls memory."""
+    return not isinstance(name.ctx, ast.Load) or re.fullmatch(r"buf\d+", name.id) is not None
+
+
+def names_in(node: ast.expr | None) -> frozenset[str]:
+    return frozenset() if node is None else frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def product_of(sizes: ast.expr) -> int | None:
+    elements = sizes.elts if isinstance(sizes, (ast.Tuple, ast.List)) else [None]
+    numbers = [e.value for e in elements if isinstance(e, ast.Constant) and isinstance(e.value, int)]
+    return math.prod(numbers) if len(numbers) == len(elements) else None
+
+
+def numbers_in(elements: ast.expr) -> list[int] | None:
+    """A tuple of numbers; None where one of them is not."""
+    if not isinstance(elements, ast.Tuple):
+        return None
+    found = [e.value for e in elements.elts if isinstance(e, ast.Constant) and isinstance(e.value, int)]
+    return found if len(found) == len(elements.elts) else None
+
+
+def allocated_bytes(name: str, args: list[ast.expr]) -> int | None:
+    """The bytes that ``empty_strided_cpu(shape, stride, dtype)`` takes; None where they are not known."""
+    if name != "empty_strided_cpu" or len(args) != 3:
+        return None
+    shape, stride, dtype = numbers_in(args[0]), numbers_in(args[1]), getattr(torch, dotted(args[2])[6:], None)
+    if shape is None or stride is None or not isinstance(dtype, torch.dtype) or 0 in shape:
+        return None
+    return (1 + sum((size - 1) * step for size, step in zip(shape, stride))) * dtype.itemsize
+
+
+def asserted(name: str, args: list[ast.expr]) -> Iterator[tuple[str, int]]:
+    """Names, and how many elements each has, by an assertion of one tensor's sizes or of several tensors'."""
+    if name not in ("assert_size_stride", "assert_tensor_metadata", "assert_size_stride_grouped") or len(args) < 2:
+        return
+    tensors, sizes = [args[0]], [args[1]]
+    if isinstance(args[0], ast.Tuple) and isinstance(args[1], ast.Tuple):
+        tensors, sizes = args[0].elts, args[1].elts
+    for tensor, size in zip(tensors, sizes):
+        if isinstance(tensor, ast.Name) and (numel := product_of(size)) is not None:
+            yield tensor.id, numel
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` as text; empty where it begins with something else than a name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
