@@ -20,6 +20,7 @@ import zerofx
 from tests.memory import allocated_peak
 from tests.models import MLP
 from tests.test_foreign_dimensions import Copy, Sum
+from zerofx.compiler.alike import Alike
 
 WIDTH, ROWS = 66, 128  # 66: a part of three ranks ends within a row; 128 x 66 numbers of 16 bits are 16.9 kB
 
@@ -266,11 +267,70 @@ def test_what_differs_is_told(workers2: Any) -> None:
     assert "of which [0, 1] share the training of this module" in first["DeviceM"]
 
 
-def test_it_goes_neither_with_memory_nor_with_files_nor_in_a_dry_run() -> None:
-    with pytest.raises(
-        ValueError, match="memory= with partition_activations=: what is saved in parts is not taken off"
-    ):
-        zerofx.compile(MLP(), memory=1 << 30, partition_activations="tp")
+def within_memory(shape: tuple[int, int]) -> list[dict[str, Any]]:
+    """At the least `memory` that is possible, and at what a step takes in parts that has memory for all."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    wanted = train(mesh, True, {}, {"executor": "eager"})
+
+    def run(parts: bool, nbytes: int) -> Any:
+        return train(mesh, parts, {}, {"executor": "eager", "memory": zerofx.Memory(nbytes, 1)})
+
+    def context(run: Any) -> Any:
+        return zerofx.graphs(run.model)[0].forward.context
+
+    def peak(run: Any) -> int:
+        """The least of several steps: gloo's threads may hold a buffer for a moment when it has been waited for."""
+        x, peaks = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(9)), []
+        for _ in range(5):
+            peaks.append(allocated_peak(lambda: run.model(x).backward()))
+            run.model.zero_grad()
+        return min(peaks)
+
+    with pytest.raises(Exception, match="is too small: a step needs at least") as refused:
+        run(True, 1)
+    least = int(str(refused.value).partition("at least ")[2].partition(" bytes")[0].replace(",", ""))
+    most, whole = (context(run(parts, 10**9)).division.peak_bytes for parts in (True, False))
+    found = []
+    for nbytes in (least, most):
+        tried = run(True, nbytes)
+        assert tried.losses == wanted.losses
+        assert all(torch.equal(tried.weights[name], x) for name, x in wanted.weights.items())
+        found.append(
+            {
+                "budget": nbytes,
+                "predicted": context(tried).division.peak_bytes,
+                "in step": sum(context(tried).division.peak.values()),
+                "measured": peak(tried),
+                "parts": len(context(tried).parts),
+                "whole": whole,
+            }
+        )
+    return found
+
+
+def test_memory_counts_parts_as_what_they_take(make_workers: Callable[[int], Any]) -> None:
+    for least, most in make_workers(2).run(within_memory, (1, 2), timeout=250):
+        assert least["budget"] < most["budget"] < most["whole"]
+        assert least["parts"] < most["parts"]
+        for at in (least, most):
+            assert at["predicted"] <= at["budget"]
+            assert at["measured"] <= at["in step"]
+            assert at["in step"] == pytest.approx(at["measured"], rel=0.03)
+
+
+def test_tensor_parallel_ranks_that_divide_their_memory_differently_are_refused() -> None:
+    class Ranks:
+        told = staticmethod(lambda mine: [mine, mine + " 1"])
+        __str__ = staticmethod(lambda: "ranks [0, 1]")  # type: ignore[assignment]
+
+    one = Alike.__new__(Alike)
+    one.ranks = Ranks()  # type: ignore[assignment]
+    said = r"memory= with partition_activations: the ranks \[0, 1\] have divided their bytes differently"
+    with pytest.raises(RuntimeError, match=said):
+        one.agree("[a, b] 100")
+
+
+def test_it_goes_neither_with_files_nor_in_a_dry_run() -> None:
     with pytest.raises(ValueError, match="with partition_activations=: what is saved in parts does not go to a file"):
         zerofx.compile(MLP(), offload=zerofx.Offload(activations="scratch"), partition_activations="tp")
     with pytest.raises(ValueError, match="partition_activations= in a dry run: there are no processes"):

@@ -107,6 +107,26 @@ class Alike:
                 self._shared.lose(self._names[i])
         self._shared.relied |= {self._names[i] for i in self.given.keys() & self._names.keys()}
 
+    def foresee(self, joint: GraphModule) -> Foreseen:
+        """What all have alike of any forward that is cut out of ``joint``, which was learned. A collective."""
+        mine = {node.name: digest for node, digest in self._read(joint.graph).items()}
+        everyone = self.ranks.told(mine)
+        agreed = {name: digest for name, digest in mine.items() if all(x.get(name) == digest for x in everyone)}
+        return Foreseen(self, agreed)
+
+    def agree(self, choice: str) -> None:
+        """Compare what these ranks have chosen: parts of different tensors would meet. A collective.
+
+        Raises:
+            RuntimeError: on every rank, where they differ.
+        """
+        if any(theirs != choice for theirs in self.ranks.told(choice)):
+            raise RuntimeError(
+                f"memory= with partition_activations: the {self.ranks} have divided their bytes differently. They have "
+                "other shapes, or kernels that take other workspaces. Expected layers that are split evenly; or give "
+                "memory_budget= and activation_budget= instead of memory=."
+            )
+
     def check(self, gradients: dict[str, Any]) -> None:
         """As a backward begins for the first time: are ``gradients`` alike, of outputs that are? A collective.
 
@@ -150,11 +170,33 @@ class Alike:
         """The nodes of a forward graph that all have alike."""
         if not self._learned:  # nobody has seen the gradients
             return frozenset()
-        inputs = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
-        given = {name: self.given[i] for name, i in inputs.items() if i in self.given}
-        mine = {node.name: digest for node, digest in alike(gm.graph, given, self.groups(gm.graph)).items()}
+        mine = self.digests(gm)
         everyone = self.ranks.told(mine)
         return frozenset(name for name, digest in mine.items() if all(x.get(name) == digest for x in everyone))
+
+    def digests(self, gm: GraphModule) -> dict[str, str]:
+        """Of each node of a forward graph that follows from what is alike, by name."""
+        inputs = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
+        given = {name: self.given[i] for name, i in inputs.items() if i in self.given}
+        return {node.name: digest for node, digest in alike(gm.graph, given, self.groups(gm.graph)).items()}
+
+
+class Foreseen:
+    """Stands for an `Alike` while divisions of `memory=` are tried: nobody asks other ranks.
+
+    Attributes:
+        ranks: as of `Alike`.
+    """
+
+    def __init__(self, alike: Alike, agreed: dict[str, str]) -> None:
+        """``agreed``: the digests that all ranks have told of the joint graph, by name."""
+        self.ranks = alike.ranks
+        self._alike, self._agreed = alike, agreed
+
+    def saved(self, gm: GraphModule) -> frozenset[str]:
+        """The nodes of a forward graph that all have alike."""
+        mine = self._alike.digests(gm)
+        return frozenset(name for name, digest in mine.items() if self._agreed.get(name) == digest)
 
 
 @dataclass

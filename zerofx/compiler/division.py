@@ -325,6 +325,8 @@ def divide(
     held.gathers_within(unit.names, tried.memory_budget)
     group = unit.any_group().sharing.optimizer
     choice = f"{nodes} {sorted(unit.activations.offloaded)} {tried.memory_budget}"
+    if unit.alike is not None:
+        unit.alike.agree(choice)
     if unit.pretend is None and (watch := watch_of(group.name)) is not None:
         publish_choice(watch.store, what, choice, watch.rank, watch.world_size)
     return partition(joint, named(nodes))

@@ -215,11 +215,6 @@ class Options:
         for name in ("memory_budget", "activation_budget"):
             if getattr(self, name) is not None:
                 raise ValueError(f"memory= with {name}={getattr(self, name)!r}: memory= divides itself. Leave one out.")
-        if self.partition_activations is not None:
-            raise ValueError(
-                "memory= with partition_activations=: what is saved in parts is not taken off yet. Leave one of both "
-                "out, or give activation_budget= and memory_budget= instead of memory=."
-            )
         if self.leaf_modules is not None:
             raise ValueError("memory= with leaf_modules=: what these take is not known ahead. Leave one of both out.")
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.activations import Away, cost, is_whole
 from zerofx.compiler.activations import choose as choose_saved
-from zerofx.compiler.alike import Alike
+from zerofx.compiler.alike import Alike, Foreseen
 from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
@@ -96,6 +96,7 @@ class CompiledGraph:
         self.meanings: Meanings = Meanings()
         self.parts: dict[str, SavedPart] = {}
         self.alike: Alike | None = None
+        self.foreseen: Foreseen | None = None
         self.written: dict[str, str] = {}
         """What forward's code writes to and returns for backward: `zerofx.passes.proof.code.check_code`."""
         self.names: frozenset[str] = frozenset(layout.name for layout in self.groups)
@@ -111,6 +112,7 @@ class CompiledGraph:
         save_reads(joint)
         if self.alike is not None:
             self.alike.learn(joint)
+            self.foreseen = self.alike.foresee(joint) if self.options.memory is not None else None
         if any(group.weights.gathers for group in self.groups.values()):
             spare_gathers(joint, self.parameters(joint.graph))
         if self.options.memory is not None or not is_whole(self.options.activation_budget):

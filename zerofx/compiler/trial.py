@@ -78,7 +78,8 @@ def through_passes(
     trial = copy.copy(unit)
     trial.options = replace(unit.options, memory=None, executor="eager")
     trial.memory_budget, trial.activations, trial.division = memory_budget, rung.chosen, None
-    trial.recipes, trial.kept_gathered, trial.stowed, trial.meanings = {}, {}, {}, Meanings()
+    trial.recipes, trial.kept_gathered, trial.stowed, trial.parts, trial.meanings = {}, {}, {}, {}, Meanings()
+    trial.alike = unit.foreseen
     forward, backward = rung.graphs()
 
     def go(gm: GraphModule, ctx: Context) -> Given:
