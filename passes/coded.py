@@ -213,16 +213,8 @@ def _add_row(
         total[0, where] = value
 
 
-def encoded(
-    flat: torch.Tensor,
-    rows: int,
-    code: str,
-    whole: Sequence[int],
-    process_group: str,
-    within: str = "",
-    room: int = -1,
-) -> torch.Tensor:
-    """The shape of `zerofx.encode`'s result."""
+def encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], *over: str, room: int = -1) -> torch.Tensor:
+    """The shape of the result of `zerofx.encode`, and of `zerofx.encode_rest`."""
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
     return flat.new_empty(rows * nbytes, dtype=torch.uint8)
 

@@ -89,18 +89,5 @@ def _encode_rest(
     return out.view(-1)
 
 
-def _encoded_rest(
-    pack: torch.Tensor,
-    rows: int,
-    code: str,
-    whole: Sequence[int],
-    process_group: str,
-    group: str,
-    within: str = "",
-    room: int = -1,
-) -> torch.Tensor:
-    return encoded(pack, rows, code, whole, process_group)
-
-
 _library.impl("encode_rest", _encode_rest, "CompositeExplicitAutograd")
-_library.impl("encode_rest", _encoded_rest, "Meta")
+_library.impl("encode_rest", encoded, "Meta")

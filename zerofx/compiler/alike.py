@@ -109,10 +109,7 @@ class Alike:
 
     def foresee(self, joint: GraphModule) -> Foreseen:
         """What all have alike of any forward that is cut out of ``joint``, which was learned. A collective."""
-        mine = {node.name: digest for node, digest in self._read(joint.graph).items()}
-        everyone = self.ranks.told(mine)
-        agreed = {name: digest for name, digest in mine.items() if all(x.get(name) == digest for x in everyone)}
-        return Foreseen(self, agreed)
+        return Foreseen(self, self._agreed({node.name: digest for node, digest in self._read(joint.graph).items()}))
 
     def agree(self, choice: str) -> None:
         """Compare what these ranks have chosen: parts of different tensors would meet. A collective.
@@ -170,9 +167,12 @@ class Alike:
         """The nodes of a forward graph that all have alike."""
         if not self._learned:  # nobody has seen the gradients
             return frozenset()
-        mine = self.digests(gm)
+        return frozenset(self._agreed(self.digests(gm)))
+
+    def _agreed(self, mine: dict[str, str]) -> dict[str, str]:
+        """The digests that all ranks tell alike, by name. A collective."""
         everyone = self.ranks.told(mine)
-        return frozenset(name for name, digest in mine.items() if all(x.get(name) == digest for x in everyone))
+        return {name: digest for name, digest in mine.items() if all(x.get(name) == digest for x in everyone)}
 
     def digests(self, gm: GraphModule) -> dict[str, str]:
         """Of each node of a forward graph that follows from what is alike, by name."""
