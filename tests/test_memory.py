@@ -132,6 +132,24 @@ def check(rank: list[dict[str, Any]]) -> None:
         assert at["said"].peak_bytes == pytest.approx(at["peak"], rel=0.03)
 
 
+class Convolved(Small):
+    """Backward of its convolution takes more memory inside of itself than any tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.mix = nn.Conv2d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x).transpose(1, 2).unsqueeze(-1)
+        hidden = (hidden + self.mix(hidden.repeat(1, 1, 1, 8)).mean(-1, keepdim=True)).squeeze(-1)
+        return F.cross_entropy(self.head(hidden.transpose(1, 2)).flatten(0, 1), y.flatten())
+
+
+def test_what_a_convolution_takes_inside_of_itself_is_in_the_budget(workers2: Workers) -> None:
+    for rank in workers2.run(within, Convolved, [1], timeout=120):
+        check(rank)
+
+
 def test_no_step_holds_more_than_the_budget_from_the_least_to_all(workers2: Workers) -> None:
     for rank in workers2.run(within, Small, [0, 0.5, 1], timeout=120):
         check(rank)

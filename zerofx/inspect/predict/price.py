@@ -91,8 +91,8 @@ def passing(files: Files | None, context: Context) -> int:
 
 
 def of_code(record: GraphRecord) -> int:
-    """The most bytes that a step allocates with the code that Inductor wrote for ``record``."""
-    return on_the_clock(rehearse([record])).peak_bytes
+    """The most bytes that a step allocates with the code that Inductor wrote for ``record``; it runs kernels, too."""
+    return on_the_clock(rehearse([record], probe=True)).peak_bytes
 
 
 def _device(forward: Rewriting) -> str:

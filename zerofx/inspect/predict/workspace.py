@@ -61,7 +61,7 @@ class Workspaces:
 
     def measure(self) -> None:
         """Run the kernels one after the other, and tell. Each has its arguments' and results' memory meanwhile."""
-        with torch.no_grad():
+        with torch.no_grad(), _torch.with_numbers():  # a graph may be traced meanwhile
             by_device: dict[str, list[Any]] = {}
             for key, (make, _) in self._wanted.items():
                 if key in self._found:
