@@ -21,6 +21,9 @@
 Nobody can read what is still being brought: there is no node for it before the wait. And nobody can be given the memory
 of what is still being taken away: the wait reads it.
 
+A start that brings something makes the memory for it. It takes the number of a ``room``, where in the graph's frame
+that memory lies (`zerofx.passes.place`).
+
 Who runs the graph says what brings and takes, a `Carrier` (`carrying`). The passes do not know where state lives.
 """
 
@@ -33,29 +36,31 @@ from typing import Protocol
 
 import torch
 
+from zerofx.passes.pool import new_buffer
+
 ROOM = 2
 """How many shards may be on their way to the device at a time, and how many gradients away from it; and of what forward
 saves, how many either way."""
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("fetch(Tensor shard, str group) -> Tensor")
+_library.define("fetch(Tensor shard, str group, *, int room=-1) -> Tensor")
 _library.define("wait_fetch(Tensor ticket, Tensor shard, str group) -> Tensor")
 _library.define("put(Tensor gradient, str group, int place) -> Tensor")
 _library.define("wait_put(Tensor ticket, Tensor gradient, str group, int place) -> Tensor")
 _library.define("stow(Tensor saved, int[] order, int place) -> Tensor")
 _library.define("wait_stow(Tensor ticket, Tensor saved, int[] order, int place) -> Tensor")
-_library.define("unstow(Tensor handle, int[] order, int place) -> Tensor")
+_library.define("unstow(Tensor handle, int[] order, int place, *, int room=-1) -> Tensor")
 _library.define("wait_unstow(Tensor ticket, Tensor handle, int[] order, int place) -> Tensor")
 
 
 class Carrier(Protocol):
     """Who knows where the state of a graph's groups lives."""
 
-    def fetch(self, group: str) -> None:
-        """Start to bring the weights of ``group``."""
+    def fetch(self, group: str, here: torch.Tensor) -> None:
+        """Start to bring the weights of ``group`` to ``here``, which is empty."""
 
     def fetched(self, group: str) -> torch.Tensor:
-        """Wait for them; they are nobody else's."""
+        """Wait until they have come."""
 
     def put(self, group: str, place: int, gradient: torch.Tensor) -> None:
         """Start to take ``gradient`` away. It is not written to until `left`."""
@@ -100,8 +105,8 @@ def _carrier(operator: str, of: str | int) -> Carrier:
     return carrier
 
 
-def _fetch(shard: torch.Tensor, group: str) -> torch.Tensor:
-    _carrier("fetch", group).fetch(group)
+def _fetch(shard: torch.Tensor, group: str, room: int = -1) -> torch.Tensor:
+    _carrier("fetch", group).fetch(group, new_buffer(shard, shard.numel(), room))
     return shard.new_empty(0)
 
 
@@ -128,8 +133,10 @@ def _wait_stow(ticket: torch.Tensor, saved: torch.Tensor, order: list[int], plac
     return _carrier("wait_stow", place).stowed(place)
 
 
-def _unstow(handle: torch.Tensor, order: list[int], place: int) -> torch.Tensor:
-    _carrier("unstow", place).unstow(place, handle, laid_out(handle, order))
+def _unstow(handle: torch.Tensor, order: list[int], place: int, room: int = -1) -> torch.Tensor:
+    memory, stride = new_buffer(handle, handle.numel(), room), laid_out(handle, order, "meta").stride()
+    here = handle.new_empty(0).set_(memory.untyped_storage(), 0, handle.shape, stride)  # no view of another tensor
+    _carrier("unstow", place).unstow(place, handle, here)
     return handle.new_empty(0)
 
 
@@ -142,12 +149,12 @@ def new_handle(saved: torch.Tensor) -> torch.Tensor:
     return saved.new_empty(()).expand(saved.shape)
 
 
-def laid_out(like: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def laid_out(like: torch.Tensor, order: Sequence[int], device: str | None = None) -> torch.Tensor:
     """An empty tensor of the shape of ``like`` without gaps, the dimension ``order[0]`` outermost in memory."""
-    return torch.empty_permuted(like.shape, tuple(order), dtype=like.dtype, device=like.device)
+    return torch.empty_permuted(like.shape, tuple(order), dtype=like.dtype, device=device or like.device)
 
 
-def _ticket(tensor: torch.Tensor, group: str, place: int = 0) -> torch.Tensor:
+def _ticket(tensor: torch.Tensor, group: str, place: int = 0, room: int = -1) -> torch.Tensor:
     return tensor.new_empty(0)
 
 
@@ -159,7 +166,7 @@ def _nothing(ticket: torch.Tensor, gradient: torch.Tensor, group: str, place: in
     return gradient.new_empty(0)
 
 
-def _stow_ticket(tensor: torch.Tensor, order: list[int], place: int) -> torch.Tensor:
+def _stow_ticket(tensor: torch.Tensor, order: list[int], place: int, room: int = -1) -> torch.Tensor:
     return tensor.new_empty(0)
 
 

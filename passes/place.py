@@ -15,6 +15,9 @@ Whoever runs the graph takes the frame once (`zerofx.passes.pool`); an operator 
 lives from the node that makes it to the last one that reads it or a view of it. What a collective sends, and what it
 brings, also live until it was waited for. `zerofx.passes.colour` finds the places.
 
+What a graph has brought of state that lives elsewhere (`zerofx.passes.carry`) lies there, too: from the start of
+bringing it, to the last use of what came.
+
 Not in the frame: what leaves the graph, or may (an update keeps the gradient that it is given); what has no fixed size;
 what other operators make than those that take a room. These have memory of their own, as ever.
 
@@ -38,6 +41,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx._torch import OpOverload, inner_call, pinned, pytree
 from zerofx.passes import edit
+from zerofx.passes.carry import FETCH, UNSTOW, WAIT_FETCH, WAIT_UNSTOW
 from zerofx.passes.colour import Interval, colour
 from zerofx.passes.context import Context
 from zerofx.passes.pool import Frame, Room
@@ -45,6 +49,7 @@ from zerofx.passes.travel import communicates
 
 _CAT, _PACK, _STEP = torch.ops.aten.cat.default, torch.ops.zerofx.pack.default, torch.ops.zerofx.step.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_BRING, _BROUGHT = (FETCH, UNSTOW), (WAIT_FETCH, WAIT_UNSTOW)
 
 
 def place(gm: GraphModule, ctx: Context) -> int:
@@ -132,10 +137,10 @@ class _Lives:
         for life in held:
             life.last = i
             life.leaves = life.leaves or target is _STEP
-        shares = target is _WAIT or edit.may_alias(_Call(target))  # type: ignore[arg-type]
+        shares = target in (_WAIT, *_BROUGHT) or edit.may_alias(_Call(target))  # type: ignore[arg-type]
         self.holds[node] = held if shares else []
         self.behind[node] = [start for x in inputs for start in self.behind.get(x, ())] if shares else []
-        if (made := self._made(node, target, i)) is not None:
+        if (made := self._made(node, target, args, i)) is not None:
             self.lives.append(made)
             self.holds[node] = [*self.holds[node], made]
         if target is _WAIT:
@@ -153,10 +158,10 @@ class _Lives:
         found = {id(life): life for node in nodes for life in self.holds.get(node, ())}
         return list(found.values())
 
-    def _made(self, node: Node, target: Any, i: int) -> _Life | None:
+    def _made(self, node: Node, target: Any, args: Any, i: int) -> _Life | None:
         if not takes_room(target) and not (target is _CAT and edit.is_kind(node, "pack")):
             return None
-        value = node.meta.get("val")
+        value = (args[0] if target in _BRING else node).meta.get("val")
         if not isinstance(value, torch.Tensor) or type(value.numel()) is not int or value.device.type != "cpu":
             return None
         return _Life(node, i, i, value.numel() * value.dtype.itemsize) if value.numel() else None

@@ -303,7 +303,6 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_before_the_step(
     [
         ({"stage": 3, "offload": zerofx.Offload("a", activations="b")}, "one file for all that it moves"),
         ({"stage": 0, "offload": zerofx.Offload("a", activations="a")}, "give activations= alone"),
-        ({"stage": 3, "pool": True, "offload": zerofx.Offload(activations="a")}, "is not built for that yet"),
         ({"stage": 3, "offload": zerofx.Offload(activations="a", weights="a")}, "weights= is built for the folder"),
     ],
 )

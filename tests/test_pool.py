@@ -9,6 +9,7 @@ import itertools
 import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def misses() -> Iterator[list[int]]:
         return out
 
     with contextlib.ExitStack() as patches:
-        for module in ("ops", "coded", "feedback"):
+        for module in ("ops", "coded", "feedback", "carry"):
             patches.enter_context(unittest.mock.patch(f"zerofx.passes.{module}.new_buffer", noted))
         yield found
 
@@ -205,7 +206,9 @@ def train(stage: int, executor: str, pool: bool, forwards: int = 1, model: type[
     torch.manual_seed(0)
     torch._dynamo.reset()
     net = zerofx.compile(copy.deepcopy(model()), stage=stage, executor=executor, pool=pool, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    away = options.get("offload")
+    ours = away is not None and away.optimizer is not None
+    optimizer: Any = (zerofx.AdamW if ours else torch.optim.SGD)(net.parameters(), lr=0.01)
     losses, events, missed, before, taken = [], [], [], 0, 0
     for step in range(4):
         batches = [batch(step + 10 * i) for i in range(forwards)]  # they are no large allocations of the step's
@@ -249,11 +252,20 @@ def check(results: list[Any]) -> None:
             if options.get("model") is Broken:
                 assert found.frames >= 2 * passes, (case, found.frames)
             else:  # a forward that gathers nothing, or only what stays gathered, needs none
-                assert found.frames == passes * ((stage > 0) + ("memory_budget" in options)), (case, found.frames)
+                assert found.frames == passes * ((stage > 0 or "offload" in options) + ("memory_budget" in options)), (case, found.frames)
 
 
 def test_numbers_are_the_same_and_nothing_large_is_allocated_any_more(workers2: Workers) -> None:
     cases = [(3, "inductor", {"memory_budget": SMALL}), (2, "eager", {})]
+    check(workers2.run(train_with_and_without, cases, timeout=280))
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_comes_from_a_file_lies_in_the_frame(workers2: Workers, tmp_path: Path, executor: str) -> None:
+    where = str(tmp_path)
+    away = zerofx.Offload(where, weights=where, activations=where)
+    cases: list[Case] = [(3, executor, {"memory_budget": SMALL, "offload": away})]
+    cases += [(0, executor, {"offload": zerofx.Offload(activations=where)})] * (executor == "inductor")
     check(workers2.run(train_with_and_without, cases, timeout=280))
 
 

@@ -2,7 +2,7 @@
 
 Read once more, node by node. How long a buffer was thought to live is not asked. It has its addresses from the node
 that makes it, until a node makes another that overlaps it. From then on it is lost, and so are all views of it. What a
-collective sends or brings is in use until the wait.
+collective sends or brings is in use until the wait, and so is what is brought of state that lives elsewhere.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from torch.fx import Node
 
 from zerofx._torch import OpOverload
+from zerofx.passes.carry import FETCH, UNSTOW, WAIT_FETCH, WAIT_UNSTOW
 from zerofx.passes.pool import Frame, Room
 from zerofx.passes.proof.facts import STEP
 from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import communicates
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default, WAIT_FETCH, WAIT_UNSTOW)
+_BRING = (FETCH, UNSTOW)
 
 
 def check_places(known: Known) -> None:
@@ -67,20 +69,20 @@ class _Places:
             )
         if op.target is STEP:
             self._check_kept(node, seen)
-        views = op.shares_memory() or op.target is _WAIT
+        views = op.shares_memory() or op.target in _WAITS
         self.views[node] = set(seen) if views else set()
         self.begun[node] = set().union(*(self.begun.get(x, ()) for x in op.inputs)) if views else set()
         room = self._room(op)
         if room is not None:
             self.views[node].add(node)
-        if op.target is _WAIT:
+        if op.target in _WAITS:
             for start in self.begun.pop(node):
                 self.at.pop(start, None)
-        elif communicates(op.target):
+        elif communicates(op.target) or op.target in _BRING:
             self.begun[node] = {node}
             self.at[node] = seen | self.views[node]
         if room is not None:
-            self._take(node, room, seen)
+            self._take(op, room, seen)
 
     def _seen(self, nodes: list[Node]) -> set[Node]:
         return set().union(*(self.views.get(node, ()) for node in nodes))
@@ -94,8 +96,8 @@ class _Places:
             self.known.fail("place", op.node, f"it asks for the room of number {asked}", f"the one that it has, {has}")
         return room
 
-    def _take(self, node: Node, room: Room, seen: set[Node]) -> None:
-        value = node.meta["val"]
+    def _take(self, op: Op, room: Room, seen: set[Node]) -> None:
+        node, value = op.node, (op.args[0] if op.target in _BRING else op.node).meta["val"]
         nbytes, start, stop = value.numel() * value.dtype.itemsize, room.start, room.start + room.nbytes
         if nbytes != room.nbytes or not 0 <= start <= stop <= self.frame.nbytes:
             found = f"its {nbytes:,} bytes have the places {start:,} to {stop:,}"

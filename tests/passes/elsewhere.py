@@ -23,6 +23,7 @@ class Elsewhere:
         self.gradients: dict[int, torch.Tensor] = {}
         self.flying: dict[str, list[str]] = {"weights": [], "gradients": [], "activations": []}
         self.most: dict[str, int] = dict.fromkeys(self.flying, 0)
+        self._brought: dict[str, torch.Tensor] = {}
         self._saved: dict[int, torch.Tensor] = {}
 
     @staticmethod
@@ -35,12 +36,13 @@ class Elsewhere:
         self.flying[kind].append(name)
         self.most[kind] = max(self.most[kind], len(self.flying[kind]))
 
-    def fetch(self, group: str) -> None:
+    def fetch(self, group: str, here: torch.Tensor) -> None:
         self._start("weights", group)
+        self._brought[group] = here.copy_(self.weights[group])
 
     def fetched(self, group: str) -> torch.Tensor:
         self.flying["weights"].remove(group)
-        return self.weights[group].clone()
+        return self._brought.pop(group)
 
     def put(self, group: str, place: int, gradient: torch.Tensor) -> None:
         self._start("gradients", group)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+import zerofx
 from tests.passes.code_mutants import (  # noqa: F401  # they add themselves to MUTANTS
     MUTANTS,
     Mutant,
     Text,
     buffers,
+    carried,
     collectives,
     cuda,
 )
@@ -25,17 +28,20 @@ CASES = [
     *(("experts", {"stage": 3}), ("experts", {"stage": 2, "steps": True})),
     ("gpt", {"stage": 3, "world_size": 3, "memory_budget": 120_000}),
 ]
-RULES = ("wait", "send", "discard", "order", "copy", "step", "read")
+RULES = ("wait", "send", "discard", "order", "copy", "step", "read", "fetch", "put", "stow")
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[Generated]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Generated]:
     """Code of all kinds: for the CPU, written now; for CUDA, saved."""
-    return [*(each for model, options in CASES for each in generated(model, **options)), *saved()]
+    folder = str(tmp_path_factory.mktemp("state"))
+    away = zerofx.Offload(folder, gradients=folder, weights=folder, activations=folder, smallest=8192)
+    elsewhere = [replace(each, name=f"{each.name}, elsewhere") for each in generated("gpt", stage=3, offload=away)]
+    return [*(each for model, options in CASES for each in generated(model, **options)), *elsewhere, *saved()]
 
 
 def test_what_inductor_writes_passes(texts: list[Generated]) -> None:
-    assert len(texts) == 2 * len(CASES) + len(saved())
+    assert len(texts) == 2 * (len(CASES) + 1) + len(saved())
     for each in texts:
         assert check_code(each.code, each.promise) is not None, each.name
 

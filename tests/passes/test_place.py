@@ -158,14 +158,20 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def all_in_files(tmp_path_factory: pytest.TempPathFactory) -> zerofx.Offload:
+    where = str(tmp_path_factory.mktemp("state"))
+    return zerofx.Offload(where, gradients=where, weights=where, activations=where, smallest=1024)
+
+
 @pytest.fixture(scope="module")
-def made() -> list[dict[str, Graph]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Graph]]:
     """For each of the options, and both executors: forward and backward, as `place` leaves them."""
+    elsewhere = {"stage": 3, "offload": all_in_files(tmp_path_factory)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         return [
             rewritten(each, executor=executor, backend="gloo", pool=True)
-            for each in [record(blocks=2, **options) for options in OPTIONS]
+            for each in [record(blocks=2, **options) for options in [*OPTIONS, elsewhere]]
             for executor in ("eager", "inductor")
         ]
     finally:
@@ -183,7 +189,13 @@ def test_collectives_of_all_options_have_rooms(made: list[dict[str, Graph]]) -> 
         starts = tagged(gm, "all_gather", "encode", *["reduce_scatter"] * (ctx.stage > 0))
         wanted = {node.name for node in starts if node.meta["zerofx"].group not in kept}
         assert wanted <= ctx.frame.named.keys(), (ctx.stage, ctx.phase)
-    assert {room.kind for _, ctx in all_of(made) for room in ctx.frame.rooms} >= {"decode", "encode", "pack"}  # type: ignore[union-attr]
+    assert {room.kind for _, ctx in all_of(made) for room in ctx.frame.rooms} >= {
+        "decode",
+        "encode",
+        "pack",
+        "fetch",
+        "unstow",
+    }  # type: ignore[union-attr]
 
 
 def test_what_other_backends_bring_has_no_room() -> None:
@@ -287,13 +299,14 @@ def test_a_buffer_in_the_frame_must_not_leave() -> None:
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[tuple[Generated, Frame]]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Generated, Frame]]:
     """Code for the CPU, with the frame that its lines have."""
     cases = [
         ("gpt", {"stage": 3, "world_size": 3, "memory_budget": 120_000}),
         ("gpt", {"stage": 2, "steps": True}),
         ("convolutions", {"stage": 3}),
         ("experts", {"stage": 3}),
+        ("gpt", {"stage": 3, "offload": all_in_files(tmp_path_factory)}),
     ]
     found = [each for model, options in cases for each in generated(model, pool=True, **options)]  # type: ignore[arg-type]
     return [(each, place_in_code(each.code, each.context.frame)) for each in found]  # type: ignore[arg-type, misc]

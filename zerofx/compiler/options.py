@@ -250,7 +250,7 @@ class Options:
                 f"offload={offload!r} with partition_activations=: what is saved in parts does not go to a file yet. "
                 "Leave activations= or partition_activations= out."
             )
-        names = ("one_copy", "lookups", "pool", "wire", "mesh", "leaf_modules")
+        names = ("one_copy", "lookups", "wire", "mesh", "leaf_modules")
         check_places(offload, {name: getattr(self, name) for name in names})
         if offload.weights is not None and self.stage != 3:
             raise ValueError(
@@ -299,10 +299,6 @@ def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
         raise ValueError(
             f"offload={offload!r}: a rank has one file for all that it moves. Give optimizer= and activations= "
             "the same path, or leave one out."
-        )
-    if offload.activations is not None and beside.get("pool"):
-        raise ValueError(
-            f"offload={offload!r} with pool=True: activations= is not built for that yet. Leave one of both out."
         )
     for part in ("gradients", "weights"):
         place = getattr(offload, part)

@@ -11,7 +11,7 @@ Memory = Any  # int | tuple[Memory, int]
 """A number for each memory; one of the results of a call that returns several has theirs and its place."""
 Value = frozenset[Memory] | tuple[Any, ...]
 NOTHING: frozenset[Memory] = frozenset()
-Kind = Literal["call", "start", "wait", "step", "return", "lost"]
+Kind = Literal["call", "start", "wait", "step", "carry", "return", "lost"]
 
 
 @dataclass
@@ -30,13 +30,14 @@ class Line:
     """What one line does to memory.
 
     Attributes:
-        kind: "start" and "wait" of a collective, "step" of a group, "lost" for a name that stands for nothing (any
-            more), else "call" or "return".
+        kind: "start" and "wait" of a collective, "step" of a group, "carry" for both of what lives elsewhere, "lost"
+            for a name that stands for nothing (any more), else "call" or "return".
         number, text: of the line.
         name: of the kernel; or of the operator, without ``torch.ops``.
         passed: its arguments.
         result: a memory that it makes.
         group: the last string among the arguments.
+        constants: the arguments of an operator that are numbers, strings, or lists of these, but for those with names.
         sure: whether its form is known.
         strange: whether not even its kind of statement is.
         values: what is returned.
@@ -52,6 +53,7 @@ class Line:
     passed: list[Passed] = field(default_factory=list)
     result: Memory | None = None
     group: str = ""
+    constants: tuple[Any, ...] = ()
     sure: bool = True
     strange: bool = False
     values: list[frozenset[Memory]] = field(default_factory=list)

@@ -22,7 +22,14 @@ from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import GATHERS, communicates
 
 Place = tuple[str, int] | None
-"""("start", i): what the collective i brings; ("input", i): what input i holds."""
+"""("start", i): what the collective i brings; ("input", i): what input i holds; ("carried", i): what start or wait i of
+state that lives elsewhere is about."""
+
+CARRIES = {
+    **{"fetch": "fetch", "wait_fetch": "fetch", "put": "put", "wait_put": "put"},
+    **{"stow": "stow", "wait_stow": "stow", "unstow": "stow", "wait_unstow": "stow"},
+}
+"""The operators of `zerofx.passes.carry`, and the rules that they are under."""
 
 
 @dataclass
@@ -44,6 +51,36 @@ class Start:
     waits: int = 0
     numel: int | None = None
     inputs: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Carry:
+    """A start or a wait of state that lives elsewhere, in the order of the graph.
+
+    Attributes:
+        node, operator: of it.
+        constants: its arguments that are no tensors.
+        input: which of the graph's inputs it is about, if it brings what that stands for.
+        outputs: those that say that it has left.
+    """
+
+    node: Node
+    operator: str
+    constants: tuple[Any, ...]
+    input: int | None = None
+    outputs: tuple[int, ...] = ()
+
+    @property
+    def rule(self) -> str:
+        return CARRIES[self.operator]
+
+    @property
+    def waits(self) -> bool:
+        return self.operator.startswith("wait")
+
+    @property
+    def brings(self) -> bool:
+        return self.operator.removeprefix("wait_") in ("fetch", "unstow")
 
 
 @dataclass
@@ -76,6 +113,7 @@ class Promise:
         updates: the same of what groups are updated by.
         saved: output -> the name under which backward gets an input that forward returns.
         rereads: inputs that backward reads where no checkpoint has said so, by name.
+        carried: all starts and waits of state that lives elsewhere.
     """
 
     inputs: list[Node]
@@ -88,6 +126,7 @@ class Promise:
     updates: dict[str, set[int]] = field(default_factory=dict)
     saved: dict[int, str] = field(default_factory=dict)
     rereads: dict[str, int] = field(default_factory=dict)
+    carried: list[Carry] = field(default_factory=list)
 
     @staticmethod
     def of(gm: GraphModule, ctx: Context) -> Promise:
@@ -108,6 +147,8 @@ class Promise:
             elif op.target is STEP:
                 promise.steps.append(op.args[1])
                 promise.updates[op.args[1]] = _behind(op.inputs, ops, started)
+            elif _is_carry(op):
+                promise.carried.append(_carry(op, place, edit.output_values(gm.graph)))
         promise._find_waits(ops.values(), started, place)
         promise._find_weights(users, started)
         promise._find_outputs(gm, ctx, ops, started)
@@ -122,13 +163,16 @@ class Promise:
     @property
     def asks(self) -> bool:
         """Whether there is anything that code could do wrong."""
-        return bool(self.starts or self.arriving or self.weights or self.steps)
+        return bool(self.starts or self.arriving or self.weights or self.steps or self.carried)
 
     def place_of(self, place: Place) -> Node | None:
         """The node of the graph that a place is."""
         if place is None:
             return None
-        return self.starts[place[1]].node if place[0] == "start" else self.inputs[place[1]]
+        kind, i = place
+        if kind == "carried":
+            return self.carried[i].node
+        return self.starts[i].node if kind == "start" else self.inputs[i]
 
     def _find_waits(self, ops: Iterable[Op], started: dict[Node, int], place: dict[Node, int]) -> None:
         for op in ops:
@@ -191,9 +235,18 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
         node = todo.pop()
         if node in place:
             found.inputs.add(place[node])
-        elif node in ops and _kind(node) in ("narrow", "encode", "refresh"):
+        elif node in ops and _kind(node) in ("narrow", "encode", "refresh", "fetch", "wait_fetch"):
             todo += ops[node].inputs
     return found
+
+
+def _carry(op: Op, place: dict[Node, int], outputs: list[Any]) -> Carry:
+    carry = Carry(op.node, plain_name(op.target), tuple(arg for arg in op.args if not isinstance(arg, Node)))
+    if carry.brings:
+        carry.input = place.get(op.args[1 if carry.waits else 0])
+    elif carry.waits:
+        carry.outputs = tuple(i for i, value in enumerate(outputs) if value is op.node)
+    return carry
 
 
 def _behind(values: Iterable[Node], ops: dict[Node, Op], started: dict[Node, int]) -> set[int]:
@@ -217,6 +270,10 @@ def plain_name(target: Any) -> str:
     return name.split(".")[1].removesuffix("_out").removesuffix("_") if "." in name else name
 
 
+def _is_carry(op: Op) -> bool:
+    return isinstance(op.target, OpOverload) and op.target.namespace == "zerofx" and plain_name(op.target) in CARRIES
+
+
 def _starts(op: Op) -> bool:
     return communicates(op.target) or op.target is REFRESH
 
@@ -235,6 +292,8 @@ def _group(node: Node) -> str:
     return tag.group if tag is not None else ""
 
 
-_ON_THE_WAY = "wait_grad wait_replicas sum_replicas given gradient reduce_scatter decode ahead step".split()
+_ON_THE_WAY = (
+    "wait_grad wait_replicas sum_replicas given gradient reduce_scatter decode ahead step put wait_put".split()
+)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch.fx import Node
 
 from zerofx.passes.pool import Frame
+from zerofx.passes.proof.code.carried import Carried
 from zerofx.passes.proof.code.line import Line, Memory
 from zerofx.passes.proof.code.places import Places
 from zerofx.passes.proof.code.promise import Place, Promise, plain_name
@@ -78,6 +79,7 @@ class _Reading:
         copied: by place and elements, how many copies of weights there are.
         rewritten: what `check_code` returns.
         places: in the graph's frame, where there is one.
+        carried: what comes from elsewhere, and leaves.
     """
 
     promise: Promise
@@ -97,7 +99,11 @@ class _Reading:
     writes: dict[int, str] = field(default_factory=dict)
     rewritten: dict[str, str] = field(default_factory=dict)
     line: Line = field(default_factory=lambda: Line("call", 0, ""))
+    carried: Carried = field(init=False)
     _begun: bool = False
+
+    def __post_init__(self) -> None:
+        self.carried = Carried(self.promise, self.walk, self._refuse)
 
     def read(self, line: Line) -> None:
         """Check one line, and note what it does."""
@@ -110,10 +116,11 @@ class _Reading:
             self._wait(line)
         else:
             self._touch(line)
+            self.carried.read(line)
             {"start": self._start, "step": self._step, "return": self._return}.get(line.kind, self._copies)(line)
             self._follow(line)
         if self.places is not None:
-            busy = {*self.under_way, *(memory for memory, starts in self.sent.items() if starts)}
+            busy = {*self.under_way, *self.carried.tickets, *(memory for memory, starts in self.sent.items() if starts)}
             self.places.read(line, busy, self._misplaced)
 
     def _misplaced(self, found: str, expected: str) -> None:
@@ -327,6 +334,7 @@ class _Reading:
     def finish(self) -> None:
         """The rules of what must have been by the end."""
         promise = self.promise
+        self.carried.finish()
         if len(self.starts) < len(promise.starts):
             i = len(self.starts)
             self._refuse("order", ("start", i), f"its collective number {i + 1} is never started", "every one")

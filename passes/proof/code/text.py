@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -31,6 +33,13 @@ def numbers_in(elements: ast.expr) -> list[int] | None:
         return None
     found = [e.value for e in elements.elts if isinstance(e, ast.Constant) and isinstance(e.value, int)]
     return found if len(found) == len(elements.elts) else None
+
+
+def constants_in(arguments: list[ast.expr]) -> Iterator[Any]:
+    """The values of those that are written out."""
+    for argument in arguments:
+        with contextlib.suppress(ValueError):  # it names something
+            yield ast.literal_eval(argument)
 
 
 def allocated_bytes(name: str, args: list[ast.expr]) -> int | None:

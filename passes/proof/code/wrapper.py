@@ -36,7 +36,8 @@ from zerofx.passes import edit
 from zerofx.passes.own import COLLECTIVES
 from zerofx.passes.proof.code.kernel import Argument, Kernel, read_kernel
 from zerofx.passes.proof.code.line import NOTHING, Kind, Line, Memory, Passed, Value, flat
-from zerofx.passes.proof.code.text import allocated_bytes, asserted, dotted, is_own, names_in, product_of
+from zerofx.passes.proof.code.promise import CARRIES
+from zerofx.passes.proof.code.text import allocated_bytes, asserted, constants_in, dotted, is_own, names_in, product_of
 from zerofx.passes.travel import GATHERS, SCATTERS
 
 
@@ -373,7 +374,10 @@ class Walk:
         line = self._line(_kind(name), name, passed, group=texts[-1] if texts else "", sure=bool(schemas))
         line.room = next((n.value for n in [nodes.get("room")] if isinstance(n, ast.Constant)), -1)  # type: ignore[assignment]
         of_views = any(r.alias_info is not None for s in schemas for r in s.returns)
-        if line.kind == "wait" or name.rpartition(".")[0] in _UNDECLARED_VIEWS:
+        line.constants = tuple(constants_in(call.args))
+        if name.rpartition(".")[0] in _TICKETS and given:  # what is brought comes to the memory of its ticket
+            self._value = flat(given[0])
+        elif line.kind == "wait" or name.rpartition(".")[0] in _UNDECLARED_VIEWS:
             self._value = NOTHING.union(*(p.memories for p in passed))
         elif of_views and views:
             self._value = views
@@ -456,10 +460,13 @@ def _kind(name: str) -> Kind:
         return "wait"
     if name.startswith("zerofx.step."):
         return "step"
+    if namespace == "zerofx" and operator in CARRIES:
+        return "carry"
     starts = {str(target).rpartition(".")[0] for target in (*GATHERS, *SCATTERS, *COLLECTIVES)} | {"zerofx.refresh"}
     return "start" if namespace == "_c10d_functional" or f"{namespace}.{operator}" in starts else "call"
 
 
+_TICKETS = ("zerofx.wait_fetch", "zerofx.wait_unstow")
 _VIEWS = ("reinterpret_tensor", "alloc_from_pool")
 _VIEW_METHODS = ("as_strided", "detach", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "view")
 _OF_SHAPES = ("size", "stride", "storage_offset", "numel", "dim", "append", "data_ptr")

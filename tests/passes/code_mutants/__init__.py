@@ -14,6 +14,7 @@ file             rules
 ===============  ========================
 collectives.py   wait, send, order, read
 buffers.py       discard, copy, step
+carried.py       fetch, put, stow
 cuda.py          what only code for a GPU has, of several
 ===============  ========================
 """

@@ -41,10 +41,10 @@ class Carriage:
         files += [self._stows.file] if self._stows is not None else []
         return [file for file in dict.fromkeys(files) if file is not None]
 
-    def fetch(self, group: str) -> None:
+    def fetch(self, group: str, here: torch.Tensor) -> None:
         """`zerofx.passes.carry.Carrier`"""
         one = self._groups[group]
-        self._coming[group] = one.home.fetch(one.shard)
+        self._coming[group] = one.home.fetch(one.shard, here)
 
     def fetched(self, group: str) -> torch.Tensor:
         """`zerofx.passes.carry.Carrier`"""

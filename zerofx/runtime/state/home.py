@@ -100,8 +100,8 @@ class Home:
         """Views of ``state`` can be made inside. It need not be at hand, and nobody looks at its numbers."""
         return _HERE
 
-    def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
-        """Start to bring ``state``, 1-D, to memory of its own on the device, where a graph reads it.
+    def fetch(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
+        """Start to bring ``state``, 1-D, to ``here``, which is empty, on the device, where a graph reads it.
 
         Of a home that `streams` weights.
         """

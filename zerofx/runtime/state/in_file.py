@@ -109,8 +109,8 @@ class InFile(OnDevice):
         extent = self._its.extent_of(state)
         return contextlib.nullcontext() if extent is None else self._its.shaping(extent)
 
-    def fetch(self, state: torch.Tensor) -> Future[torch.Tensor]:
-        return transfers().submit(self._fetched, state, torch.empty_like(state))
+    def fetch(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
+        return transfers().submit(self._fetched, state, here)
 
     def _fetched(self, state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         with self._its.noting():
