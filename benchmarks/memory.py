@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.known is not None:
         args.known.mkdir(parents=True, exist_ok=True)
     for name in args.models:
-        more = [NONE, *([CHECKPOINT] if hasattr(MODELS[name](), "blocks") else [])]
+        more = [NONE, CHECKPOINT]
         ranks = Workers(2).run(
             "benchmarks.memory:run", name, args.budgets, args.steps, more, args.known, timeout=args.timeout
         )
