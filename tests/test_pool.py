@@ -252,7 +252,11 @@ def check(results: list[Any]) -> None:
             if options.get("model") is Broken:
                 assert found.frames >= 2 * passes, (case, found.frames)
             else:  # a forward that gathers nothing, or only what stays gathered, needs none
-                assert found.frames == passes * ((stage > 0 or "offload" in options) + ("memory_budget" in options)), (case, found.frames)
+                graphs = (stage > 0 or "offload" in options) + ("memory_budget" in options)
+                assert found.frames == passes * graphs, (case, found.frames)
+                    case,
+                    found.frames,
+                )
 
 
 def test_numbers_are_the_same_and_nothing_large_is_allocated_any_more(workers2: Workers) -> None:

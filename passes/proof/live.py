@@ -11,7 +11,9 @@ from itertools import pairwise
 
 from torch.fx import Node
 
+from zerofx._torch import OpOverload
 from zerofx.passes.context import Context
+from zerofx.passes.kinds import PICKING
 from zerofx.passes.lower import is_kernel
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
@@ -121,11 +123,16 @@ def _two_ahead(buffers: list[Buffer], waits: dict[str, int], opens: list[int]) -
 
 
 def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[Node, int], ctx: Context) -> None:
-    """The rule "order", of the graph as it reads: of each kind, and on each link, first started is first waited for."""
+    """The rule "order", of the graph as it reads: of each kind, and on each link, first started is first waited for.
+
+    Inputs that are still coming are waited for in their own order, but for shards of tables: their rows are picked
+    ahead of the layers, wherever the table stands.
+    """
 
     def kind(start: Node) -> str:
         if start not in ops:  # it is gathered by who brings it, as inputs come
-            return "refresh"
+            readers = [op for wait in waits[start] for user in wait.users if wait in (op := ops[user]).inputs]
+            return "refresh of a table" if all(map(_picks, readers)) else "refresh"
         kind = "gather" if ops[start].target in GATHERS else "reduction"
         return kind + " between replicas" * ctx.is_of_replicas(ops[start].args)
 
@@ -137,6 +144,10 @@ def check_order(waits: dict[Node, list[Node]], ops: dict[Node, Op], order: dict[
                 tag = second.meta.get("zerofx")
                 found = f"it starts after {first.name!r}, which is waited for later"
                 refuse("order", second, found, "first started, first waited for", tag.group if tag else None)
+
+
+def _picks(op: Op) -> bool:
+    return isinstance(op.target, OpOverload) and op.target._schema.name.rpartition("::")[2] in PICKING
 
 
 def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, int], apart: set[Node]) -> None:

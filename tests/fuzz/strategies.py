@@ -84,15 +84,18 @@ def allowed(
     gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
     them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
     torch.compile, too, where the call is behind a graph break. ``torch.vmap`` over weights is refused outside of
-    any graph. ``inside``: kinds of containers around; "frozen" if one is.
+    any graph; and a checkpoint with a graph break in it runs outside of any. ``inside``: kinds of containers around;
+    "frozen" if one is, "outside" if no graph has what is in it.
     """
     kept = []
     for layer in layers:
         around = inside | {layer.kind} | ({"frozen"} if layer.frozen else set())
+        broken = layer.kind == "checkpoint" and bool({"break", "eager", "reentrant"} & kinds(layer.children))
+        around |= {"outside"} if broken or layer.kind in ("eager", "reentrant") else set()
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and bool(around & {"frozen", "no_grad"})
         again = layer.kind == "again" and "no_grad" in around
-        mapped = layer.kind == "vmap" and layer.of % 2 == 1 and bool(around & {"eager", "reentrant"})
+        mapped = layer.kind == "vmap" and layer.of % 2 == 1 and "outside" in around
         if layer.kind in without or again or mapped or (checkpointed and (layer.kind in COUNTERS or attention)):
             layer = replace(layer, kind="norm")
         if {"no_grad", "reentrant"} <= around and layer.kind in ("no_grad", "reentrant"):

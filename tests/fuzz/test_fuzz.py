@@ -157,6 +157,15 @@ FOUND = {
         zero=False,
         seed=4,
     ),
+    # `verify` refused a table whose rows are picked ahead of the layers, where the step's gathers were still under way.
+    "a_table_whose_replicas_are_still_to_come": Recipe(
+        (LINEAR, Layer("embedding", width=7, bias=False)),
+        world=4,
+        rows=2,
+        scheme="between",
+        grouping="each",
+        lookups=True,
+    ),
 }
 
 
