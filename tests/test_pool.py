@@ -254,9 +254,6 @@ def check(results: list[Any]) -> None:
             else:  # a forward that gathers nothing, or only what stays gathered, needs none
                 graphs = (stage > 0 or "offload" in options) + ("memory_budget" in options)
                 assert found.frames == passes * graphs, (case, found.frames)
-                    case,
-                    found.frames,
-                )
 
 
 def test_numbers_are_the_same_and_nothing_large_is_allocated_any_more(workers2: Workers) -> None:
