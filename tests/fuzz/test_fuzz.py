@@ -166,6 +166,10 @@ FOUND = {
         grouping="each",
         lookups=True,
     ),
+    # Inductor wrote a gradient over another that was still being sent, in place.
+    "rows_that_are_sent_while_a_layer_before_them_is_computed": Recipe(
+        (LINEAR, Layer("embedding", width=7, bias=False)), executor="inductor", grouping="each", lookups=True
+    ),
 }
 
 

@@ -49,6 +49,36 @@ def test_without_dependences_kept_the_code_is_refused(monkeypatch: pytest.Monkey
     assert refused.value.rule == "wait"
 
 
+# ---- sent_kept
+
+
+class Added(nn.Module):
+    """What comes back to the sum is sent as the gradients of rows, and is the gradient of the tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table, self.head = nn.Linear(8, 8), nn.Embedding(4096, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(x)) + self.table(x[..., 0].abs().long())).sum()
+
+
+def read_added() -> None:
+    for each in generated((Added(), torch.randn(2, 4, 8)), stage=3, lookups=True):
+        assert "own_rows" in each.code or "backward" in each.name
+        check_code(each.code, each.promise)
+
+
+def test_code_in_which_what_is_sent_was_kept_passes() -> None:
+    read_added()
+
+
+def test_without_sent_kept_the_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "sent_kept", contextlib.nullcontext)
+    with pytest.raises(VerificationError, match=r"rule 'send' at line .*cpp_fused.*still being sent"):
+        read_added()
+
+
 # ---- save_reads
 
 

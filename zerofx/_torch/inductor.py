@@ -88,7 +88,7 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
 
     donated: dict[str, Any] = {"donated": get_donated_idxs() or []}
     _forget_lost_outputs(gm)
-    with inductor_config(), dependences_kept(), products_in_packs():
+    with inductor_config(), dependences_kept(), sent_kept(), products_in_packs():
         return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
 
 
@@ -197,6 +197,40 @@ def dependences_kept() -> Iterator[None]:
     tag = f"{torch.compiler.config.cache_key_tag} zerofx: dependences kept"
     with (
         unittest.mock.patch.object(SchedulerNode, "_compute_attrs", compute),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def sent_kept() -> Iterator[None]:
+    """What a collective of ours sends stays as it is until the wait for it, which counts as a reader.
+
+    Inductor holds to that where it knows the collective. Ours are operators like any other to it, done when they
+    return. So a kernel behind the start could write its result over what was still being sent::
+
+        all_gather_pairwise(dy)        starts to send dy, whose last reader it is
+        dy *= 1 - tanh(x) ** 2         in place
+
+    (2.11, 2.13, 2.15).
+    """
+    import torch.compiler.config
+    from torch._inductor import ir
+    from torch.utils._pytree import tree_leaves
+
+    theirs = ir._WaitKernel.get_volatile_reads
+
+    def reads(self: Any) -> list[Any]:
+        found = list(theirs(self))
+        for what in tree_leaves(self.inputs):
+            start = what.inputs[0] if isinstance(what, ir.MultiOutput) else what
+            if isinstance(start, ir.FallbackKernel):
+                found += [each for each in tree_leaves(start.inputs) if isinstance(each, ir.IRNode)]
+        return found
+
+    tag = f"{torch.compiler.config.cache_key_tag} zerofx: sent kept"
+    with (
+        unittest.mock.patch.object(ir._WaitKernel, "get_volatile_reads", reads),
         torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
     ):
         yield
