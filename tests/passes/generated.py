@@ -117,8 +117,8 @@ def generated(
     else:
         module, *inputs = model  # type: ignore[assignment]
         model = type(module).__name__
-    groups = zerofx.Grouping(min_bytes=0)
-    record = zerofx.dry_run(module, *inputs, world_size=world_size, groups=groups, **options)
+    options.setdefault("groups", zerofx.Grouping(min_bytes=0))
+    record = zerofx.dry_run(module, *inputs, world_size=world_size, **options)
     found = []
     for phase, (gm, ctx) in rewritten(record, steps=steps, executor="inductor", backend="gloo").items():
         promise = Promise.of(gm, ctx)
