@@ -9,7 +9,8 @@ gathered) to the least possible, which is the number that a refusal names. At ea
 one that is measured (the allocator's over forward and backward, on top of what is held at rest), both on the rank where
 they are most; the losses of four steps beside those without a budget; the median time of forward and backward on the
 slower rank. All points of one model take turns, step by step, so whatever else the machine does hits all alike. Two
-points have no budget: "none", and "checkpoint", with every block in torch.utils.checkpoint.
+points have no budget: "none", and "checkpoint", with every block in torch.utils.checkpoint. The last budget is what that
+one takes.
 
 A division that was tried at one budget is not predicted again at the next, since it is the same; and rank 0 alone
 predicts. With ``--known`` predictions also outlive a run: one run can make them on a busy machine, and another one time
@@ -155,6 +156,11 @@ def run(name: str, budgets: int, steps: int, more: list[str], known: Path | None
     built = []
     for point in [*points, *more]:
         built.append(Point(name, point, x, y))
+        built[-1].train()
+    theirs = torch.tensor([built[-1].found["peak"]])
+    dist.all_reduce(theirs, dist.ReduceOp.MAX)
+    if CHECKPOINT in more and int(theirs) >= least:  # what we make of the memory that they take
+        built.append(Point(name, int(theirs), x, y))
         built[-1].train()
     for _ in range(steps):
         for each in built:
