@@ -9,8 +9,8 @@ gathered) to the least possible, which is the number that a refusal names. At ea
 one that is measured (the allocator's over forward and backward, on top of what is held at rest), both on the rank where
 they are most; the losses of four steps beside those without a budget; the median time of forward and backward on the
 slower rank. All points of one model take turns, step by step, so whatever else the machine does hits all alike. Two
-points have no budget: "none", and "checkpoint", with every block in torch.utils.checkpoint. The last budget is what that
-one takes.
+points have no budget: "none", and "checkpoint", with every block in torch.utils.checkpoint. The last budget is what
+that one takes.
 
 A division that was tried at one budget is not predicted again at the next, since it is the same; and rank 0 alone
 predicts. With ``--known`` predictions also outlive a run: one run can make them on a busy machine, and another one time
@@ -222,16 +222,19 @@ def plot(args: argparse.Namespace) -> None:
 
     kept = json.loads(args.out.read_text())
     curves = {name: found for name, found in kept.items() if name != "torch" and "median_s" in found["points"][0]}
-    figure, axes = plt.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.4), squeeze=False)
-    for axis, (name, found) in zip(axes[0], curves.items(), strict=True):
+    figure, axes = plt.subplots(-(-len(curves) // 3), 3, figsize=(11, 3.2 * -(-len(curves) // 3)), squeeze=False)
+    for axis in axes.flat[len(curves) :]:
+        axis.set_axis_off()
+    for axis, (name, found) in zip(axes.flat, curves.items()):
         places = {p["point"]: (p["peak"] / 1e6, 1e3 * p["median_s"]) for p in found["points"]}
-        ours = [place for point, place in places.items() if isinstance(point, int)]
+        ours = sorted(place for point, place in places.items() if isinstance(point, int))
         axis.plot(*zip(*ours), "o-", label="memory=")
         for point, said in ((NONE, "no budget"), (CHECKPOINT, "torch.utils.checkpoint per block")):
             if point in places:
                 axis.plot(*places[point], "s", label=said)
-        axis.set(title=name, xlabel="peak, with all that is held, MB", ylabel="step, ms", ylim=(0, None))
-        axis.legend(fontsize=7)
+        axis.set(title=name, xlabel="peak, with all that is held, MB", ylabel="step, ms")
+        axis.set_ylim(0, 1.15 * max(step for _, step in places.values()))
+        axis.legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "pictures" / "memory.svg", metadata={"Date": None})
 
