@@ -117,6 +117,11 @@ NOT_OF_A_PARAMETER = {
     "nested tensors": """
         _nested_get_values.default _nested_view_from_buffer.default _nested_view_from_jagged.default
         """,
+    "named dimensions, which 2.11 still has and torch.compile never took": """
+        align_to.default align_to.ellipsis_idx diagonal.Dimname flatten.DimnameList flatten.named_out_dim
+        flatten.using_names refine_names.default rename.default select.Dimname squeeze.dimname transpose.Dimname
+        unbind.Dimname unflatten.Dimname
+        """,
     "forward-mode differentiation": "_fw_primal.default _make_dual.default _unpack_dual.default",
     "what autocast, TorchScript and tests do": """
         _autocast_to_full_precision.default _autocast_to_reduced_precision.default
