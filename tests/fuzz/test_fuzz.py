@@ -166,6 +166,13 @@ FOUND = {
         grouping="each",
         lookups=True,
     ),
+    # A gradient that was kept outside of graphs came in another dtype than the graph was compiled for.
+    "a_weight_in_and_outside_of_graphs_in_low_precision_without_synchronisation": Recipe(
+        (Layer("eager", children=(Layer("strided", width=7),)), Layer("transposed", width=7, bias=False)),
+        steps=(("keep",),),
+        executor="inductor",
+        precision="low",
+    ),
     # Inductor wrote a gradient over another that was still being sent, in place.
     "rows_that_are_sent_while_a_layer_before_them_is_computed": Recipe(
         (LINEAR, Layer("embedding", width=7, bias=False)), executor="inductor", grouping="each", lookups=True

@@ -156,7 +156,10 @@ class BackwardCode:
         inputs = _inputs(args, self.inputs, self.groups)
         for group, slot, like in self.kept:
             kept = group().gradients.take_kept(slot)  # type: ignore[union-attr]
-            inputs.append(torch.zeros(like.shape, dtype=like.dtype, device=like.device) if kept is None else kept)
+            if kept is None:
+                kept = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            # Outside of graphs a gradient is kept in the parameter's dtype; graphs have that of reductions.
+            inputs.append(kept.to(like.dtype))
         inputs += gathered
         gathered.clear()
         for ref in self.uses:
