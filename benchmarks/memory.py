@@ -139,7 +139,7 @@ class Point:
         self.optimizer.zero_grad()
 
 
-def run(name: str, budgets: int, steps: int, more: list[str], known: Path | None) -> dict[str, Any]:
+def run(name: str, budgets: int, steps: int, known: Path | None) -> dict[str, Any]:
     """One rank: every point of the curve of one model, from all to the least; then those without a budget."""
     division.Trials = Remembered  # type: ignore[misc]
     Remembered.begin(known, name)
@@ -154,12 +154,12 @@ def run(name: str, budgets: int, steps: int, more: list[str], known: Path | None
     most = whole.found["predicted"]
     points: list[Any] = [round(most + (least - most) * i / max(1, budgets - 1)) for i in range(budgets)]
     built = []
-    for point in [*points, *more]:
+    for point in [*points, NONE, CHECKPOINT]:
         built.append(Point(name, point, x, y))
         built[-1].train()
     theirs = torch.tensor([built[-1].found["peak"]])
     dist.all_reduce(theirs, dist.ReduceOp.MAX)
-    if CHECKPOINT in more and int(theirs) >= least:  # what we make of the memory that they take
+    if int(theirs) >= least:  # what we make of the memory that they take
         built.append(Point(name, int(theirs), x, y))
         built[-1].train()
     for _ in range(steps):
@@ -207,9 +207,8 @@ def measure(args: argparse.Namespace) -> None:
     if args.known is not None:
         args.known.mkdir(parents=True, exist_ok=True)
     for name in args.models:
-        more = [NONE, CHECKPOINT]
         ranks = Workers(2).run(
-            "benchmarks.memory:run", name, args.budgets, args.steps, more, args.known, timeout=args.timeout
+            "benchmarks.memory:run", name, args.budgets, args.steps, args.known, timeout=args.timeout
         )
         command = f"python benchmarks/memory.py --models {name} --budgets {args.budgets} --steps {args.steps}"
         kept[name] = {"command": command, **of_ranks(ranks)}

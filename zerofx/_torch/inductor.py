@@ -135,7 +135,19 @@ class _Written(Exception):
 
 
 @contextlib.contextmanager
-def products_in_packs() -> Iterator[None]:
+def _changed(owner: type, name: str, method: Any, what: str) -> Iterator[None]:
+    """Inductor has ``method`` inside, and keeps apart in its caches the code that it writes so (2.11, 2.13, 2.15)."""
+    import torch.compiler.config
+
+    tag = f"{torch.compiler.config.cache_key_tag} zerofx: {what}"  # code is cached by graph and by this
+    with (
+        unittest.mock.patch.object(owner, name, method),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+def products_in_packs() -> contextlib.AbstractContextManager[None]:
     """Where a matrix product is a part of a flat ``cat``, Inductor writes it there, as it does pointwise results.
 
     By itself it writes the product to memory of its own and copies it, since a product's layout is fixed early. But the
@@ -149,7 +161,6 @@ def products_in_packs() -> Iterator[None]:
     A gradient is packed so without being there twice. What reads the product besides reads it out of the pack (2.11,
     2.13, 2.15).
     """
-    import torch.compiler.config
     from torch._inductor import ir
 
     theirs = ir.ConcatKernel.realize_into
@@ -157,16 +168,10 @@ def products_in_packs() -> Iterator[None]:
     def realize_into(cls: type, src: Any, dst: Any, *more: Any, **named: Any) -> Any:
         return _product_in_pack(src, dst) or theirs(src, dst, *more, **named)
 
-    tag = f"{torch.compiler.config.cache_key_tag} zerofx: products in packs"  # code is cached by graph and by this
-    with (
-        unittest.mock.patch.object(ir.ConcatKernel, "realize_into", classmethod(realize_into)),
-        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-    ):
-        yield
+    return _changed(ir.ConcatKernel, "realize_into", classmethod(realize_into), "products in packs")
 
 
-@contextlib.contextmanager
-def dependences_kept() -> Iterator[None]:
+def dependences_kept() -> contextlib.AbstractContextManager[None]:
     """A kernel whose loops are made anew before it is fused with another still comes after the wait that it came after.
 
     A wait is an operator that writes to the gathered buffer, so who reads what has come depends on a name that the wait
@@ -180,7 +185,6 @@ def dependences_kept() -> Iterator[None]:
     The fused kernel ran before the wait, on whatever was in ``w`` (2.11, 2.13; in 2.15 names are kept: pull request
     185873 of pytorch/pytorch, and 177816 for what an order was added to by hand).
     """
-    import torch.compiler.config
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
     from torch.utils._ordered_set import OrderedSet
@@ -194,16 +198,10 @@ def dependences_kept() -> Iterator[None]:
             by_hand = OrderedSet(dep for dep in known.reads if isinstance(dep, (StarDep, WeakDep)))
             self.set_read_writes(self.read_writes.with_read(by_hand).rename(self.mutation_renames))
 
-    tag = f"{torch.compiler.config.cache_key_tag} zerofx: dependences kept"
-    with (
-        unittest.mock.patch.object(SchedulerNode, "_compute_attrs", compute),
-        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-    ):
-        yield
+    return _changed(SchedulerNode, "_compute_attrs", compute, "dependences kept")
 
 
-@contextlib.contextmanager
-def sent_kept() -> Iterator[None]:
+def sent_kept() -> contextlib.AbstractContextManager[None]:
     """What a collective of ours sends stays as it is until the wait for it, which counts as a reader.
 
     Inductor holds to that where it knows the collective. Ours are operators like any other to it, done when they
@@ -214,7 +212,6 @@ def sent_kept() -> Iterator[None]:
 
     (2.11, 2.13, 2.15).
     """
-    import torch.compiler.config
     from torch._inductor import ir
     from torch.utils._pytree import tree_leaves
 
@@ -228,12 +225,7 @@ def sent_kept() -> Iterator[None]:
                 found += [each for each in tree_leaves(start.inputs) if isinstance(each, ir.IRNode)]
         return found
 
-    tag = f"{torch.compiler.config.cache_key_tag} zerofx: sent kept"
-    with (
-        unittest.mock.patch.object(ir._WaitKernel, "get_volatile_reads", reads),
-        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-    ):
-        yield
+    return _changed(ir._WaitKernel, "get_volatile_reads", reads, "sent kept")
 
 
 def _product_in_pack(src: Any, dst: Any) -> Any:

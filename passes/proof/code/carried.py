@@ -12,6 +12,7 @@ of its own start. Between the two nothing touches what comes, and nothing writes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -42,7 +43,6 @@ class Carried:
         tickets: by memory, what was begun. What is brought comes to that memory.
         leaving: by memory, what takes it away.
         said: by memory, what it says has left: a handle, or a gradient's place.
-        away: the inputs that stand for something elsewhere.
     """
 
     promise: Promise
@@ -52,7 +52,6 @@ class Carried:
     tickets: dict[Memory, _Ticket] = field(default_factory=dict)
     leaving: dict[Memory, _Ticket] = field(default_factory=dict)
     said: dict[Memory, Place] = field(default_factory=dict)
-    away: dict[Memory, Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for i in reversed(range(len(self.promise.carried))):
@@ -60,35 +59,27 @@ class Carried:
 
     def read(self, line: Line) -> None:
         """Check one line, and note what it starts or waits for."""
-        if not self.promise.carried:
-            if line.kind == "carry":
-                rule = CARRIES[plain_name(line.name)]
-                self.refuse(rule, None, "it starts or waits for what the graph has not", "all state on the device")
-            return
         if line.kind == "carry":
             self._carry(line)
             return
         touched = line.reads.union(line.writes, *line.values)
         for memory in touched & self.tickets.keys():
             self._refuse(self.tickets[memory].place, "it touches what is still on its way", "the wait for it before")
-        self._check_writes(line)
-        for memory in touched & self.said.keys() if line.kind != "return" else ():
-            self._refuse(self.said[memory], "it reads what stands for something elsewhere", "an output")
-        for memory in touched & self._away().keys() if line.kind != "return" else ():
-            self._refuse(self.away[memory], "it reads what stands for something elsewhere", "what has come of it")
-        if line.kind == "return":
-            self._check_outputs(line)
-
-    def _away(self) -> dict[Memory, Place]:
-        if not self.away:
-            for i, carry in enumerate(self.promise.carried):
-                if carry.input is not None:
-                    self.away[self.walk.inputs[carry.input]] = ("carried", i)
-        return self.away
-
-    def _check_writes(self, line: Line) -> None:
         for memory in line.writes & self.leaving.keys():
             self._refuse(self.leaving[memory].place, "it writes to what is being taken away", "the wait for it before")
+        if line.kind == "return":
+            self._check_outputs(line)
+            return
+        for memory in touched & self.said.keys():
+            self._refuse(self.said[memory], "it reads what stands for something elsewhere", "an output")
+        for memory in touched & self._away.keys():
+            self._refuse(self._away[memory], "it reads what stands for something elsewhere", "what has come of it")
+
+    @functools.cached_property
+    def _away(self) -> dict[Memory, Place]:
+        """The inputs that stand for something elsewhere; they are known from the first line on."""
+        places = ((carry.input, ("carried", i)) for i, carry in enumerate(self.promise.carried))
+        return {self.walk.inputs[number]: place for number, place in places if number is not None}
 
     def _check_outputs(self, line: Line) -> None:
         for i, carry in enumerate(self.promise.carried):
