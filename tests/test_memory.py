@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.models import GPT, Block
 from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.test_offload_costs import offload
 from tests.workers import Workers
+from zerofx.compiler.runners import BackwardCode
 from zerofx.inspect.predict import price
 from zerofx.inspect.predict.files import Files
 from zerofx.runtime.ranks.agree import publish_choice
@@ -148,6 +151,22 @@ class Convolved(Small):
 def test_what_a_convolution_takes_inside_of_itself_is_in_the_budget(workers2: Workers) -> None:
     for rank in workers2.run(within, Convolved, [1], timeout=120):
         check(rank)
+
+
+def test_a_kept_gradient_goes_when_backward_has_read_it() -> None:
+    kept = [torch.ones(8), torch.ones(8)]
+    weak = [weakref.ref(x) for x in kept]
+    group = SimpleNamespace(gradients=SimpleNamespace(take_kept=lambda slot: kept.pop()))
+    gone: list[bool] = []
+
+    def graph(inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        gone.extend(ref() is None for ref in weak)
+        return [None]
+
+    slots: Any = [(lambda: group, None, torch.ones(8))] * 2
+    code = BackwardCode(graph, [], [], [], slots, [], [], False, False, False, None, [], lambda outputs: None)
+    assert code([], 1) == [None] and gone == [True, True]
 
 
 def test_no_step_holds_more_than_the_budget_from_the_least_to_all(workers2: Workers) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofx import _torch
+from zerofx.inspect.predict.recorder import Recorder
 from zerofx.inspect.predict.workspace import Workspaces
 
 
@@ -43,6 +45,32 @@ def test_arguments_are_not_held_nor_written_to() -> None:
     workspaces.want(torch.ops.aten.zero_.default, (x,), {}, told.append)
     del x
     assert gone() is None
+
+
+def test_a_kernel_that_refuses_zeros_counts_as_none() -> None:
+    def picky(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("zeros")
+
+    told: list[int] = []
+    workspaces = Workspaces()
+    workspaces.want(picky, (torch.ones(8),), {}, told.append)
+    workspaces.want(torch.ops.aten.full.default, ([8], 1.0), {}, told.append)  # has no tensor to be run on
+    workspaces.measure()
+    assert told == [0, 0]
+
+
+def test_a_sum_in_another_dtype_converts_its_input_and_random_numbers_are_not_drawn() -> None:
+    recorder, code = Recorder(Workspaces()), SimpleNamespace(world_size=1, groups={}, updates={})
+    state = torch.get_rng_state()
+    with FakeTensorMode(), recorder, recorder.phase(0, "forward", code) as phase:
+        x = torch.empty(64, 16, dtype=torch.bfloat16)
+        out = torch.ops.aten.sum.dim_IntList(x, [0], True, dtype=torch.float32)
+        noise = torch.ops.aten.rand_like.default(x)
+    assert recorder.workspaces is not None
+    recorder.workspaces.measure()
+    given_back = [change.buffer.nbytes for change in phase.changes if not change.made]
+    assert 64 * 16 * 4 in given_back and len(given_back) == 1 and (out.numel(), noise.numel()) == (16, 1024)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_the_profiler_says_of_itself_is_kept_from_the_terminal_and_errors_are_not(capfd) -> None:

@@ -154,12 +154,7 @@ class BackwardCode:
             self.alike.check(dict(zip(self.names, args, strict=True)))
         gathered = self._take_gathered(args)
         inputs = _inputs(args, self.inputs, self.groups)
-        for group, slot, like in self.kept:
-            kept = group().gradients.take_kept(slot)  # type: ignore[union-attr]
-            if kept is None:
-                kept = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            # Outside of graphs a gradient is kept in the parameter's dtype; graphs have that of reductions.
-            inputs.append(kept.to(like.dtype))
+        inputs += self._take_kept()
         inputs += gathered
         gathered.clear()
         for ref in self.uses:
@@ -213,8 +208,19 @@ class BackwardCode:
                 return live, slots
         raise AssertionError(f"no group {name!r} is reduced here")
 
+    # Functions of their own, so that no local variable holds a buffer while the graph runs.
+
+    def _take_kept(self) -> list[torch.Tensor]:
+        taken = []
+        for group, slot, like in self.kept:
+            kept = group().gradients.take_kept(slot)  # type: ignore[union-attr]
+            if kept is None:
+                kept = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            # Outside of graphs a gradient is kept in the parameter's dtype; graphs have that of reductions.
+            taken.append(kept.to(like.dtype))
+        return taken
+
     def _take_gathered(self, args: list[Any]) -> list[Any]:
-        """A function of its own, so that no local variable holds a buffer while the graph runs."""
         for i, group in self.gathered:
             group().gathered.check(args[i])  # type: ignore[union-attr]
         return [args[i] for i, _ in self.gathered]

@@ -5,7 +5,7 @@
     zerofx.compiler.division ──▶ graphs of a trial ──▶ price: a rehearsal, on the clock ──▶ Price
 
 It is the prediction of `zerofx.predict`, of graphs that nothing has run yet. They are followed as the eager executor
-would run them. The workspace of products, convolutions and attention is found by running each kernel once.
+would run them. What kernels take inside of themselves is found by running each of them once.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Recorder(_torch.TorchDispatchMode):
             picks = name in _PICKS or name in PICKING or (func is None and self._kind(x) == "weights")
             nbytes += min(nbytes_of(x), bound) if picks else nbytes_of(x)
         flops = 0 if func is None else flops_of(func, args, kwargs, out)
-        if flops and self.workspaces is not None:
+        if self.workspaces is not None and (flops or _may_take(func)):
             self._take_and_give_back(self.workspaces, func, args, kwargs)
         self.operations.append(
             Operation(self.name or name, "kernel", self.group, self.source, flops=flops, nbytes=nbytes)
@@ -435,6 +435,12 @@ def whole_of(target: Any, source: Any, out: Any) -> Any:
 
 def _writes(func: Any) -> bool:
     return isinstance(func, OpOverload) and func._schema.is_mutable
+
+
+def _may_take(func: Any) -> bool:
+    """Whether PyTorch's ``func`` may be run by itself for what it takes inside: it draws no random numbers."""
+    is_aten = isinstance(func, OpOverload) and func.namespace == "aten"
+    return is_aten and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def nbytes_of(x: torch.Tensor) -> int:

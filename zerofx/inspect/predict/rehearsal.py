@@ -56,8 +56,8 @@ def rehearse(
 ) -> list[Phase]:
     """Run forward and backward of ``records`` once on fake tensors; what each graph did, in the order they ran.
 
-    Dimensions that are symbols have the size they had when the graph was captured. ``probe``: kernels with a formula
-    for their arithmetic (products, convolutions, attention) are run once too, for the memory that they take inside.
+    Dimensions that are symbols have the size they had when the graph was captured. ``probe``: kernels of PyTorch run
+    once, each by itself, for the memory that they take inside.
     ``updates``: what the optimizer moves through a file, group by group, where backward updates groups; it does so in
     a step with ``step_in_backward``, where there is such a backward.
 

@@ -1,12 +1,14 @@
 """The memory that a kernel takes and gives back inside of itself: found by running it once.
 
 No operator says how much that is: it is up to the library behind it, to shapes, to threads. A convolution by oneDNN
-reorders its weights into blocks; a product in bfloat16 may be packed. So the kernel is run, by itself, on zeros of the
-shapes at hand::
+reorders its weights into blocks. A product in bfloat16 may be packed. A sum of bfloat16 in float32 converts all of its
+input first. So the kernel is run, by itself, on zeros of the shapes at hand::
 
     while it runs    + weights in blocks    + result    - weights in blocks
     live                   40,960            43,008           2,048
     workspace        43,008 - 2,048 = 40,960: the most there was, less what is left
+
+A kernel that refuses zeros counts as one that takes nothing: lengths of ``ctc_loss`` must not be 0.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class Workspaces:
     def want(self, func: Any, args: Any, kwargs: Any, tell: Callable[[int], None]) -> None:
         """``tell`` will be called with the bytes that ``func`` takes inside. Holds on to none of its arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not any(isinstance(x, torch.Tensor) for x in leaves):
+            return tell(0)
         leaves = [
             _Zeros(tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves
         ]
@@ -67,7 +71,11 @@ class Workspaces:
                 if key in self._found:
                     continue
                 func, args, kwargs = make()
-                func(*args, **kwargs)  # what is set up once, and kept, is not the kernel's
+                try:
+                    func(*args, **kwargs)  # what is set up once, and kept, is not the kernel's
+                except (RuntimeError, ValueError, IndexError):
+                    self._found[key] = 0
+                    continue
                 tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
                 by_device.setdefault(tensors[0].device.type, []).append((make, key))
                 del func, args, kwargs, tensors
