@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +291,35 @@ def test_the_division_is_shown(fake_world: Any) -> None:
     (record,) = zerofx.graphs(net)
     assert "of memory=1.0 GB" in str(record)
     assert division(net).peak_bytes > division(net).at_rest > 0
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves all of it to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x)[0].sum()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_runs_outside_of_any_graph_is_not_counted_and_a_warning_says_so_once(fake_world: Any, stage: int) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    net = built(Recurrent, PLENTY, stage=stage)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            net(torch.ones(3, 1, 8)).backward()
+    said = [str(w.message) for w in caught if "memory=" in str(w.message)]
+    assert len(said) == 1 and re.match(r"memory=1,000,000,000: 'cell\.\w+' is read outside of any compiled", said[0])
+    free = built(Recurrent, None, stage=stage)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        free(torch.ones(3, 1, 8)).backward()
+    assert not [w for w in caught if "memory=" in str(w.message)]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

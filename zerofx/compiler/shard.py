@@ -30,6 +30,7 @@ from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
 from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.layout import GroupLayout
+from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
@@ -110,6 +111,8 @@ class _Conversion:
         self.family = Family(
             options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, self.offload
         )
+        memory = Memory.of(options.memory)
+        self.family.held.limit = memory and memory.nbytes
         self.places: dict[Any, list[Place]] = places_of(module) if self.on_meta else {}
         self.templates: dict[nn.Parameter, Template] = {}
 

@@ -78,6 +78,7 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
     if (leaf := leaf_of(group)) is not None:
         leaf.collect(group, slot, gradient)
         return
+    group.family.held.misses(slot.name)
     if not group.family.sync:
         group.gradients.keep(slot, gradient)
         return
@@ -154,6 +155,7 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
         if (leaf := leaf_of(group)) is not None:
             leaf.collect(group, slot, gradient)
             return torch.zeros_like(gradient)
+        group.family.held.misses(slot.name)
         if not group.family.sync:
             group.gradients.keep(slot, gradient)
             return torch.zeros_like(gradient)

@@ -13,6 +13,7 @@ graph anew, for a shape that it alone has met, must come to the schedule that th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -36,15 +37,34 @@ class Taken(NamedTuple):
 
 
 class Held:
-    """What the graphs of one module hold, in bytes, and what of it is there now."""
+    """What the graphs of one module hold, in bytes, and what of it is there now.
+
+    Attributes:
+        limit: the bytes that `memory=` gives them; None: it was not given.
+    """
 
     def __init__(self) -> None:
+        self.limit: int | None = None
+        self._warned = False
         self._gathered: dict[Names, int] = {}
         self._saved: dict[Names, int] = {}
         self._budgets: dict[Names, tuple[float | None]] = {}
         self._taken: dict[Names, Taken] = {}
         self._answers: dict[tuple[Names, str], Any] = {}
         self._activations: dict[Names, list[StorageWeakRef]] = {}
+
+    def misses(self, parameter: str) -> None:
+        """``parameter`` got its gradient outside of any graph: `memory=` does not count that, and says so once."""
+        if self.limit is None or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"memory={self.limit:,}: {parameter!r} is read outside of any compiled graph. memory= counts nothing of "
+            "what runs there, so a step may hold more. Leave room for it, or mend the graph break: "
+            "TORCH_LOGS=graph_breaks names it.",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def keeps(self, names: Names, nbytes: int) -> None:
         """The graph of the groups ``names`` leaves so much gathered between forward and backward."""
