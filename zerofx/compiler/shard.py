@@ -112,7 +112,7 @@ class _Conversion:
             options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, self.offload
         )
         memory = Memory.of(options.memory)
-        self.family.held.limit = memory and memory.nbytes
+        self.family.held.limit = None if memory is None else memory.nbytes
         self.places: dict[Any, list[Place]] = places_of(module) if self.on_meta else {}
         self.templates: dict[nn.Parameter, Template] = {}
 
