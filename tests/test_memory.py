@@ -403,6 +403,30 @@ def test_several_graphs_stay_within_the_budget_together(workers2: Workers, tmp_p
         assert sum(each.left for each in least["said"]) < sum(each.left for each in most["said"])
 
 
+class TwoInputs(nn.Module):
+    """Each of its graphs is given a tensor of the batch that the other does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, images: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](images.mean(0))
+        torch._dynamo.graph_break()
+        return (self.blocks[1](hidden) * weights.mean(0)).sum()
+
+
+def test_what_another_graph_is_given_is_there_as_well(fake_world: Any) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    net, images, weights = built(TwoInputs, PLENTY), torch.ones(1000, 4, 8), torch.ones(500, 4, 8)
+    net(images, weights).backward()
+    first, second = (record.forward.context.division for record in zerofx.graphs(net) if record.forward is not None)
+    assert first is not None and second is not None
+    assert first.at_rest > images.nbytes > second.at_rest > weights.nbytes  # its own inputs are among these
+    assert second.elsewhere >= images.nbytes and second.peak_bytes > images.nbytes + weights.nbytes
+
+
 def test_two_graphs_of_the_same_groups_are_refused(fake_world: Any) -> None:
     fake_world(2)
     torch._dynamo.reset()

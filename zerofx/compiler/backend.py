@@ -76,6 +76,8 @@ class Backend:
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
         unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
+        if unit.groups:
+            unit.family.held.is_given(unit.names, (x for i, x in enumerate(example_inputs) if i not in unit.sharded))
         if torch.is_grad_enabled():
             unit.ask(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs

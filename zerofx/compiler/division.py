@@ -211,7 +211,8 @@ class Trials:
         come, waits = self._to_come(price.left), self.taken(at_rest, price).waits
         known = sum(other.waits for other in self._others)
         there = (other.at_rest + other.peak + known - other.waits + waits + come for other in self._others)
-        return max(here + known + come, *there) - here if self._others else come
+        given = self.unit.family.held.given_elsewhere(self.unit.names)
+        return max(here + given + known + come, *there) - here if self._others else come
 
     def taken(self, at_rest: int, price: Price) -> Taken:
         """What this graph takes by a division."""

@@ -52,6 +52,7 @@ class Held:
         self._taken: dict[Names, Taken] = {}
         self._answers: dict[tuple[Names, str], Any] = {}
         self._activations: dict[Names, list[StorageWeakRef]] = {}
+        self._inputs: dict[Names, dict[StorageWeakRef, int]] = {}
 
     def misses(self, parameter: str) -> None:
         """``parameter`` got its gradient outside of any graph: `memory=` does not count that, and says so once."""
@@ -87,8 +88,29 @@ class Held:
         self._taken[names] = taken
 
     def taken_elsewhere(self, names: Names) -> list[Taken]:
-        """What graphs of other groups than ``names`` take, in the order in which they were first compiled."""
-        return [taken for other, taken in self._taken.items() if other != names]
+        """What graphs of other groups than ``names`` take, in the order in which they were first compiled.
+
+        While one of them runs, the inputs of all others are at rest, too.
+        """
+        return [
+            taken._replace(at_rest=taken.at_rest + self.given_elsewhere(other))
+            for other, taken in self._taken.items()
+            if other != names
+        ]
+
+    def is_given(self, names: Names, inputs: Iterable[Any]) -> None:
+        """The graph of the groups ``names`` gets ``inputs``. Those without a ``grad_fn`` are the batch, and buffers."""
+        self._inputs[names] = {
+            StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes()
+            for x in inputs
+            if type(x) is torch.Tensor and x.grad_fn is None
+        }
+
+    def given_elsewhere(self, names: Names) -> int:
+        """Bytes of what other graphs than that of the groups ``names`` are given, and it is not."""
+        others = {ref: nbytes for inputs in self._inputs.values() for ref, nbytes in inputs.items()}
+        own = self._inputs.get(names, {})
+        return sum(nbytes for ref, nbytes in others.items() if ref not in own and not ref.expired())
 
     def gathered_elsewhere(self, names: Names, phase: str) -> int:
         """Bytes that graphs of other groups than ``names`` leave gathered, as ``phase`` of these was to know it."""
