@@ -76,7 +76,7 @@ class Backend:
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
         unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
-        if unit.groups:
+        if unit.groups and self.options.memory is not None:
             unit.family.held.is_given(unit.names, (x for i, x in enumerate(example_inputs) if i not in unit.sharded))
         if torch.is_grad_enabled():
             unit.ask(gm, example_inputs)

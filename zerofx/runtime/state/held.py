@@ -103,7 +103,7 @@ class Held:
         self._inputs[names] = {
             StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes()
             for x in inputs
-            if type(x) is torch.Tensor and x.grad_fn is None
+            if type(x) is torch.Tensor and x.layout is torch.strided and x.grad_fn is None
         }
 
     def given_elsewhere(self, names: Names) -> int:
