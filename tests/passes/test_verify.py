@@ -149,9 +149,9 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
         for place in {tried % len(places)} if most < len(names) else {0, len(places) // 2, len(places) - 1}:
             found = verdict(mutant, graphs[name], place)
             # A graph that updates its groups hands gradients to updates, not to its caller: those are looked at first.
-            # Codes that are read in front of their wait are found by their rule: what reads them is no reader of codes.
-            early = mutant.rule == "wait" and "codes" in name
-            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + ["wire"] * early
+            # Codes that are read in front of their wait, or as a weight, are found by their rule: the reader is wrong.
+            as_codes = mutant.rule in ("wait", "slice") and "codes" in name
+            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + ["wire"] * as_codes
             if not found.startswith(tuple(f"{rule}: " for rule in right)):
                 wrong.append(f"{mutant.name} {place} in {name}: {found}")
         tried += 1

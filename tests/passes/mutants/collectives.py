@@ -226,9 +226,16 @@ def a_wait_that_comes_too_soon(gm: GraphModule, ctx: Context, pair: tuple[Node, 
     pair[0].prepend(pair[1])
 
 
+def _ends(gm: GraphModule) -> list[Node]:
+    """The waits for reductions, the sums of codes that came, and the gradients, in order."""
+    waits = set(tagged(gm, "wait_grad"))
+    found = tagged(gm, "wait_grad", "decode", "gradient")
+    return [n for n in found if n.meta["zerofx"].kind != "decode" or not waits.isdisjoint(n.all_input_nodes)]
+
+
 @breaks("order", _pairs("wait_grad"))
 def the_first_reduction_is_waited_for_last(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
-    for node in tagged(gm, "wait_grad", "gradient"):
+    for node in _ends(gm):
         if group_of(node) == group_of(pair[0]):
             gm.graph.output_node().prepend(node)
 
@@ -237,7 +244,7 @@ def the_first_reduction_is_waited_for_last(gm: GraphModule, ctx: Context, pair: 
 def a_reduction_starts_late(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     """Behind the next one; so does its wait, but not behind the other's."""
     first, second = pair
-    moved = [n for n in tagged(gm, "wait_grad", "gradient") if group_of(n) in (group_of(first), group_of(second))]
+    moved = [n for n in _ends(gm) if group_of(n) in (group_of(first), group_of(second))]
     second.append(first)
     place = first
     for node in sorted(moved, key=lambda n: group_of(n) == group_of(second)):
