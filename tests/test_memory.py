@@ -149,8 +149,20 @@ class Convolved(Small):
         return F.cross_entropy(self.head(hidden.transpose(1, 2)).flatten(0, 1), y.flatten())
 
 
-def test_what_a_convolution_takes_inside_of_itself_is_in_the_budget(workers2: Workers) -> None:
-    for rank in workers2.run(within, Convolved, [1], timeout=120):
+class Dropped(Small):
+    """Its peak is inside of its dropout, which has the mask in the dtype of the numbers for a while."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.tokens(x).repeat(1, 1, 16), 0.1, training=True).unflatten(-1, (16, -1)).mean(-2)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("build", [Convolved, Dropped])
+def test_what_kernels_take_inside_of_themselves_is_in_the_budget(workers2: Workers, build: Any) -> None:
+    for rank in workers2.run(within, build, [1], timeout=120):
         check(rank)
 
 

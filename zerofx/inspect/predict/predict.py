@@ -299,8 +299,8 @@ def predict(
         model: compiled, and its backward run once (which compiles that); or a record, as of `zerofx.dry_run`. A dry run
             has no generated code, so its record is followed as the eager executor would run it.
         rates: without them there are bytes and no times.
-        probe: run each of the step's kernels once by itself, on zeros, for the memory that it takes inside and gives
-            back (workspace.py): PyTorch's, but those that draw random numbers. Without that it counts for nothing.
+        probe: run each of PyTorch's kernels of the step once by itself, on zeros, for the memory that it takes inside
+            and gives back (workspace.py). Without that it counts for nothing.
         records: which of ``zerofx.graphs(module)`` make up the step, in the order they run; by default all that have a
             forward. A module that was compiled again for other shapes has more than one step's.
         step_in_backward: of a step with `zerofx.step_in_backward`, where backward ran both ways. One that ran in one

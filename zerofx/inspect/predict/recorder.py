@@ -438,9 +438,8 @@ def _writes(func: Any) -> bool:
 
 
 def _may_take(func: Any) -> bool:
-    """Whether PyTorch's ``func`` may be run by itself for what it takes inside: it draws no random numbers."""
-    is_aten = isinstance(func, OpOverload) and func.namespace == "aten"
-    return is_aten and torch.Tag.nondeterministic_seeded not in func.tags
+    """Whether ``func`` may be run by itself for what it takes inside: PyTorch's do nothing beside their results."""
+    return isinstance(func, OpOverload) and func.namespace == "aten"
 
 
 def nbytes_of(x: torch.Tensor) -> int:

@@ -13,8 +13,9 @@ A kernel that refuses zeros counts as one that takes nothing: lengths of ``ctc_l
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,14 @@ class Workspaces:
     def __init__(self, found: dict[Any, int] | None = None) -> None:
         self._found: dict[Any, int] = {} if found is None else found
         self._wanted: dict[Any, tuple[Callable[[], Any], list[Callable[[int], None]]]] = {}
+        self._devices: set[torch.device] = set()
 
     def want(self, func: Any, args: Any, kwargs: Any, tell: Callable[[int], None]) -> None:
         """``tell`` will be called with the bytes that ``func`` takes inside. Holds on to none of its arguments."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not any(isinstance(x, torch.Tensor) for x in leaves):
             return tell(0)
+        self._devices |= {x.device for x in leaves if isinstance(x, torch.Tensor)}
         leaves = [
             _Zeros(tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves
         ]
@@ -65,7 +68,7 @@ class Workspaces:
 
     def measure(self) -> None:
         """Run the kernels one after the other, and tell. Each has its arguments' and results' memory meanwhile."""
-        with torch.no_grad(), _torch.with_numbers():  # a graph may be traced meanwhile
+        with torch.no_grad(), _torch.with_numbers(), _generators_kept(self._devices):  # a graph may be traced meanwhile
             by_device: dict[str, list[Any]] = {}
             for key, (make, _) in self._wanted.items():
                 if key in self._found:
@@ -86,6 +89,13 @@ class Workspaces:
             for tell in tells:
                 tell(self._found[key])
         self._wanted.clear()
+
+
+def _generators_kept(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
+    """What kernels draw inside changes no random number that is drawn later."""
+    others = {device for device in devices if device.type != "cpu"}
+    kind = next((device.type for device in others), "cuda")
+    return torch.random.fork_rng([device.index or 0 for device in others], device_type=kind)
 
 
 def _on_cpu(kernels: list[Callable[[], Any]]) -> list[int]:
