@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerofx
-from tests.memory import allocated_peak
+from tests.memory import held_over_steps
 from tests.models import GPT, Block
 from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.test_offload_costs import offload
@@ -77,7 +77,7 @@ def needed(build: Any, *, memory: Any = 1, **options: Any) -> int:
 def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False, ours: bool = False) -> Any:
     """Losses of four steps with Adam, or ``ours``; and the most bytes that all but the first held, in all."""
     make = zerofx.AdamW if ours else functools.partial(torch.optim.Adam, foreach=False)
-    optimizer, found, peaks = make(net.parameters(), lr=1e-2), [], []
+    optimizer, found = make(net.parameters(), lr=1e-2), []
     x, y = data()
     torch.manual_seed(7)
 
@@ -93,14 +93,8 @@ def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False, ours:
             found.append(loss.item())
             del loss
 
-    for i in range(4):
-        peaks.append(allocated_peak(step) if i else step() or 0)
-        optimizer.step()
-        optimizer.zero_grad()
-    # gloo's thread may hold on to a buffer for a moment longer than its wait: the least of three.
-    held = zerofx.memory_summary(net, optimizer)
-    at_rest = held.total - held.nbytes["activations"]  # of the batch, which is still there
-    return found, min(peaks[1:]) + at_rest + x.nbytes + y.nbytes
+    held = held_over_steps(step, net, optimizer, [x, y])
+    return found, held
 
 
 def passing(net: nn.Module) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
-from tests.memory import allocated_peak
+from tests.memory import held_over_steps
 from tests.zoo.architectures import ARCHITECTURES, make_batch
 from tests.zoo.predicted import OUTSIDE as UNPREDICTED
 from tests.zoo.run import ROWS
@@ -94,7 +94,7 @@ def _trained(
     net: nn.Module, batch: dict[str, Any], micro_batches: int = 1, no_sync: bool = False
 ) -> tuple[list[float], int]:
     """Losses of four steps with Adam, and the most bytes that all but the first held, in all."""
-    optimizer, losses, peaks = torch.optim.Adam(net.parameters(), lr=1e-3, foreach=False), [], []
+    optimizer, losses = torch.optim.Adam(net.parameters(), lr=1e-3, foreach=False), []
     torch.manual_seed(7)
 
     def step() -> None:
@@ -107,11 +107,5 @@ def _trained(
             losses.append(loss.item())
             del loss
 
-    for i in range(4):
-        peaks.append(allocated_peak(step) if i else step() or 0)
-        optimizer.step()
-        optimizer.zero_grad()
-    held = zerofx.memory_summary(net, optimizer)
-    at_rest = held.total - held.nbytes["activations"]
-    tensors = [x for x in batch.values() if isinstance(x, torch.Tensor)]
-    return losses, min(peaks[1:]) + at_rest + sum(x.nbytes for x in tensors)
+    held = held_over_steps(step, net, optimizer, batch.values())
+    return losses, held
