@@ -286,7 +286,7 @@ def test_generated_code_stays_within_the_budget(workers2: Workers) -> None:
     for rank in workers2.run(within, gpt, [0, 0.5, 1], executor="inductor", timeout=550):
         for at in rank:
             assert at["losses"] == pytest.approx(at["wanted"], abs=1e-5)
-            assert at["peak"] <= 1.01 * at["budget"]
+            assert at["peak"] <= at["budget"]
 
 
 def test_the_division_is_shown(fake_world: Any) -> None:
