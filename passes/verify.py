@@ -22,8 +22,8 @@ saved        nothing full-size goes from forward to backward, but what is kept; 
 reduction    each gradient is reduced once: where its layout has it, all of it and nothing else, times one over the
              number of ranks; where there are replicas it is summed over these once, after that; the sum is not narrowed
              before it is scaled
-order        gathers start in the order they are waited for, reductions too; no size depends on data; where the executor
-             schedules, the order is pinned
+order        values are computed before they are read; gathers start in the order they are waited for, reductions too;
+             no size depends on data; where the executor schedules, the order is pinned
 wire         what travels in codes is written and read once, by one description, which is the option's and the layout's
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
              that this changes; its replicas at most once, after that; the order is pinned

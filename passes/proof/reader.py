@@ -33,6 +33,7 @@ from zerofx.passes.proof.facts import (
     Started,
 )
 from zerofx.passes.proof.known import OTHER_GATHERS, READERS, SHARD_READERS, Known, is_reshape
+from zerofx.passes.proof.live import check_sorted
 from zerofx.passes.proof.meaning import Number, Op, input_number, write
 from zerofx.passes.travel import EXCHANGES, GATHERS, SCATTERS
 
@@ -46,6 +47,7 @@ class Reader(Known):
 
     def read(self) -> None:
         """Read inputs and operations, and check the rules that they alone can break."""
+        check_sorted(self.nodes)
         self._read_inputs()
         for node in self.nodes:
             if own.is_own(self, node):
