@@ -119,6 +119,28 @@ def test_what_a_checkpoint_reads_again_is_not_refused() -> None:
     read_pair(Checkpointed())
 
 
+# ---- what has no elements
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_without_elements_is_made_of_nothing(fake_world: Callable[..., None], stage: int) -> None:
+    """Inductor allocates it, and leaves its reduction to itself."""
+    fake_world(2)
+    low = zerofx.MixedPrecision(torch.float32, torch.float32)
+    model = zerofx.compile(Empty(), stage=stage, mixed_precision=low)
+    model(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.numel() == 0
+
+
 # ---- in a compilation
 
 

@@ -216,8 +216,9 @@ class Promise:
                 continue
             if value.op == "placeholder" and i in ctx.saved:
                 self.saved[i] = value.name
-            first = len(values) - len(ctx.reductions)
-            if i >= first and not ctx.steps and (found := _behind([value], ops, started)):
+            if i < len(values) - len(ctx.reductions) or ctx.steps or value.meta["val"].numel() == 0:
+                continue  # Inductor makes an empty gradient of nothing
+            if found := _behind([value], ops, started):
                 self.outputs[i] = found
 
 
