@@ -28,8 +28,8 @@ def containers(children: st.SearchStrategy[Layer]) -> st.SearchStrategy[Layer]:
     )
 
 
-# No graph has what is in a checkpoint with one of these; a recurrence runs outside of any graph by itself.
-BREAKS = {"break", "eager", "reentrant", "gru", "lstm", "rnn"}
+# Where one of these is, Dynamo skips the loop over layers, and no graph has what is in a checkpoint.
+BREAKS = {"break", "eager", "reentrant", "peek", "gru", "lstm", "rnn"}
 
 
 def tuples(of: st.SearchStrategy, largest: int) -> st.SearchStrategy[tuple]:
@@ -75,7 +75,8 @@ def recipes(
         pool=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
-    return replace(recipe, layers=allowed(recipe.layers, without(recipe)))
+    broken = {"broken"} if BREAKS & kinds(recipe.layers) else set()
+    return replace(recipe, layers=allowed(recipe.layers, without(recipe), frozenset(broken)))
 
 
 def allowed(
@@ -88,14 +89,14 @@ def allowed(
     gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
     them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
     torch.compile, too, where the call is behind a graph break. ``torch.vmap`` over weights is refused outside of
-    any graph; and a checkpoint with a graph break in it runs outside of any. ``inside``: kinds of containers around;
-    "frozen" if one is, "outside" if no graph has what is in it.
+    any graph; and a checkpoint runs outside of any where a graph breaks. ``inside``: kinds of containers around;
+    "frozen" if one is, "broken" if a graph breaks, "outside" if no graph has what is in it.
     """
     kept = []
     for layer in layers:
         around = inside | {layer.kind} | ({"frozen"} if layer.frozen else set())
-        broken = layer.kind == "checkpoint" and bool(BREAKS & kinds(layer.children))
-        around |= {"outside"} if broken or layer.kind in ("eager", "reentrant") else set()
+        outside = {"eager", "reentrant"} | ({"checkpoint"} if "broken" in inside else set())
+        around |= {"outside"} if layer.kind in outside else set()
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and bool(around & {"frozen", "no_grad"})
         again = layer.kind == "again" and "no_grad" in around
