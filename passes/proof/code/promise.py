@@ -216,9 +216,10 @@ class Promise:
                 continue
             if value.op == "placeholder" and i in ctx.saved:
                 self.saved[i] = value.name
-            if i < len(values) - len(ctx.reductions) or ctx.steps or value.meta["val"].numel() == 0:
-                continue  # Inductor makes an empty gradient of nothing
-            if found := _behind([value], ops, started):
+            if i < len(values) - len(ctx.reductions) or ctx.steps:
+                continue
+            found = {k for k in _behind([value], ops, started) if self.starts[k].numel != 0}
+            if found:  # Inductor makes an empty gradient of nothing
                 self.outputs[i] = found
 
 
