@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
@@ -40,8 +41,12 @@ def train(model: nn.Module, x: torch.Tensor, steps: int = 1_000_000) -> None:
 
 
 def stay_away(folder: str, stops: bool) -> tuple[str, str, float]:
-    """Rank 1 sleeps, or is stopped as a whole until rank 0 has heard of it."""
+    """Rank 1 sleeps, or is stopped as a whole until rank 0 has heard of it.
+
+    A message that gloo was sending when its connection was closed may be waited for until gloo's own timeout.
+    """
     model, x = split(1, timeout=4)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=20))
     pid = Path(folder) / "pid"
     if dist.get_rank():
         if not stops:
