@@ -56,14 +56,12 @@ class Buffer:
         self.readers.append(node)
 
 
-def check_sorted(nodes: list[Node]) -> None:
+def check_sorted(order: dict[Node, int]) -> None:
     """The rule "order", of all values: each is computed before it is read. The other rules take that for granted."""
-    computed = set[Node]()
-    for node in nodes:
-        late = next((read for read in node.all_input_nodes if read not in computed), None)
+    for node, place in order.items():
+        late = next((read for read in node.all_input_nodes if order[read] > place), None)
         if late is not None:
             refuse("order", node, f"it reads {late.name!r}, which is computed after it", "a value before its readers")
-        computed.add(node)
 
 
 def check_read(buffers: list[Buffer]) -> None:

@@ -47,7 +47,7 @@ class Reader(Known):
 
     def read(self) -> None:
         """Read inputs and operations, and check the rules that they alone can break."""
-        check_sorted(self.nodes)
+        check_sorted(self.order)
         self._read_inputs()
         for node in self.nodes:
             if own.is_own(self, node):

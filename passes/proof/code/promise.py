@@ -218,8 +218,8 @@ class Promise:
                 self.saved[i] = value.name
             if i < len(values) - len(ctx.reductions) or ctx.steps:
                 continue
-            found = {k for k in _behind([value], ops, started) if self.starts[k].numel != 0}
-            if found:  # Inductor makes an empty gradient of nothing
+            # Inductor makes an empty gradient of nothing, and leaves its reduction to itself.
+            if found := {k for k in _behind([value], ops, started) if self.starts[k].numel != 0}:
                 self.outputs[i] = found
 
 

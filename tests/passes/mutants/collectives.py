@@ -214,11 +214,6 @@ def the_last_gather_starts_first(gm: GraphModule, ctx: Context, start: Node) -> 
     _bring(start, tagged(gm, "narrow", "all_gather")[0])
 
 
-@breaks("order", lambda gm, ctx: tagged(gm, "wait", "wait_grad"))
-def a_value_that_is_read_before_it_is_computed(gm: GraphModule, ctx: Context, wait: Node) -> None:
-    min(wait.all_input_nodes, key=edit.positions(gm.graph).__getitem__).prepend(wait)
-
-
 def _waits_in_flight(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
     """A wait, and the next one, whose gather has started by then."""
     order = edit.positions(gm.graph)
