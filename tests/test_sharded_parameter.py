@@ -26,6 +26,7 @@ class Odd(nn.Module):
         torch.manual_seed(seed)
         self.scale = nn.Parameter(torch.randn(()))
         self.one = nn.Parameter(torch.randn(1))
+        self.single = nn.Parameter(torch.randn(1, 1, 1))
         self.none = nn.Parameter(torch.empty(0, 4))
         self.layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13)])
         self.cube = nn.Parameter(torch.randn(5, 3, 2))
@@ -189,6 +190,20 @@ def check_optimizers_and_state() -> None:
         same(p, q.detach())
     with pytest.raises(RuntimeError, match=r"size mismatch for layers\.0\.weight"):
         module.load_state_dict({**saved, "layers.0.weight": torch.zeros(3, 3)})
+
+
+def check_a_replica_of_a_sharded_state() -> None:
+    sharded, replica = zerofx.shard(Odd()), zerofx.shard(Odd(seed=5), stage=0)
+    replica.load_state_dict(sharded.state_dict())
+    for p, q in zip(replica.parameters(), Odd().parameters()):
+        assert torch.equal(p, q)
+    with torch.no_grad():
+        same(replica.one * sharded.one, Odd().one.detach() ** 2)
+        same(sharded.one * replica.one, Odd().one.detach() ** 2)
+
+
+def test_a_module_of_stage_0_takes_the_state_of_a_sharded_one(workers2: Workers) -> None:
+    workers2.run(check_a_replica_of_a_sharded_state)
 
 
 def check_wrong_gradients() -> None:

@@ -226,11 +226,13 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
             if not _same_slot(x, like):
                 raise _Mismatch
             return x._local
-        if isinstance(x, torch.Tensor) and (x.numel() != 1 or is_dtensor(x)):
-            if written is None or x.shape != like.shape:
-                raise _Mismatch
-            return _narrow(like, x)
-        return x
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.numel() == 1 and x.dim() <= len(like._slot.shape) and not is_dtensor(x):
+            return x.reshape(1) if x.dim() > 1 else x  # it goes with each element, and slices have one dimension
+        if written is None or x.shape != like.shape:
+            raise _Mismatch
+        return _narrow(like, x)
 
     try:
         local_args = [local(x) for x in args]

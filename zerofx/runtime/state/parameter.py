@@ -187,6 +187,8 @@ class ReplicatedParameter(PlainlyCopied):
         if torch.compiler.is_compiling():
             return _traced(func, args, kwargs or {}, cls._compute_dtype, cls._among_dtensors)
         kwargs = kwargs or {}
+        if any(issubclass(t, ShardedTensor) for t in types):
+            return DOORS.operation(func, args, kwargs)
         if func in _CONVERTED and isinstance(args[0], ReplicatedParameter):
             check_conversion(args[0], args[1])
         if cls._among_dtensors and func == _GRAD and (layout := args[0]._dtensor) is not None:
@@ -216,6 +218,8 @@ class ReplicatedView(torch.Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
+        if any(issubclass(t, ShardedTensor) for t in types):
+            return DOORS.operation(func, args, kwargs or {})
         return _run_as(cls._compute_dtype, func, args, kwargs or {})
 
     def plain(self) -> torch.Tensor:
