@@ -51,6 +51,7 @@ from zerofx._torch.autograd import (
 )
 from zerofx._torch.checkpoint import (
     DCP_VERSION,
+    EXTRA_STATE,
     StorageInfo,
     index_class,
 )

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint import metadata as _metadata
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 
 def index_class(module: str, name: str) -> Any:

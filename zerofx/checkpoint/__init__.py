@@ -5,6 +5,7 @@ file          what it knows
 ============  ======================================================================================
 boxes         a flat slice as rectangles
 dcp           torch.distributed.checkpoint's protocol, and its index read safely
+nested        values that are made of others, and what of them can be read safely
 ranks         an error of one rank is an error of all
 folder        a checkpoint is whole or not there
 state         module and optimizer by name
@@ -20,7 +21,7 @@ deepspeed     ZeRO's checkpoints
 
 Imports `zerofx.runtime` and what is below it::
 
-    optim ◀── boxes, dcp, ranks, state ◀── folder, sources ◀── saving, restore ◀── loading, export ◀── compiler
+    optim ◀── boxes, nested, dcp, ranks, state ◀── folder, sources ◀── saving, restore ◀── loading, export ◀── compiler
 """
 
 from zerofx.checkpoint.export import export_safetensors, full_state_dict

@@ -47,6 +47,7 @@ from torch.futures import Future
 
 from zerofx._torch import StorageInfo, index_class
 from zerofx.checkpoint.boxes import Box, boxes
+from zerofx.checkpoint.nested import unpack
 from zerofx.checkpoint.ranks import CheckpointError
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -164,6 +165,16 @@ def _check_index(folder: Path, index: Any) -> None:
             raise CheckpointError(f"a part of {name!r} is nowhere in its files")
 
 
+def places_in(index: Metadata) -> dict[str, tuple[str | int, ...]]:
+    """Where in the state that was saved each key of ``index`` was, as far as it says so."""
+    places = index.planner_data if isinstance(index.planner_data, dict) else {}
+    return {
+        key: place
+        for key, place in places.items()
+        if isinstance(place, tuple) and place and ".".join(map(str, place)) == key
+    }
+
+
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` is that of a file in a folder, and not a path that leads anywhere else."""
     return name not in ("", ".", "..") and not any(sep in name for sep in ("/", "\\", "\0", os.sep))
@@ -237,7 +248,7 @@ class _Planner(DefaultLoadPlanner):
     """PyTorch's planner, which unpickles only tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = unpack(value)
 
 
 def read_into(folder: Path, index: Metadata, targets: dict[str, Any], *, compact: bool = False) -> None:

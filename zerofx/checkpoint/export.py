@@ -24,6 +24,7 @@ from torch import nn
 
 from zerofx._torch import is_dtensor
 from zerofx.checkpoint.folder import sync, writing
+from zerofx.checkpoint.nested import mapped
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
@@ -44,12 +45,18 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
     wait_for_pending(ranks)
     full: dict[int, torch.Tensor] = {}
     result: dict[str, Any] = {}
-    for name, value in unwrapped(module).state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and id(value) not in full:
+
+    def brought(_: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in full:
             whole = bring(plain(value), everywhere=not rank0_only)
             if whole is not None:
                 full[id(value)] = whole
-        result[name] = full.get(id(value)) if isinstance(value, torch.Tensor) else value
+        return full.get(id(value))
+
+    for name, value in unwrapped(module).state_dict(keep_vars=True).items():
+        result[name] = mapped(value, brought)  # extra state may be tensors in containers
     return result if ranks.rank == 0 or not rank0_only else {}
 
 

@@ -17,7 +17,6 @@ of them. What could not be read back like that is refused when it is saved.
 from __future__ import annotations
 
 import hashlib
-import io
 import random
 import sys
 import warnings
@@ -27,6 +26,8 @@ from typing import Any
 
 import torch
 
+from zerofx.checkpoint.folder import Mark
+from zerofx.checkpoint.nested import Form, check_readable, pack, unpack
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 
 
@@ -35,8 +36,10 @@ def file_of(rank: int) -> str:
     return f"extra_{rank}.pt"
 
 
-def collect(extra: dict[str, Any], ranks: Ranks) -> bytes:
+def collect(extra: dict[str, Any], ranks: Ranks, form: Form) -> bytes:
     """This rank's file: the states of ``extra`` now, and of its random generators. A collective.
+
+    ``form`` is that of model and optimizer (`zerofx.checkpoint.nested`).
 
     Raises:
         CheckpointError: one that could not be loaded again, or names that differ between ranks.
@@ -45,13 +48,7 @@ def collect(extra: dict[str, Any], ranks: Ranks) -> bytes:
     def states() -> tuple[dict[str, str], dict[str, Any]]:
         found = {name: _state(value) for name, value in extra.items()}
         for name, state in found.items():
-            try:
-                _unpack(_pack(state))
-            except Exception as e:
-                raise CheckpointError(
-                    f"{name}={type(extra[name]).__name__} holds what cannot be loaded without running code of the "
-                    f"file's choice: pass numbers, strings, tensors and containers of them. ({e})"
-                ) from e
+            check_readable(state, f"{name}={type(extra[name]).__name__}")
         return {name: _digest(state) for name, state in found.items()}, found
 
     mine: dict[str, Any] = {}
@@ -65,9 +62,10 @@ def collect(extra: dict[str, Any], ranks: Ranks) -> bytes:
     if any(theirs.keys() != everyone[0].keys() for theirs in everyone):
         raise CheckpointError(f"ranks save different things: {[sorted(theirs) for theirs in everyone]}.")
     shared = [name for name in everyone[0] if all(theirs[name] == everyone[0][name] for theirs in everyone)]
-    return _pack(
+    return pack(
         {
             "random": random_state(),
+            "form": form if ranks.rank == 0 else None,
             "shared": {name: mine[name] for name in shared} if ranks.rank == 0 else {},
             "own": {name: state for name, state in mine.items() if name not in shared},
         }
@@ -115,12 +113,18 @@ def prepare(
 
 def read(folder: Path, written_by: int, ranks: Ranks) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
     """The states by name, the names of those that each rank saved for itself, and this rank's generators."""
-    first = _unpack((folder / file_of(0)).read_bytes())
+    first = unpack((folder / file_of(0)).read_bytes())
     mine = first
     if 0 < ranks.rank < written_by:
-        mine = _unpack((folder / file_of(ranks.rank)).read_bytes())
+        mine = unpack((folder / file_of(ranks.rank)).read_bytes())
     own = mine["own"] if written_by == ranks.size else {}
     return {**first["shared"], **own}, set(first["own"]), mine["random"]
+
+
+def form_in(folder: Path, mark: Mark) -> Form | None:
+    """That of model and optimizer; None in a folder of a version that noted none."""
+    mark.verify(folder, [file_of(0)])
+    return unpack((folder / file_of(0)).read_bytes()).get("form")
 
 
 def random_state() -> dict[str, Any]:
@@ -146,16 +150,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def _state(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _pack(state: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _digest(state: Any) -> str:

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.checkpoint.nested import mapped, named_leaves
 from zerofx.checkpoint.ranks import CheckpointError
 from zerofx.checkpoint.sources import Entry, Source
-from zerofx.checkpoint.state import as_whole, local, names_of, new_like, owned, plain, unwrapped
+from zerofx.checkpoint.state import as_whole, is_extra_state, local, names_of, new_like, owned, plain, unwrapped
 from zerofx.kernels.split import join
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.state.home import at_hand_of
@@ -56,6 +57,17 @@ class Binding:
         self.values: dict[str, Any] = {}
         self.numbered: dict[str, Any] | None = None
         self._module, self._optimizer = unwrapped(module), optimizer
+
+    def made(self, value: Any) -> Any:
+        """``value`` with a new tensor for each `Entry` in it, whole and on the CPU."""
+
+        def make(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Entry):
+                return leaf
+            self.reads.append((leaf, torch.empty(leaf.shape, dtype=leaf.dtype)))
+            return self.reads[-1][1]
+
+        return mapped(value, make)
 
     def finish(self) -> None:
         """Hand what was read to module and optimizer, through their own ``load_state_dict``.
@@ -92,10 +104,11 @@ def _bind_model(binding: Binding, module: nn.Module, source: Source) -> None:
     done: set[str] = set()
     for name, value in state.items():
         known = [name, *aliases.get(name, [])]
-        if not isinstance(value, torch.Tensor):
-            if name not in source.values:
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            # Of any kind and size, whatever the module has now. Of an empty one old folders have nothing.
+            if name not in source.values and name not in source.model and not _is_empty(value):
                 missing.append(name)
-            value = source.values.get(name)
+            value = binding.made(source.values.get(name, source.model.get(name, {})))
         elif not any(n in source.model for n in known):
             missing.append(name)
         elif not done & set(known):  # tied weights once
@@ -108,6 +121,10 @@ def _bind_model(binding: Binding, module: nn.Module, source: Source) -> None:
         parts = [f"it lacks {_some(missing)}"] if missing else []
         parts += [f"it has {_some(unexpected)}, which the module has not"] if unexpected else []
         raise CheckpointError(f"{source.where} is not of this {type(unwrapped(module)).__name__}: {'; '.join(parts)}.")
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, (dict, list)) and not value
 
 
 def _bind_weight(binding: Binding, source: Source, name: str, key: str, value: torch.Tensor) -> None:
@@ -158,21 +175,21 @@ def _bind_optimizer(binding: Binding, module: nn.Module, optimizer: torch.optim.
         options = _options(source, optimizer, group, [str(found[name]) for _, name in members])
         groups.append({**options, "params": [number for number, _ in members]})
     states = {}
-    per_element = _per_element(source.optimizer, {n: p for name, (_, p) in mine.items() for n in aliases[name]})
+    known = {n: p for name, (_, p) in mine.items() for n in aliases[name]}
+    per_element = _per_element(source.optimizer, known)
     for name, (number, parameter) in mine.items():
         saved = next((source.optimizer[n] for n in aliases[name] if n in source.optimizer), None)
         if saved:
-            if lost := per_element.keys() - saved.keys() - set(MASTERS):
-                raise CheckpointError(f"{source.where} is damaged: it lacks {sorted(lost)[0]} of {name}.")
             states[number] = _bind_state(binding, source, optimizer, name, parameter, saved, per_element)
-    binding.numbered = {"state": states, "param_groups": groups}
+    own, beside = binding.made(source.own), binding.made(source.beside)
+    binding.numbered = {**beside, "state": {**states, **own}, "param_groups": groups}
 
 
 def _per_element(states: dict[str, dict[str, Any]], parameters: dict[str, torch.Tensor]) -> dict[str, bool]:
     """Which names of state stand for a number per element of the parameter (True), which for one in all."""
     found: dict[str, bool] = {}
     for name, state in states.items():
-        for what, value in state.items():
+        for what, value in (pair for key, values in state.items() for pair in named_leaves(values, key)):
             one = not isinstance(value, Entry) or math.prod(value.shape) == 1 != parameters[name].numel()
             found[what] = found.get(what, what not in SCALARS) and not one
     return found
@@ -187,7 +204,6 @@ def _bind_state(
     saved: dict[str, Any],
     per_element: dict[str, bool],
 ) -> dict[str, Any]:
-    state: dict[str, Any] = {}
     whole = plain(parameter)
     low = parameter.is_floating_point() and parameter.dtype.itemsize < 4
     keeps_masters = isinstance(optimizer, AdamW) and optimizer.master is not None and low
@@ -195,19 +211,20 @@ def _bind_state(
         weight = source.model.get(name)
         if weight is not None and weight.dtype.itemsize >= 4:
             saved = {**saved, "master": weight}
-    for what, value in saved.items():
-        if what in MASTERS and not keeps_masters:
-            continue  # the weight is the master, or nobody keeps one
+    weight = source.model.get(name)
+    told = weight is not None and weight.sharded
+
+    def made(what: str, value: Any) -> Any:
         if not isinstance(value, Entry):
-            state[what] = value
-        elif per_element.get(what, True) and (value.shape == whole.shape or isinstance(parameter, ShardedTensor)):
-            _check(source, f"{what} of {name}", value, whole, whole=True)
-            state[what] = _target(optimizer, parameter, what, value.dtype)
-            binding.reads.append((value, as_whole(parameter, state[what])))
-        else:
-            state[what] = torch.empty(value.shape, dtype=value.dtype)
-            binding.reads.append((value, state[what]))
-    return state
+            return value
+        if value.shape != whole.shape or not (value.sharded if told else per_element.get(what, True)):
+            return binding.made(value)
+        target = _target(optimizer, parameter, what, value.dtype)
+        binding.reads.append((value, as_whole(parameter, target)))
+        return target
+
+    # The weight is the master where nobody keeps one.
+    return {what: mapped(value, made, what) for what, value in saved.items() if what not in MASTERS or keeps_masters}
 
 
 def _target(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, what: str, dtype: torch.dtype) -> torch.Tensor:

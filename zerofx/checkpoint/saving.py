@@ -14,11 +14,13 @@ stands as it stood.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -26,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx._torch import DCP_VERSION, StorageInfo
@@ -35,6 +37,7 @@ from zerofx.checkpoint import folder as folders
 from zerofx.checkpoint.cut_off import cut_off
 from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
+from zerofx.checkpoint.nested import Form, check_readable, form_of, listed
 from zerofx.checkpoint.ranks import CheckpointError, Ranks
 from zerofx.checkpoint.state import at_hand, model_state, names_of, non_finite, optimizer_state
 from zerofx.runtime.state.home import at_hand_of
@@ -108,17 +111,22 @@ def save(
     wait_for_pending(ranks)
     target = folders.place(Path(path), step)
     state: dict[str, Any] = {}
+    form: Any = None
 
     def collect() -> None:
+        nonlocal state, form
         stack.enter_context(at_hand(module))
-        state["model"] = model_state(module)
+        found = {"model": model_state(module)}
         if optimizer is not None:
-            state["optim"] = optimizer_state(module, optimizer)
-        _check_finite(module, state)
+            found["optim"] = optimizer_state(module, optimizer)
+        _check_finite(module, found)
+        state, form = listed(found), _form_of(found)
 
     with contextlib.ExitStack() as stack:
         ranks.together(f"Saving to {target}", collect)
-        run = _Run(target, ranks, state, extras.collect(extra | cut_off(module), ranks), step, keep)
+        packed = extras.collect(extra | cut_off(module), ranks, form)
+        weights = {name for names in names_of(module).values() for name in names}
+        run = _Run(target, ranks, state, packed, step, keep, state["model"].keys() - weights)
         if not background:
             return run()
         run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
@@ -194,9 +202,17 @@ class _Run:
     background = False
 
     def __init__(
-        self, folder: Path, ranks: Ranks, state: dict[str, Any], extra: bytes, step: int | None, keep: int | None
+        self,
+        folder: Path,
+        ranks: Ranks,
+        state: dict[str, Any],
+        extra: bytes,
+        step: int | None,
+        keep: int | None,
+        of_rank_0: Set[str],
     ) -> None:
         self.folder, self.ranks, self.state, self.extra, self.step, self.keep = folder, ranks, state, extra, step, keep
+        self.of_rank_0 = of_rank_0  # what of the model ranks may differ in: buffers and extra state
 
     def __call__(self) -> Path:
         what = f"Saving to {self.folder}"
@@ -231,6 +247,10 @@ class _Run:
             nonlocal local_plan
             planner.set_up_planner(self.state, is_coordinator=ranks.rank == 0)
             local_plan = planner.create_local_plan()
+            if ranks.rank != 0:
+                local_plan = replace(
+                    local_plan, items=[item for item in local_plan.items if self._shares(planner, item)]
+                )
 
         def plan_for_all() -> None:
             nonlocal plans, index
@@ -260,6 +280,11 @@ class _Run:
             keep = self.keep
             ranks.together(f"{what} went well; removing older ones", lambda: folders.retire(self.folder, keep), only=0)
 
+    def _shares(self, planner: DefaultSavePlanner, item: WriteItem) -> bool:
+        """Whether this rank writes a part of it, or may be the one who writes it: not what is rank 0's alone."""
+        top, name, *_ = planner.mappings[item.index.fqn]
+        return item.type == WriteItemType.SHARD or top != "model" or name not in self.of_rank_0
+
     def _write_mine(
         self, tmp: Path, plan: SavePlan, planner: DefaultSavePlanner
     ) -> tuple[list[WriteResult], list[Any]]:
@@ -281,6 +306,20 @@ class _Run:
         return results, [file.facts, extra.facts]
 
 
+def _form_of(state: dict[str, Any]) -> Form:
+    """How leaves make up ``state``; all of them can be read again.
+
+    Raises:
+        CheckpointError: one cannot.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(listed(state))
+    for key, value in planner.state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            check_readable(value, f"{key}={type(value).__name__}")
+    return form_of(state, planner.mappings)
+
+
 def _check_finite(module: nn.Module, state: dict[str, Any]) -> None:
     values: dict[str, Any] = {}
     moments = state.get("optim", {"state": {}})["state"]
@@ -300,7 +339,7 @@ def _copied(state: Any) -> Any:
     if isinstance(state, ShardedTensor):
         with at_hand_of([state]):
             return state.like(state._local.to("cpu", copy=True))
-    return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
+    return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else copy.deepcopy(state)
 
 
 @contextlib.contextmanager

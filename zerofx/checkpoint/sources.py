@@ -30,8 +30,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zerofx._torch import DTensorLayout, as_dtensor, is_dtensor
-from zerofx.checkpoint.dcp import is_plain_name, read_index, read_into
+from zerofx.checkpoint.dcp import is_plain_name, places_in, read_index, read_into
+from zerofx.checkpoint.extra import form_in
 from zerofx.checkpoint.folder import MARK, Mark
+from zerofx.checkpoint.nested import mapped, of_paths, readable, rebuild
 from zerofx.checkpoint.ranks import CheckpointError
 from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -42,11 +44,15 @@ Part = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint: ``key`` is what its source finds it by."""
+    """A tensor of a checkpoint: ``key`` is what its source finds it by.
+
+    ``sharded``: whether it was when it was saved; None where that is not known.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     key: Any
+    sharded: bool | None = None
 
 
 class Source:
@@ -55,9 +61,11 @@ class Source:
     Attributes:
         where: what to call it in messages.
         model: weights and buffers by name.
-        values: what the model's state has besides tensors.
+        values: what the model's state has besides tensors; tensors in it as `Entry`.
         optimizer: state of each parameter by name, tensors as `Entry`; None: it has no optimizer's.
         options: of the parameter group that each parameter was in, by name.
+        own: state under keys of the optimizer's own.
+        beside: what the optimizer's ``state_dict`` had besides states and parameter groups.
         mark: what `zerofx.save` noted; None where that did not write it.
         folder: of `mark`.
     """
@@ -71,6 +79,18 @@ class Source:
         self.values: dict[str, Any] = {}
         self.optimizer: dict[str, dict[str, Any]] | None = None
         self.options: dict[str, dict[str, Any]] = {}
+        self.own: dict[Any, Any] = {}
+        self.beside: dict[str, Any] = {}
+
+    def take(self, states: dict[str, Any], names: dict[Any, str]) -> None:
+        """An optimizer's ``state_dict``, whose parameters have ``names``."""
+        of = states["state"]
+        self.optimizer = {names[key]: value for key, value in of.items() if key in names}
+        self.own = {key: value for key, value in of.items() if key not in names}
+        self.beside = {key: value for key, value in states.items() if key not in ("state", "param_groups")}
+        for group in states["param_groups"]:
+            options = {k: v for k, v in group.items() if k != "params"}
+            self.options |= {names[key]: options for key in group["params"] if key in names}
 
     def verify(self, reads: Sequence[tuple[Entry, torch.Tensor]], rank: int, size: int) -> None:
         """Find damage before anything is loaded; the work is divided over ``size`` ranks where it can be.
@@ -108,23 +128,45 @@ class DcpSource(Source):
         fits = {prefix: sum(prefix + name in kinds for name in wanted) for prefix in ("model.", "state_dict.", "")}
         prefix = max(fits, key=lambda p: fits[p])
         states = next((p for p in ("optim.", "optimizer.") if any(k.startswith(p) for k in kinds)), "\0")
+        places = {key: place for key, place in places_in(self.index).items() if key in kinds}
+        depth = prefix.count(".")
+        name_of = {key: str(place[depth]) for key, place in places.items() if len(place) > depth}
         values: dict[str, Any] = {}  # what is small, and needed to know what the rest is
         for key, kind in kinds.items():
             if key.startswith(f"{states}param_groups.") and isinstance(kind, TensorStorageMetadata):
                 values[key] = torch.empty(kind.size, dtype=kind.properties.dtype)  # a learning rate, for one
             elif not isinstance(kind, TensorStorageMetadata):
-                if key.startswith((prefix or states, states)) or key in wanted:
+                if key.startswith((prefix or states, states)) or name_of.get(key, key) in wanted:
                     values[key] = None
         self._fill(values)
-        for key, kind in kinds.items():
-            found: Any = values.get(key)
-            if key not in values and isinstance(kind, TensorStorageMetadata):
-                found = Entry(tuple(kind.size), kind.properties.dtype, key)
+
+        def found(key: str, sharded: bool | None = None) -> Any:
+            kind = kinds.get(key)
+            if kind is None:
+                raise CheckpointError(f"{folder} is damaged: it lacks {key!r}.")
+            if key in values or not isinstance(kind, TensorStorageMetadata):
+                return values.get(key)
+            return Entry(tuple(kind.size), kind.properties.dtype, key, sharded)
+
+        form = None if self.mark is None else form_in(folder, self.mark)
+        tree = rebuild(of_paths(places), lambda key, _: found(key)) if form is None else rebuild(form, found)
+        model = tree.get(prefix[:-1], {}) if prefix else tree
+        whole = wanted & model.keys()
+        for name in whole:
+            (self.model if isinstance(model[name], Entry) else self.values)[name] = model[name]
+        given = tree.get(states[:-1])
+        named = isinstance(given, dict) and {"state", "param_groups"} <= given.keys()
+        if named:
+            self.take(given, {name: name for group in given["param_groups"] for name in group["params"]})
+        for key in kinds:
             if key.startswith(states):
-                self._take(key[len(states) :], found, kinds, states)
-            elif key.startswith(prefix):
-                (self.model if isinstance(found, Entry) else self.values)[key[len(prefix) :]] = found
-        self._name_options(values, states)
+                if not named:
+                    self._take(key[len(states) :], found(key), kinds, states)
+            elif key.startswith(prefix) and name_of.get(key) not in whole:
+                value = found(key)
+                (self.model if isinstance(value, Entry) else self.values)[key[len(prefix) :]] = value
+        if not named:
+            self._name_options(values, states)
 
     def _take(self, rest: str, found: Any, kinds: Any, states: str) -> None:
         """One value of the optimizer: ``state.<name>.<what>``, ``param_groups.<i>.<option>`` or flattened."""
@@ -212,14 +254,8 @@ class FileSource(Source):
             names = dict(zip(numbers, order))
         else:
             names = {name: name for name in numbers}
-        self.optimizer = {
-            names[number]: {k: of_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-            for number, state in states["state"].items()
-            if number in names
-        }
-        for group in states["param_groups"]:
-            options = {k: v for k, v in group.items() if k != "params"}
-            self.options |= {names[number]: options for number in group["params"] if number in names}
+        entries = mapped(dict(states["state"]), lambda _, v: of_tensor(v) if isinstance(v, torch.Tensor) else v)
+        self.take({**states, "state": entries}, names)
 
 
 def load_file(path: Path) -> Any:
@@ -229,12 +265,13 @@ def load_file(path: Path) -> Any:
         CheckpointError: the file is damaged, or holds more than that.
     """
     try:
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as e:
-            if "mmap can only be used" not in str(e):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)
+        with readable():
+            try:
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except RuntimeError as e:
+                if "mmap can only be used" not in str(e):
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:
         raise CheckpointError(f"{path} cannot be loaded safely: {type(e).__name__}: {str(e).splitlines()[0]}") from e
 

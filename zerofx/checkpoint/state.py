@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx._torch import as_dtensor, is_dtensor
+from zerofx._torch import EXTRA_STATE, as_dtensor, is_dtensor
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.home import all_at_hand, at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -38,6 +38,11 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     """What ``module.state_dict()`` has: parameters and buffers, sharded ones as they are, and extra state."""
     state = unwrapped(module).state_dict(keep_vars=True)
     return {name: plain(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether ``name`` stands for what a module's ``get_extra_state`` gives."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,14 +79,18 @@ def owned(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with names in the place of numbers; parameters without a state have none here."""
+    """``optimizer.state_dict()`` with names in the place of numbers; parameters without a state have none here.
+
+    What an optimizer keeps besides, in its state under keys of its own or beside it, stays as it is.
+    """
     name_of = {number: name for number, name, _ in owned(module, optimizer)}
     numbered = optimizer.state_dict()
     groups = [
         {**group, "params": [name_of[number] for number in group["params"]]} for group in numbered["param_groups"]
     ]
     return {
-        "state": {name_of[number]: dict(state) for number, state in numbered["state"].items()},
+        **numbered,
+        "state": {name_of.get(key, key): state for key, state in numbered["state"].items()},
         "param_groups": groups,
     }
 

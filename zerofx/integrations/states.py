@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.checkpoint.export import bring
+from zerofx.checkpoint.nested import mapped
 from zerofx.compiler.api import compile, no_sync
 from zerofx.compiler.options import Options
 from zerofx.runtime.state.group import groups_of
@@ -75,9 +77,10 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` as if nothing were sharded, on the CPU of rank 0; {} on the others. A collective."""
     state = optimizer.state_dict()
     whole: dict[Any, dict[str, Any]] = {}
-    for number in sorted(state["state"]):  # in one order on all ranks
+    for number in sorted(state["state"], key=str):  # in one order on all ranks
         values = state["state"][number]
-        whole[number] = {w: bring(values[w]) if _is_tensor(values[w]) else values[w] for w in sorted(values)}
+        in_order = dict(sorted(values.items())) if isinstance(values, dict) else values
+        whole[number] = mapped(in_order, lambda _, value: bring(value) if _is_tensor(value) else value)
     return {**state, "state": whole} if _rank_of(optimizer) == 0 else {}
 
 
@@ -104,14 +107,14 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
             f"{len(parameters)}: load it into an optimizer of the same parameters, in the same order."
         )
     states = {
-        number: {what: _slice(value, parameter, what) for what, value in state["state"][number].items()}
+        number: {what: mapped(value, partial(_slice, parameter), what) for what, value in values.items()}
         for number, parameter in zip(numbers, parameters)
-        if number in state["state"]
+        if (values := state["state"].get(number))
     }
-    optimizer.load_state_dict({**state, "state": states})
+    optimizer.load_state_dict({**state, "state": {**state["state"], **states}})
 
 
-def _slice(value: Any, parameter: torch.Tensor, what: str) -> Any:
+def _slice(parameter: torch.Tensor, what: str, value: Any) -> Any:
     """This rank's part of ``value``, where that has an element for each of a sharded parameter's."""
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, torch.Tensor):
         return value
