@@ -78,6 +78,7 @@ from zerofx._torch.dynamo import (
     compile_module,
     frame_locals_and_globals,
     inlined_alone,
+    look_at_hooks,
     look_at_parameters,
     oldest_version_first,
     run_while_tracing,

@@ -27,6 +27,7 @@ def compile_module(module: nn.Module, **options: Any) -> None:
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = _VERSIONS
+    look_at_hooks()  # a frame without a graph has guards, too
     whole = module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -67,6 +68,14 @@ def look_at_parameters() -> None:
     """
     if torch.__version__ < "2.12":
         torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+
+
+def look_at_hooks() -> None:
+    """Have Dynamo see hooks of modules that are registered after it has compiled a call of theirs (2.11, 2.13, 2.15).
+
+    By default it guards on hooks that were there, and not on that there were none.
+    """
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def with_own_code(function: FunctionType) -> FunctionType:

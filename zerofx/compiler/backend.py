@@ -70,6 +70,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()
         _torch.look_at_parameters()
+        _torch.look_at_hooks()
         refuse_pending(gm, example_inputs)
         shard_modules_of(gm, example_inputs, self.options)
         warn_of_choice(gm)
