@@ -108,10 +108,11 @@ def test_with_save_reads_backward_reads_nothing_that_forward_wrote_to(how: str) 
     read_pair(Counting(how))
 
 
-def test_without_save_reads_the_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["read, then written", "read as a copy", "a queue of keys"])
+def test_without_save_reads_the_code_is_refused(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(pair, "save_reads", lambda joint: 0)
     with pytest.raises(VerificationError, match=r"to which forward has written since: '.*cpp_fused") as refused:
-        read_pair(Counting("read, then written"))
+        read_pair(Counting(how))
     assert refused.value.rule == "reread"
 
 

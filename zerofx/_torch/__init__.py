@@ -35,10 +35,12 @@ from zerofx._torch.aot import (
     input_index,
     is_tangent,
     must_save,
+    runs_again,
     saved_outputs,
     saving_is_decided,
     tangents,
     without_symbols,
+    written_behind,
 )
 from zerofx._torch.autograd import (
     end_of_backward,

@@ -187,6 +187,18 @@ def tangents(graph: Graph) -> dict[Node, Node]:
     return found
 
 
+def written_behind(graph: Graph) -> list[Node]:
+    """Inputs of a joint graph that AOTAutograd writes to when forward has run (2.11, 2.13, 2.15).
+
+    Those whose writes autograd sees: the graph returns what is to be in them.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    returned = graph.output_node().meta.get("desc") or ()
+    mutated = {desc.mutated_input for desc in returned if isinstance(desc, InputMutationAOTOutput)}
+    return [node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
+
+
 def must_save(node: Node) -> None:
     """Have the partitioner save ``node`` rather than recompute it, if backward needs it (2.11, 2.13, 2.15)."""
     from torch.utils.checkpoint import CheckpointPolicy
@@ -197,3 +209,10 @@ def must_save(node: Node) -> None:
 def saving_is_decided(node: Node) -> bool:
     """Whether a checkpoint, or `must_save`, has marked ``node`` (2.11, 2.13, 2.15)."""
     return node.meta.get("recompute") is not None
+
+
+def runs_again(node: Node) -> bool:
+    """Whether a checkpoint has marked ``node`` to be computed once more in backward (2.11, 2.13, 2.15)."""
+    from torch._functorch.partitioners import must_recompute
+
+    return must_recompute(node)

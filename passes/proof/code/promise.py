@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import OpOverload, saving_is_decided
+from zerofx._torch import OpOverload, runs_again
 from zerofx.passes import edit
 from zerofx.passes.context import Context
 from zerofx.passes.proof.facts import DECODE, REFRESH, STEP
@@ -155,8 +155,7 @@ class Promise:
         for i, node in enumerate(inputs):
             if _kind(node) in ("shard", "replica"):
                 promise.homes.setdefault(_group(node), []).append(i)
-            readers = [op.node for op in users.get(node, ()) if not op.shares_memory()]
-            if ctx.phase == "backward" and readers and not all(map(saving_is_decided, readers)):
+            if ctx.phase == "backward" and _is_reread(node, users):
                 promise.rereads[node.name] = i
         return promise
 
@@ -270,6 +269,18 @@ def plain_name(target: Any) -> str:
     """``all_reduce`` of ``_c10d_functional.all_reduce_.default``: Inductor may choose where a result goes."""
     name = str(target)
     return name.split(".")[1].removesuffix("_out").removesuffix("_") if "." in name else name
+
+
+def _is_reread(node: Node, users: dict[Node, list[Op]]) -> bool:
+    """Whether anything reads it, itself or through views, that no checkpoint computes once more."""
+    todo = [node]
+    while todo:
+        for op in users.get(todo.pop(), ()):
+            if not runs_again(op.node):
+                if not op.shares_memory():
+                    return True
+                todo.append(op.node)
+    return False
 
 
 def _is_carry(op: Op) -> bool:
