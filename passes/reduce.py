@@ -36,6 +36,19 @@ from zerofx.passes.context import Context, ParameterRef, Reduction, Tag
 _aten = torch.ops.aten
 
 
+def check_dense(name: str, layout: torch.layout) -> None:
+    """Refuse a sparse gradient of the parameter ``name``: it has no place in a flat buffer.
+
+    Raises:
+        RuntimeError: it is sparse.
+    """
+    if layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of {name!r} has the layout {layout}: expected a dense (strided) one, for ranks reduce flat "
+            "buffers. Leave sparse=True out of the lookup; lookups=True keeps what is sent small."
+        )
+
+
 def reduce(gm: GraphModule, ctx: Context) -> int:
     """Insert one reduce_grad node per parameter gradient; returns how many gradients were seen to."""
     gradients = take_gradients(gm, ctx)
@@ -57,6 +70,7 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
     for i, ref in sorted(ctx.gradients.items()):
         grad = outputs[i]
         if isinstance(grad, Node):
+            check_dense(ref.slot.name, grad.meta["val"].layout)
             found.append((ref, _in_reduce_dtype(gm.graph, ctx, grad, ref)))
             outputs[i] = None
     edit.set_output_values(gm.graph, outputs)

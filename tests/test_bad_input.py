@@ -192,6 +192,10 @@ MODULES: dict[str, tuple[str, Build]] = {
         "'extra' has dtype torch.int64",
         lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)),
     ),
+    "sparse lookup": (
+        "'0' is an Embedding with sparse=True: expected sparse=False",
+        lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True)),
+    ),
     "sparse": ("'extra' has layout torch.sparse_coo", lambda: with_extra(nn.Parameter(torch.eye(3).to_sparse()))),
     "shared memory": (
         "'extra' and 'first.weight' share memory|'first.weight' and 'extra' share memory",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -296,3 +297,69 @@ def check_survivors() -> None:
 
 def test_what_was_taken_from_a_module_outlives_it(workers2: Workers) -> None:
     workers2.run(check_survivors)
+
+
+def check_spellings() -> None:
+    torch.manual_seed(0)
+    plain = Shapes()
+    module = Shapes()
+    module.load_state_dict(plain.state_dict())
+    zerofx.shard(module, stage=3)
+    mine, whole = list(tensors_of(module).values()), [p.detach() for p in plain.parameters()]
+    calls: list[Callable[[list[Any]], Any]] = [
+        lambda x: torch.stack(list(torch._foreach_norm(x, ord=2))),
+        lambda x: torch.stack(list(torch._foreach_norm(x, 1.0, dtype=torch.float64))),
+        lambda x: torch.stack(list(torch._foreach_norm(self=x[:2], ord=math.inf))),
+        lambda x: torch.linalg.vector_norm(x=x[0], ord=3),
+        lambda x: torch.linalg.vector_norm(x[0], 2, None, True),
+        lambda x: torch.norm(input=x[0], p=1),
+        lambda x: x[0].norm(p=2, dtype=torch.float64),
+        lambda x: torch.sum(input=x[0]),
+        lambda x: torch.mul(input=x[0], other=2),
+    ]
+    for i, call in enumerate(calls):
+        torch.testing.assert_close(full(call(mine)), full(call(whole)), msg=f"call {i}: {{}}".format)
+
+
+def test_arguments_may_have_the_names_that_torch_has_for_them(workers2: Workers) -> None:
+    workers2.run(check_spellings)
+
+
+def test_a_write_that_would_lose_a_gradient_is_refused(fake_world: Any) -> None:
+    fake_world(1)
+    weight = zerofx.shard(nn.Linear(3, 2), stage=3).weight.detach().clone()
+    delta = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"writing what requires grad by 'add_' of the sharded tensor 'weight'"):
+        weight += delta
+    (weight + delta).sum().backward()
+    assert delta.grad is not None
+    with torch.no_grad():
+        weight += delta.to_sparse()
+
+
+def test_safetensors_is_told_how_to_save(fake_world: Any, tmp_path: Any) -> None:
+    fake_world(1)
+    model = zerofx.shard(nn.Linear(3, 2), stage=3)
+    with pytest.raises(RuntimeError, match=r"safetensors' save_file.*of the sharded.*zerofx.full_state_dict"):
+        safetensors.torch.save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    safetensors.torch.save_file(zerofx.full_state_dict(model), tmp_path / "weights.safetensors")
+    assert model.weight.data_ptr() == 0  # others may ask
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(10, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True).sum()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sparse_gradient_is_refused_by_the_name_of_its_parameter(fake_world: Any, stage: int, compiled: bool) -> None:
+    fake_world(1)
+    options: dict[str, Any] = {"executor": "eager"} if compiled else {}
+    model = (zerofx.compile if compiled else zerofx.shard)(Looked(), stage=stage, **options)
+    with pytest.raises(RuntimeError, match="the gradient of 'table' has the layout"):
+        model(torch.tensor([1, 2])).backward()

@@ -63,6 +63,7 @@ from zerofx._torch.distributed import (
     PretendedGroup,
     PythonWork,
     abort_collectives,
+    around_forward,
     backend_name,
     default_store,
     gather_into,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
@@ -31,6 +32,11 @@ def default_store() -> dist.Store:
 
 FSDP_MARKS = {"_fsdp_flattened": "FullyShardedDataParallel", "_fsdp_orig_uid": "fully_shard"}
 """What FSDP asks a parameter for before it takes it, and which kind does (2.13; in 2.11 the first alone)."""
+
+
+def around_forward() -> nn.Module | None:
+    """The ``DistributedDataParallel`` whose forward runs now (2.11, 2.13, 2.15)."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:

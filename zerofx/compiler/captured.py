@@ -27,6 +27,7 @@ from zerofx import _torch
 from zerofx._torch import is_dtensor
 from zerofx.compiler.options import Options
 from zerofx.compiler.shard import shard_module
+from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.passes import edit
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
@@ -64,6 +65,8 @@ def shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Op
         if type(x) is nn.Parameter:  # otherwise no parameter, or sharded meanwhile with the module it belongs to
             module = _module_of(node, frame)
             _check_traced(node, x, module, options)
+            if (wrapper := _torch.around_forward()) is not None:
+                refuse_wrapped(wrapper)
             shard_module(module, options)
 
 

@@ -21,6 +21,7 @@ from zerofx.compiler.apart import Apart, check_copies, check_version
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.compiler.pooled import check_pool
+from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
@@ -61,6 +62,8 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     mine = _Told()
     planned: Planned = []
     try:
+        if isinstance(module, nn.Module):
+            refuse_wrapped(module)
         if apart:
             check_version(options.stage)
         apart.take(sharing)
@@ -192,6 +195,12 @@ def check_module(module: nn.Module) -> None:
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     first_name, first = next(iter(parameters.items()))
+    for name, m in module.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse and m.weight.requires_grad:
+            raise ValueError(
+                f"{name!r} is an {type(m).__name__} with sparse=True: expected sparse=False, for ranks reduce flat "
+                "buffers, and a sparse gradient has no place there. lookups=True keeps what is sent small."
+            )
     storages: dict[int, str] = {}
     for name, p in parameters.items():
         _check_parameter(name, p)

@@ -6,6 +6,7 @@ method, an in-place method and an aten operator of one name are one row of a tab
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,8 +92,8 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if _is_zero_grad(func, args):
         return _as_is(func, args, kwargs)
     name = name_of(func)
-    if not args and "tensor" in kwargs:  # torch.nn.init names its first argument
-        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
+    if not args and (first := next((key for key in _FIRST if key in kwargs), None)) is not None:
+        args, kwargs = (kwargs[first],), {key: value for key, value in kwargs.items() if key != first}
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, func.__self__.__name__, args)  # type: ignore[attr-defined]
     if name in _SIZES and (layout := getattr(args[0], "_dtensor", None)) is not None:
@@ -100,6 +101,10 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in METADATA or (name == "type" and len(args) == 1 and not kwargs):  # `type()` is a question
         return _as_is(func, args, kwargs)
     if name == "data_ptr":
+        if _asked_by("safetensors"):
+            args[0]._refuse(
+                "safetensors' save_file()", "save what zerofx.full_state_dict(module) gives rank 0; every rank calls it"
+            )
         return 0  # there is no memory of this shape: whoever copies memory must copy the slice
     if name == "new_empty" and isinstance(args[0], ShardedTensor):
         return _new_empty(*args, **kwargs)
@@ -125,6 +130,8 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     written = kwargs.get("out", args[0] if is_in_place(name) and args else None)
     for x in sharded if name.startswith(LISTS) and name.endswith("_") else [written]:
         _check_leaf(x)
+    if isinstance(written, ShardedTensor) and torch.is_grad_enabled():
+        _check_operands(written, name, args, kwargs)
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
     if not tracked or name in CREATION:
         if name.startswith(LISTS):
@@ -139,6 +146,10 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _on_full(func, name, args, kwargs, written, tracked)
 
 
+_FIRST = ("tensor", "input", "self", "x", "tensors")
+"""What PyTorch calls the first argument: ``torch.nn.init``, ``torch``, ``torch._foreach_*``, ``torch.linalg``."""
+
+
 def _is_zero_grad(func: Callable, args: tuple) -> bool:
     return func == _SET_GRAD and args[1] is None
 
@@ -146,6 +157,14 @@ def _is_zero_grad(func: Callable, args: tuple) -> bool:
 def name_of(func: Callable) -> str:
     """The name of an operation, whatever it is called as."""
     return getattr(func, "__name__", str(func)).split(".")[0]
+
+
+def _asked_by(package: str) -> bool:
+    """Whether code of that package called what zerofx answers now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("zerofx.", "torch.")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(package)
 
 
 def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
@@ -264,7 +283,7 @@ def _same_slot(a: ShardedTensor, b: ShardedTensor) -> bool:
 
 def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]) -> Any:
     if name == "_foreach_norm":
-        return norms(args[0], *args[1:], **kwargs)
+        return _foreach_norm(*args, **kwargs)
     local_args, local_kwargs = pytree.tree_map(
         lambda x: x._local if isinstance(x, ShardedTensor) else x, (args, kwargs)
     )
@@ -281,6 +300,11 @@ def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sh
     )
 
 
+def _foreach_norm(self: Sequence[torch.Tensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """With the names that PyTorch has for its arguments."""
+    return norms(self, ord, dtype)
+
+
 def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A reduction of one sharded tensor to a scalar; NotImplemented for any other."""
     tensor = args[0]
@@ -288,7 +312,8 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if name in ("norm", "vector_norm", "linalg_vector_norm"):
         dims = [*args[2:3], kwargs.get("dim")]
-        if any(dim is not None for dim in dims) or kwargs.get("keepdim") or kwargs.get("out") is not None:
+        kept = any(args[3:4]) or kwargs.get("keepdim")
+        if any(dim is not None for dim in dims) or kept or kwargs.get("out") is not None:
             return NotImplemented
         given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
         order = 2.0 if given in (None, "fro") else float(given)
@@ -345,6 +370,7 @@ def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
     piece = like._group.layout.piece(like._slot, like._group.rank)
     if (layout := like._dtensor) is not None:
         full = layout.local_of(full.detach()) if is_dtensor(full) else layout.part_of(full)
+    full = full if full.layout == torch.strided else full.to_dense()
     return full.detach().reshape(-1).narrow(0, piece.in_parameter, piece.length)
 
 
@@ -353,6 +379,15 @@ def _check_leaf(tensor: Any) -> None:
         raise RuntimeError(
             f"the parameter {tensor._slot.name!r} requires grad and is being written in place: do it under "
             "torch.no_grad()."
+        )
+
+
+def _check_operands(written: ShardedTensor, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a write that would lose the gradient of what is written: slices have no autograd graph."""
+    values = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad for x in values):
+        written._refuse(
+            f"writing what requires grad by {name!r}", "compute a new tensor: `weight + x`, not `weight += x`"
         )
 
 

@@ -25,6 +25,7 @@ from zerofx._torch import (
     inside_backward,
 )
 from zerofx.model.layout import Slot
+from zerofx.passes.reduce import check_dense
 from zerofx.runtime.ranks.agree import ON_DEMAND
 from zerofx.runtime.ranks.tracing import region
 from zerofx.runtime.ranks.watch import alone
@@ -75,6 +76,7 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
     Inside of `zerofx.no_sync` it is kept instead.
     """
     group, slot = parameter._group, parameter._slot
+    check_dense(slot.name, gradient.layout)
     if (leaf := leaf_of(group)) is not None:
         leaf.collect(group, slot, gradient)
         return
@@ -152,6 +154,7 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
         if gradient is None or target is None:
             return None  # compiled code has seen to it
         group, slot = target._group, target._slot
+        check_dense(slot.name, gradient.layout)
         if (leaf := leaf_of(group)) is not None:
             leaf.collect(group, slot, gradient)
             return torch.zeros_like(gradient)
