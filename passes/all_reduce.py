@@ -13,6 +13,11 @@
 meanwhile, and messages are neither small nor late), of one ``"parameter"`` (early, but many), or of ``"all"`` (one,
 with nothing left to hide it behind). `zerofx.no_sync` is seen to as in `reduce`.
 
+A bucket's place for each parameter follows from its groups alone. Another rank's graph may have a gradient where this
+one has none (``ctx.trained``), so zeros stand there, and what comes of them is returned as well::
+
+    return dx, dw              ─────▶     pack = cat([(dw * (1 / M)).view(-1), zeros])
+
 The division fuses with the copying that packs, as in DistributedDataParallel; where gradients are cast to a wider dtype
 after they are reduced, with that.
 
@@ -25,7 +30,7 @@ Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Traini
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -38,10 +43,15 @@ from zerofx.passes.reduce import give_gradients, take_gradients
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
+_Member = tuple[ParameterRef, Node | None]
+"""A parameter, and its gradient; None: this rank's graph has none."""
+
 
 def all_reduce(gm: GraphModule, ctx: Context) -> int:
     """Average all gradients over the ranks; returns how many gradients were seen to."""
-    gradients = take_gradients(gm, ctx)
+    gradients: list[_Member] = list(take_gradients(gm, ctx))
+    if ctx.sync != "keep":
+        gradients += _unused(ctx, gradients)
     ctx.reductions += [Reduction(ref.layout, (ref.slot,)) for ref, _ in gradients]
     values, order = [grad for _, grad in gradients], edit.positions(gm.graph)
     if ctx.sync != "keep":
@@ -49,29 +59,42 @@ def all_reduce(gm: GraphModule, ctx: Context) -> int:
             averaged = _average(gm.graph, ctx, name, [gradients[i] for i in members], order)
             for i, value in zip(members, averaged, strict=True):
                 values[i] = value
-    return give_gradients(gm, ctx, values)
+    return give_gradients(gm, ctx, cast(list[Node], values))
 
 
-def _buckets(ctx: Context, gradients: list[tuple[ParameterRef, Node]]) -> dict[str, list[int]]:
-    """Name -> which gradients go together. One collective takes gradients of one dtype, for parameters of one dtype."""
+def _unused(ctx: Context, gradients: list[_Member]) -> list[_Member]:
+    """The parameters of which another rank alone may have a gradient, and whose bucket has one of this rank's."""
+    used = {(ref.layout.name, ref.slot.name) for ref, _ in gradients}
+    return [
+        (ref, None)
+        for ref in ctx.trained
+        if (ref.layout.name, ref.slot.name) not in used and ctx.buckets != "parameter"
+    ]
+
+
+def _buckets(ctx: Context, gradients: list[_Member]) -> dict[str, list[int]]:
+    """Name -> which gradients go together. One collective takes gradients of one dtype, for parameters of one dtype.
+
+    Sorted by group and place there: ranks whose graphs differ have every parameter at the same place of a bucket.
+    """
     buckets: dict[str, list[int]] = {}
     kinds: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for i, (ref, grad) in enumerate(gradients):
         everything = f"all {str(ref.layout.dtype).removeprefix('torch.')}"
-        base = {"group": ref.layout.name, "parameter": ref.slot.name, "all": everything}[ctx.buckets]
-        kind = grad.meta["val"].dtype, ref.layout.dtype
-        name = base
-        while kinds.setdefault(name, kind) != kind:
-            name += "'"
+        name = {"group": ref.layout.name, "parameter": ref.slot.name, "all": everything}[ctx.buckets]
+        if grad is not None:  # what is unused goes with the first of its name: those that are used come first
+            kind = grad.meta["val"].dtype, ref.layout.dtype
+            while kinds.setdefault(name, kind) != kind:
+                name += "'"
         buckets.setdefault(name, []).append(i)
+    for members in buckets.values():
+        members.sort(key=lambda i: (gradients[i][0].layout.name, gradients[i][0].slot.offset))
     return buckets
 
 
-def _average(
-    graph: Graph, ctx: Context, name: str, bucket: list[tuple[ParameterRef, Node]], order: dict[Node, int]
-) -> list[Node]:
+def _average(graph: Graph, ctx: Context, name: str, bucket: list[_Member], order: dict[Node, int]) -> list[Node]:
     """Each gradient of the bucket, averaged over the ranks, in its parameter's dtype."""
-    near = max((grad for _, grad in bucket), key=order.__getitem__)
+    near = max((grad for _, grad in bucket if grad is not None), key=order.__getitem__)
     end = edit.after_inputs(near)
 
     def add(kind: str, target: Callable, *args: Any, **kwargs: Any) -> Node:
@@ -81,11 +104,17 @@ def _average(
         return end
 
     world_size, dtype = bucket[0][0].layout.world_size, bucket[0][0].layout.dtype
+    like = near.meta["val"]
+    divided, made = like.dtype == dtype, {"dtype": like.dtype, "device": like.device, "pin_memory": False}
     grads = [grad for _, grad in bucket]
-    divided = grads[0].meta["val"].dtype == dtype
     if divided and world_size > 1:
-        grads = [add("pack", _aten.mul.Tensor, grad, 1.0 / world_size) for grad in grads]
-    parts = [add("pack", _aten.reshape.default, grad, [-1]) for grad in grads]
+        grads = [grad and add("pack", _aten.mul.Tensor, grad, 1.0 / world_size) for grad in grads]
+    parts = [
+        add("pack", _aten.full.default, [ref.slot.numel], 0.0, **made)
+        if grad is None
+        else add("pack", _aten.reshape.default, grad, [-1])
+        for (ref, _), grad in zip(bucket, grads, strict=True)
+    ]
     sums = add("pack", _aten.cat.default, parts) if len(parts) > 1 else parts[0]
     if world_size == 1:
         sums = add("pack", _aten.clone.default, sums)  # .grad must not share memory with what backward holds

@@ -315,6 +315,9 @@ class Context:
     """Forward: the output positions that are saved for backward."""
     gradients: dict[int, ParameterRef] = field(default_factory=dict)
     """Backward: output position -> the parameter whose gradient it is."""
+    trained: tuple[ParameterRef, ...] = ()
+    """Stage 0, backward: the parameters that require a gradient, of all groups of which ``gradients`` has some. The
+    graph of another rank may have a gradient of each."""
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3

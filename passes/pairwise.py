@@ -69,7 +69,7 @@ SHORTCUTS: list[Shortcut] = []
 WATCHERS: list[Watcher] = []
 """`zerofx.runtime.ranks.watch` puts itself here."""
 
-ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG = 0x7A66, 0x7A67, 0x7A68
+ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG = 0x7A66, 0x7A67, 0x7A68, 0x7A69
 """The lower 16 bits of a tag. The upper ones go by size."""
 
 
@@ -116,6 +116,17 @@ def meet_(process_group: str) -> list[dist.Work]:
     """Start to tell all ranks that this one is here, and to hear the same of them; returns what to wait for."""
     nothing = [torch.empty(0, dtype=torch.uint8)] * resolve_process_group(process_group).size()
     return exchange(nothing, nothing, process_group, MEETING_TAG)
+
+
+def tell_pairwise(mine: torch.Tensor, process_group: str) -> tuple[list[torch.Tensor], list[dist.Work]]:
+    """Start to send ``mine`` to every other rank; returns what they send, and what to wait for. No watcher hears."""
+    group = resolve_process_group(process_group)
+    rank, world_size = group.rank(), group.size()
+    others = [(rank + i) % world_size for i in range(1, world_size)]
+    received = [torch.empty_like(mine) for _ in others]
+    works = [group.recv([into], other, USED_TAG) for into, other in zip(reversed(received), reversed(others))]
+    works += [group.send([mine], other, USED_TAG) for other in others]
+    return received, works
 
 
 def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:

@@ -178,6 +178,7 @@ class Outputs:
 
     def _check_reductions(self, extra: list[Any]) -> None:
         ctx, expected = self.ctx, self._expected()
+        buckets: dict[Pack, list[tuple[int, str, int]]] = {}
         for i, (reduction, value) in enumerate(zip(ctx.reductions, extra, strict=True)):
             layout, slots = reduction.layout, {slot.offset: slot for slot in reduction.slots if slot.numel}
             if not isinstance(value, Node):
@@ -196,13 +197,18 @@ class Outputs:
             inside = [p for p in pack.parts if p.numel and share.offset <= p.offset < share.offset + share.numel]
             if ctx.stage == 0:
                 self._check_shape(value, share, reduction)
-                slots = {share.offset: reduction.slots[0]} if slots else {}
+                unused = (layout.name, reduction.slots[0]) not in expected
+                if unused and ParameterRef(layout, reduction.slots[0]) not in ctx.trained:
+                    found = f"it returns a gradient of {reduction.slots[0].name!r}"
+                    self.reader.fail("reduction", value, found, "none: no rank has one")
+                slots = {share.offset: reduction.slots[0]} if slots and not unused else {}
+                buckets.setdefault(share.pack, []).append((share.offset, layout.name, reduction.slots[0].offset))
             elif pack.numel != layout.numel:
                 self.reader.fail("reduction", value, f"it is a part of {pack.numel} elements", f"of {layout.numel}")
-            found = {p.offset: p.numel for p in inside}
-            if found != {offset: slot.numel for offset, slot in slots.items()} or len(found) != len(inside):
+            lie = {p.offset: p.numel for p in inside}
+            if lie != {offset: slot.numel for offset, slot in slots.items()} or len(lie) != len(inside):
                 self.reader.fail(
-                    "reduction", value, f"gradients lie at {sorted(found)}", f"at {sorted(slots)}, as laid out"
+                    "reduction", value, f"gradients lie at {sorted(lie)}", f"at {sorted(slots)}, as laid out"
                 )
             for part in inside:
                 ref = ParameterRef(layout, slots[part.offset])
@@ -210,11 +216,27 @@ class Outputs:
             for slot in reduction.slots:
                 if not slot.numel and (layout.name, slot) in expected:
                     expected[layout.name, slot].found = len(expected[layout.name, slot].numbers)
+        self._check_places(buckets)
         for gradient in expected.values():
             if gradient.found != len(gradient.numbers):
                 ref, n = gradient.ref, gradient.found
                 times = f"the gradient of {ref.slot.name!r} is reduced {n} times"
                 refuse("reduction", self.gm.graph.output_node(), times, f"{len(gradient.numbers)}", ref.layout.name)
+
+    def _check_places(self, buckets: dict[Pack, list[tuple[int, str, int]]]) -> None:
+        """Stage 0: a rank whose graph has other gradients has each parameter at the same place of a bucket."""
+        ctx, output = self.ctx, self.gm.graph.output_node()
+        for places in buckets.values():
+            if [x[1:] for x in sorted(places)] != sorted(x[1:] for x in places):
+                found = f"a bucket has gradients at {sorted(x[0] for x in places)}"
+                self.reader.fail("reduction", output, found, "in the order of groups, and of places there")
+        if ctx.sync == "keep" or ctx.buckets == "parameter":
+            return
+        returned = {(r.layout.name, slot.name) for r in ctx.reductions for slot in r.slots}
+        for ref in ctx.trained:
+            if (ref.layout.name, ref.slot.name) not in returned:
+                found = f"nothing stands for the gradient of {ref.slot.name!r}"
+                self.reader.fail("reduction", output, found, "zeros, for other ranks may have one")
 
     def _check_shape(self, value: Node, share: Share, reduction: Reduction) -> None:
         """Stage 0: what becomes a parameter's ``.grad`` is all of its gradient, and nothing else."""

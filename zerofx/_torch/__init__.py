@@ -48,6 +48,7 @@ from zerofx._torch.autograd import (
     inside_backward,
     node_behind,
     post_accumulate_hooks,
+    run_post_accumulate_hooks,
     saved_tensors_are_hooked,
     will_accumulate,
 )

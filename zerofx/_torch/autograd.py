@@ -26,6 +26,14 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> int:
         return len(parameter._post_accumulate_grad_hooks or ())
 
 
+def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
+    """Run those hooks, as the engine does when it has accumulated into ``parameter`` (2.11, 2.13, 2.15)."""
+    with DisableTorchFunction():
+        hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
+    for hook in hooks:
+        hook(parameter)
+
+
 def gradient_edge(tensor: torch.Tensor) -> Any:
     """Where the gradient of ``tensor`` arrives in the autograd graph (2.11, 2.13, 2.15)."""
     with DisableTorchFunction():

@@ -31,6 +31,7 @@ from zerofx.passes.context import Sync
 from zerofx.passes.feedback import feeding
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
+from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.carriage import Carriage, carried, noting
 from zerofx.runtime.state.gathered import raise_written
@@ -102,9 +103,8 @@ def backward_runner(variant: Callable[[Sync, bool], BackwardCode], family: Famil
     def backward(args: list[Any]) -> list[Any]:
         sync: Sync = "keep"
         if family.sync:
-            sync = "reduce"
-            if reduce_rest(family):
-                sync = "merge"
+            sync = "merge" if any(group.has_kept() for group in family.groups()) else "reduce"
+            reduce_rest(family)
         return variant(sync, sync != "keep" and family.stepper is not None)(args, n_outputs)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ class BackwardCode:
         uses: all that its forward said it uses.
         kept: the parameters whose kept gradients come after these, with fake tensors of what it expects.
         gathered: which arguments are whole groups that forward left gathered, and which groups; its last inputs.
-        reductions: what its extra outputs are.
+        reductions: what its extra outputs are: of which group, whose gradients it computes, and whose other ranks may.
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
         steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
         carries: whether the graph fetches weights, or takes gradients away.
@@ -131,6 +131,7 @@ class BackwardCode:
         publish.
         names: of its arguments, where tensor-parallel ranks have saved parts of what they have
         alike: what they have to say of that.
+        used: while it runs, of which parameters ranks have a gradient.
     """
 
     compiled: Callable
@@ -139,7 +140,7 @@ class BackwardCode:
     uses: Sequence[weakref.ref[ShardGroup]]
     kept: Sequence[tuple[weakref.ref[ShardGroup], Slot, torch.Tensor]]
     gathered: Sequence[tuple[int, weakref.ref[ShardGroup]]]
-    reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...]]]
+    reductions: Sequence[tuple[weakref.ref[ShardGroup], tuple[Slot, ...], tuple[Slot, ...]]]
     keeps: bool
     steps: bool
     carries: bool
@@ -148,10 +149,12 @@ class BackwardCode:
     publish: Publish
     names: Sequence[str] = ()
     alike: Alike | None = None
+    used: UsedMap | None = None
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
         if self.alike is not None and self.alike.tangents and self.names:
             self.alike.check(dict(zip(self.names, args, strict=True)))
+        self.used = self._tell_used()
         gathered = self._take_gathered(args)
         inputs = _inputs(args, self.inputs, self.groups)
         inputs += self._take_kept()
@@ -161,13 +164,13 @@ class BackwardCode:
             ref().pending -= 1  # type: ignore[union-attr]
         reading = _reading(self.groups, "backward", written=False)
         carries = self.carries or self.stows is not None
-        carriage = Carriage([*self.groups, *(ref for ref, _ in self.reductions)], self.stows) if carries else None
+        carriage = Carriage([*self.groups, *(ref for ref, *_ in self.reductions)], self.stows) if carries else None
         with carried(carriage), stepping(self if self.steps else None), feeding(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)
         if self.published:
             self.publish(dict(zip(self.published, outputs[n_outputs:behind])))
-        for i, ((ref, slots), gradient) in enumerate(zip(self.reductions, outputs[behind:], strict=True)):
+        for i, ((ref, slots, lacking), gradient) in enumerate(zip(self.reductions, outputs[behind:], strict=True)):
             live = ref()
             assert live is not None
             if self.steps:
@@ -177,22 +180,42 @@ class BackwardCode:
             else:
                 away = carriage.gradients.pop(i, None) if carriage is not None else None
                 with noting(carriage):
-                    live.accumulate(slots, gradient if away is None else away, away=away is not None)
+                    others = self._used_elsewhere(live, lacking)
+                    gradient = gradient if away is None else away
+                    live.accumulate(slots, gradient, others=others, away=away is not None)
+        if self.used is not None:
+            self.used.wait()
+            self.used = None
         return outputs[:n_outputs]
+
+    def _tell_used(self) -> UsedMap | None:
+        """Tell the other ranks of which parameters there will be a gradient."""
+        if self.keeps or not self.reductions:
+            return None
+        groups = [(ref(), slots) for ref, slots, _ in self.reductions]
+        family = groups[0][0].family  # type: ignore[union-attr]
+        return family.tell_used((g.layout.name, slot) for g, slots in groups for slot in slots)  # type: ignore[union-attr]
+
+    def _used_elsewhere(self, group: ShardGroup, lacking: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        """Those of the ``lacking`` parameters of which other ranks have a gradient."""
+        if self.used is None or not lacking:
+            return ()
+        return group.family.used_anywhere(self.used, group, lacking)
 
     def step(self, group: str, gradient: torch.Tensor) -> None:
         """`zerofx.passes.ops.Stepper`"""
-        live, slots = self._reduced(group)
+        live, slots, lacking = self._reduced(group)
         stepper = live.family.stepper
         taken = stepper.takes(live)
         # What is used up at once needs no place in a file.
-        live.accumulate(slots, gradient, away=taken and live.home.file is not None)
+        others = self._used_elsewhere(live, lacking)
+        live.accumulate(slots, gradient, others=others, away=taken and live.home.file is not None)
         if taken:
             stepper.step(live)
 
     def refresh(self, group: str) -> None:
         """`zerofx.passes.ops.Stepper`"""
-        live, _ = self._reduced(group)
+        live, *_ = self._reduced(group)
         if live.stepped:
             live.weights.refresh(inside=True)
         else:
@@ -202,10 +225,10 @@ class BackwardCode:
         """`zerofx.passes.feedback.Keeper`"""
         return self._reduced(group)[0].gradients.rest_of(rows, numel)
 
-    def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...]]:
-        for ref, slots in self.reductions:
+    def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...], tuple[Slot, ...]]:
+        for ref, slots, lacking in self.reductions:
             if (live := ref()) is not None and live.layout.name == name:
-                return live, slots
+                return live, slots, lacking
         raise AssertionError(f"no group {name!r} is reduced here")
 
     # Functions of their own, so that no local variable holds a buffer while the graph runs.

@@ -96,27 +96,26 @@ def leaf_of(group: ShardGroup) -> Any:
     return group.leaf if inside_backward() else None
 
 
-def reduce_rest(family: Family) -> bool:
-    """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced.
-
-    Returns whether anything is kept.
-    """
-    kept = any(group.has_kept() for group in family.groups())
-    if kept:
+def reduce_rest(family: Family) -> None:
+    """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced."""
+    if family.unreduced:
+        family.unreduced = False
         end_of_backward(lambda: reduce_kept(family))
-    return kept
 
 
 def reduce_kept(family: Family) -> None:
-    """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective."""
-    for group in family.groups():
-        if group.gradients.kept_unevenly:
+    """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective.
+
+    Ranks may have kept gradients of different parameters: they tell each other of which.
+    """
+    groups = family.groups()
+    kept = {group: tuple(group.gradients.kept_slots()) for group in groups}
+    told = family.tell_used((group.layout.name, slot) for group in groups for slot in kept[group])
+    for group in groups:
+        anywhere = kept[group] if told is None else family.used_anywhere(told, group, group.layout.slots)
+        if anywhere:
             group.reduce({}, checked=True)
-        for slot in group.gradients.kept_slots():
-            kept = group.gradients.take_kept(slot)
-            assert kept is not None
-            flat = kept.reshape(-1).to(group.layout.dtype, copy=True)
-            group.accumulate((slot,), _average(group, slot, flat), checked=True)
+        group.gradients.kept_unevenly = False
 
 
 def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:

@@ -70,8 +70,12 @@ class Schedule:
 
     @property
     def digest(self) -> str:
-        """Equal where the collectives are. An inference that gathers what a forward does is in step with it."""
-        phase = self.phase.replace("inference", "forward")
+        """Equal where the collectives are.
+
+        An inference that gathers what a forward does is in step with it. So is a backward that merges what was kept
+        with one of a rank that has kept nothing.
+        """
+        phase = self.phase.replace("inference", "forward").replace(" (merge)", "").replace("(merge, ", "(")
         return hashlib.sha256(Schedule(phase, self.collectives).to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

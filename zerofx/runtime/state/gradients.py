@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerofx._torch import DisableTorchFunction, will_accumulate
+from zerofx._torch import DisableTorchFunction, run_post_accumulate_hooks, will_accumulate
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.precision import MixedPrecision
 from zerofx.passes.travel import run
@@ -87,7 +87,13 @@ class Gradients:
     # ---- what leaves a backward -------------------------------------------------------------------------------------
 
     def accumulate(
-        self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False, away: bool = False
+        self,
+        slots: tuple[Slot, ...],
+        gradient: torch.Tensor,
+        *,
+        others: tuple[Slot, ...] = (),
+        checked: bool = False,
+        away: bool = False,
     ) -> None:
         """Add averaged gradients to the parameters' ``.grad``.
 
@@ -96,12 +102,21 @@ class Gradients:
         engine would have, unless that was ``checked``. ``away``: it stays where it is, for it is where the home keeps
         gradients already, or is used up at once. The engine runs the parameters' post-accumulate hooks by itself, once
         every graph that uses a parameter has been here.
+
+        ``others``: parameters of which other ranks alone have a gradient (`zerofx.runtime.ranks.used`). The engine does
+        not come to those on this rank, so their hooks run here.
         """
         held, first = [], []
         with DisableTorchFunction():  # for speed: hundreds of parameters, and four questions to each
-            for slot in slots:
+            unvisited = []
+            for slot in (*slots, *others):
                 parameter = self.members.get(slot)
-                if not checked and not _is_accumulated(parameter):
+                if slot in others:
+                    if not parameter.requires_grad:
+                        continue
+                    if not will_accumulate(parameter):
+                        unvisited.append(parameter)
+                elif not checked and not _is_accumulated(parameter):
                     continue
                 if parameter.grad is None:
                     first.append((slot, parameter))
@@ -117,6 +132,8 @@ class Gradients:
                     for slot, parameter in first:
                         local = self._local(slot, gradient)
                         parameter.grad = local if self.stage == 0 else parameter.like(local)
+        for parameter in unvisited:
+            run_post_accumulate_hooks(parameter)
 
     def _local(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """What this rank holds of the gradient of ``slot``."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.model.wire import Wire
 from zerofx.passes.context import Buckets, OnDisk
 from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held
@@ -54,7 +55,7 @@ class Family:
         on_host: the names of those whose optimizer state is in the host's memory.
         staging: between that and the device.
         stows: where activations go; None: they stay on the device.
-        sync: whether backward reduces gradients; False inside of `zerofx.no_sync`.
+        unreduced: whether backward did not reduce for a while, and none has run since that does.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
         norms: norms of gradients that were computed ahead, see `zerofx.runtime.eager.norms`.
@@ -85,7 +86,8 @@ class Family:
         self.precision: MixedPrecision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
         self.one_copy = one_copy
-        self.sync = True
+        self._sync = True
+        self.unreduced: bool = False
         self.stepper: Any = None
         self.number = 0
         self.norms: dict[Any, Any] = {}
@@ -94,6 +96,17 @@ class Family:
         self.published: dict[str, torch.Tensor] = {}
         self.held: Held = Held()
         self._groups: list[weakref.ref[ShardGroup]] = []
+        self._numbered: tuple[int, dict[tuple[str, Slot], int]] = 0, {}
+
+    @property
+    def sync(self) -> bool:
+        """Whether backward reduces gradients; False inside of `zerofx.no_sync`."""
+        return self._sync
+
+    @sync.setter
+    def sync(self, sync: bool) -> None:
+        self._sync = sync
+        self.unreduced |= not sync
 
     @property
     def file(self) -> StateFile | None:
@@ -128,6 +141,31 @@ class Family:
     def groups(self) -> list[ShardGroup]:
         """Those that are alive."""
         return [group for ref in self._groups if (group := ref()) is not None]
+
+    def tell_used(self, used: Iterable[tuple[str, Slot]]) -> UsedMap | None:
+        """Start to tell the other ranks of which parameters, by group and slot, this one has a gradient.
+
+        Every rank does it in the same backward. None: there are no other ranks.
+        """
+        ranks, positions = self.groups()[0].sharing.everyone, self._positions()
+        if ranks.size == 1:
+            return None
+        mine = bytearray(len(positions))
+        for key in used:
+            mine[positions[key]] = 1
+        return UsedMap(torch.frombuffer(mine, dtype=torch.uint8), ranks, self.groups()[0].device)
+
+    def used_anywhere(self, used: UsedMap, group: ShardGroup, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        """Those of the ``slots`` of ``group`` of which some rank has a gradient. The host waits for ``used``."""
+        anywhere, positions = used.anywhere, self._positions()
+        return tuple(slot for slot in slots if anywhere[positions[group.layout.name, slot]])
+
+    def _positions(self) -> dict[tuple[str, Slot], int]:
+        """Of each parameter, by group and slot, its number: the same on every rank."""
+        if self._numbered[0] != len(self._groups):
+            keys = [(g.layout.name, slot) for ref in self._groups if (g := ref()) for slot in g.layout.slots]
+            self._numbered = len(self._groups), {key: i for i, key in enumerate(keys)}
+        return self._numbered[1]
 
     @contextlib.contextmanager
     def casts_off(self) -> Iterator[None]:
@@ -276,7 +314,13 @@ class ShardGroup:
         self.pending += trained
 
     def accumulate(
-        self, slots: tuple[Slot, ...], gradient: torch.Tensor, *, checked: bool = False, away: bool = False
+        self,
+        slots: tuple[Slot, ...],
+        gradient: torch.Tensor,
+        *,
+        others: tuple[Slot, ...] = (),
+        checked: bool = False,
+        away: bool = False,
     ) -> None:
         """Add averaged gradients to the parameters' ``.grad``: `Gradients.accumulate`.
 
@@ -289,7 +333,7 @@ class ShardGroup:
                 "backward in zerofx.step_in_backward, of a graph kept with retain_graph=True, or of a custom autograd "
                 "function. It is updated now, without that one; take such a step without zerofx.step_in_backward."
             )
-        self.gradients.accumulate(slots, gradient, checked=checked, away=away)
+        self.gradients.accumulate(slots, gradient, others=others, checked=checked, away=away)
 
     def reduce(self, gradients: dict[Slot, torch.Tensor], *, checked: bool = False) -> None:
         """Average whole gradients over the ranks and add them to ``.grad``; in `zerofx.no_sync` keep them.
