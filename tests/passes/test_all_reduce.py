@@ -30,7 +30,19 @@ from tests.passes.graphs import (
 from tests.passes.test_pipeline_numerics import check_close, run_both
 from tests.workers import Workers
 from zerofx import _torch
-from zerofx.passes import Context, all_reduce, edit, pipeline, prefetch, rematerialize, save_parameters
+from zerofx.compiler.rewriting import copy_graph
+from zerofx.passes import (
+    Context,
+    ParameterRef,
+    VerificationError,
+    all_reduce,
+    edit,
+    pipeline,
+    prefetch,
+    rematerialize,
+    save_parameters,
+    verify,
+)
 
 BUCKETS = ("group", "parameter", "all")
 COLLECTIVE = ("all_reduce", "wait_grad")
@@ -138,6 +150,60 @@ def test_a_parameter_without_gradient_is_skipped() -> None:
     assert apply(gm, ctx, all_reduce).edits == 1
     FileCheck().check("return (None, None, None, as_strided_default)").run(gm.code)
     assert [reduction.slots[0].name for reduction in ctx.reductions] == ["w"]
+
+
+def branch() -> tuple[GraphModule, Context]:
+    """A graph that has gradients of two of a group's three parameters, and last the one that comes first there."""
+    s = Sketch("backward", stage=0)
+    s.group("a", first=(8, 8), unused=(4,), last=(8, 8))
+    dy = s.input("tangents_1", 8, 8)
+    gm, ctx = s.done(neg(s, dy), s.call(aten.abs.default, dy), gradients={0: "last", 1: "first"})
+    (layout,) = {ref.layout for ref in ctx.gradients.values()}
+    ctx.trained = tuple(ParameterRef(layout, slot) for slot in layout.slots)
+    ctx.before = copy_graph(gm)
+    return gm, ctx
+
+
+def test_what_other_ranks_alone_may_use_has_zeros_at_its_place() -> None:
+    gm, ctx = branch()
+    assert apply(gm, ctx, all_reduce).edits == 3
+    FileCheck().check("full.default([4], 0.0").check(
+        "cat.default([reshape_default, full_default, reshape_default_1])"
+    ).check("as_strided.default(wait_tensor_default, [8, 8], [8, 1], 0)").check(
+        "as_strided.default(wait_tensor_default, [4], [1], 64)"
+    ).check("as_strided.default(wait_tensor_default, [8, 8], [8, 1], 68)").run(gm.code)
+    assert [reduction.slots[0].name for reduction in ctx.reductions] == ["last", "first", "unused"]
+    assert verify(gm, ctx) == 0
+
+
+@pytest.mark.parametrize("sync, buckets", [("keep", "group"), ("reduce", "parameter")])
+def test_no_zeros_are_made_where_gradients_are_kept_or_reduced_by_themselves(sync: Any, buckets: Any) -> None:
+    gm, ctx = branch()
+    ctx.sync, ctx.buckets = sync, buckets
+    assert apply(gm, ctx, all_reduce).edits == 2
+    FileCheck().check_not("full.default").run(gm.code)
+    assert verify(gm, ctx) == 0
+
+
+def test_verify_refuses_a_bucket_that_leaves_out_what_other_ranks_use() -> None:
+    gm, ctx = branch()
+    trained, ctx.trained = ctx.trained, ()
+    apply(gm, ctx, all_reduce)
+    ctx.trained = trained
+    with pytest.raises(VerificationError, match="nothing stands for the gradient of 'unused'"):
+        verify(gm, ctx)
+
+
+def test_verify_refuses_a_bucket_in_another_order() -> None:
+    gm, ctx = branch()
+    apply(gm, ctx, all_reduce)
+    (cat,) = (node for node in gm.graph.nodes if node.target is aten.cat.default)
+    last, first, _ = edit.output_values(gm.graph)[-3:]
+    cat.args = (list(reversed(cat.args[0])),)
+    last.args, first.args = first.args, last.args
+    with pytest.raises(VerificationError, match="in the order of groups, and of places there") as caught:
+        verify(gm, ctx)
+    assert caught.value.rule == "reduction"
 
 
 def neg(s: Sketch, x: Node) -> Node:

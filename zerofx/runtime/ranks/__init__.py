@@ -3,6 +3,7 @@
 ============  ==================================================================
 sharing       who shares what: a seam
 agree         the collectives of a graph, compared over ranks
+used          which parameters any rank has a gradient of
 watch         the watchdog: a hang becomes an error that says who is missing
 tracing       names in profiler traces
 two_levels    a corner: replicas on one dimension of a mesh, shards on the other
