@@ -183,7 +183,7 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
     )
 
     def loss(step: int, call: str) -> torch.Tensor:
-        return loss_of(net, recipe.penalty, net, *inputs(recipe, step, call, rank), call == "sometimes")
+        return loss_of(net, recipe.penalty, net, *inputs(recipe, step, call, rank), recipe.uses_sometimes(call, rank))
 
     def whole(tensor: Any) -> torch.Tensor | None:
         if tensor is None:
@@ -245,7 +245,7 @@ def alone(recipe: Recipe) -> Values:
             for name, b in net.named_buffers():
                 b.data = before[name].clone()  # a rank's own buffers count its own calls alone
             x, tokens = inputs(recipe, step, call, rank)
-            args = (x.float() if low else x, tokens, call == "sometimes")
+            args = (x.float() if low else x, tokens, recipe.uses_sometimes(call, rank))
             total = total + loss_of(computing, recipe.penalty, computing, *args) / world
         return total
 

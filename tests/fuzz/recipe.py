@@ -49,6 +49,8 @@ LEAVES = (
     *("scalar", "scale", "empty", "custom", "stash", "sometimes", "unused", *SHARERS, "break", "count", "stop"),
     *("channels_last", "lstm", "rnn", "bag", "function", "complex", "weight_norm", "spectral_norm", "vmap"),
 )
+UNCOMPILED = {"break", "eager", "checkpoint", "reentrant", "no_grad", "peek", "gru", "lstm", "rnn"}
+"""What ends a graph, or may run outside of any."""
 COUNTERS = ("count", "spectral_norm")
 """What comes of them depends on how often they ran: a checkpoint, which runs them again, would change it."""
 
@@ -63,6 +65,7 @@ CALLS = (
     "dropped",  # a forward whose backward never comes
     "longer",  # more rows than usual
     "uneven",  # more rows on rank 0 alone
+    "branches",  # rank 0 alone uses the layers "sometimes", where that is not another collective; else all ranks
 )
 
 
@@ -144,11 +147,28 @@ class Recipe:
     __repr__ = brief
 
     @property
+    def branches(self) -> bool:
+        """Whether ranks may differ in whether they use the layers "sometimes": one group has them, in one graph.
+
+        What is not compiled, and in stage 0 a bucket for each parameter, has collectives of each layer's own.
+        """
+        alone = self.penalty or (self.stage == 0 and self.buckets == "parameter")
+        return self.grouping == "merged" and not alone and not (UNCOMPILED & kinds(self.layers) or _frozen(self.layers))
+
+    def uses_sometimes(self, call: str, rank: int) -> bool:
+        """Whether a rank uses the layers "sometimes" in a call."""
+        return call == "sometimes" or (call == "branches" and (rank == 0 or not self.branches))
+
+    @property
     def scheme_of_mesh(self) -> str:
         """The scheme that it is run with; "" where there is no mesh."""
         if self.rows == 1 or self.world % self.rows:
             return ""
         return self.scheme if self.stage == 3 or self.scheme == "all" else "shard"
+
+
+def _frozen(layers: tuple[Layer, ...]) -> bool:
+    return any(layer.frozen or _frozen(layer.children) for layer in layers)
 
 
 def kinds(layers: tuple[Layer, ...]) -> set[str]:
