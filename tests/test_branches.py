@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
+from tests.counting import count_collectives
 from tests.workers import Workers
 
 STAGES = [0, 1, 2, 3]
@@ -138,3 +139,21 @@ def test_on_a_mesh(make_workers: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_branches_by_rank_train_with_inductor(workers2: Workers, stage: int, way: str) -> None:
     workers2.run(compare, way, stage=stage, timeout=280)
+
+
+def messages() -> tuple[int, int, list[int]]:
+    """Of one backward: how many parameters there are, how many collectives start, and the sizes of what is told."""
+    torch.manual_seed(0)
+    net = zerofx.compile(Net(), executor="eager", groups=GROUPS["two groups"])
+    for _ in range(2):
+        loss = net(torch.randn(4, 6), 0)
+        with count_collectives() as log:
+            loss.backward()
+    reductions = sum(event.name == "all_to_all_send" for event in log.events)
+    return len(list(net.parameters())), reductions, [m.payload for m in log.used if m.name == "used_send"]
+
+
+def test_a_backward_sends_one_byte_for_each_parameter_to_each_other_rank(workers3: Workers) -> None:
+    for parameters, reductions, sizes in workers3.run(messages):
+        assert reductions == 2 * 2, "two groups, two other ranks"
+        assert sizes == [parameters, parameters]

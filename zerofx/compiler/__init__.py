@@ -14,6 +14,7 @@ activations   what forward saves, within a budget
 alike         what all tensor-parallel ranks have alike
 division      one budget, divided between weights and activations
 trial         one division, tried on copies
+branches      of which parameters this rank, or another, has a gradient
 pair          forward and backward of one graph: contexts, passes, executor
 rewriting     one graph on its way through the passes
 runners       what runs at every step

@@ -21,6 +21,7 @@ from zerofx import _torch
 from zerofx.compiler.activations import Away, cost, is_whole
 from zerofx.compiler.activations import choose as choose_saved
 from zerofx.compiler.alike import Alike, Foreseen
+from zerofx.compiler.branches import by_rank, trained_beside
 from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
@@ -29,7 +30,7 @@ from zerofx.compiler.progress import Progress, progress_of, wanted
 from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
-from zerofx.model.layout import GroupLayout, Slot
+from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes import edit
 from zerofx.passes.context import (
@@ -41,7 +42,6 @@ from zerofx.passes.context import (
     ParameterRef,
     Phase,
     Recipe,
-    Reduction,
     SavedPart,
     Stowed,
     Stows,
@@ -291,8 +291,6 @@ class CompiledGraph:
             return weakref.ref(self.groups[layout])
 
         by_name = {layout.name: ref(layout) for layout in self.groups}
-        outputs = edit.output_values(trace.before.graph)
-        used = {(p.layout.name, p.slot) for i, p in ctx.gradients.items() if isinstance(outputs[i], Node)}
         likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
         return BackwardCode(
             observed(compiled, trace),
@@ -301,7 +299,7 @@ class CompiledGraph:
             uses=[ref(layout) for layout in self.groups],
             kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.kept, likes, strict=True)],
             gathered=[(names.index(self.kept_gathered[name].saved), by_name[name]) for name in ctx.gathered],
-            reductions=[(ref(r.layout), *self._of_ranks(r, used)) for r in ctx.reductions],
+            reductions=[(ref(layout), mine, others) for layout, mine, others in by_rank(trace.before, ctx)],
             keeps=sync == "keep",
             steps=steps,
             carries=bool(ctx.weights_away or ctx.gradients_away),
@@ -311,13 +309,6 @@ class CompiledGraph:
             names=names if ctx.parts else (),
             alike=self.alike,
         )
-
-    def _of_ranks(self, reduction: Reduction, used: set[tuple[str, Slot]]) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-        """Of the parameters that ``reduction`` brings a gradient of: this rank's, and those of other ranks alone."""
-        name = reduction.layout.name
-        slots = reduction.layout.slots if self.family.stage else reduction.slots
-        mine = tuple(slot for slot in slots if slot in reduction.slots and (name, slot) in used)
-        return mine, tuple(slot for slot in slots if slot not in mine)
 
     def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
         """`_rewrite_told`, in a line of progress."""
@@ -398,7 +389,7 @@ class CompiledGraph:
             parameters=self.parameters(gm.graph),
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients=(found := {position: self.sharded[i] for position, i in gradients.items() if i in self.sharded}),
-            trained=self._trained({ref.layout for ref in found.values()}),
+            trained=trained_beside(found.values(), self.groups),
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
             parts=self.parts,
@@ -415,15 +406,6 @@ class CompiledGraph:
             ),
             **self._facts(),
         )
-
-    def _trained(self, layouts: set[GroupLayout]) -> tuple[ParameterRef, ...]:
-        """`Context.trained`"""
-        if self.family.stage or self.any_group().sharing.everyone.size == 1:
-            return ()
-        groups = [group for layout, group in self.groups.items() if layout in layouts]
-        refs = [ParameterRef(group.graph_layout, slot) for group in groups for slot in group.layout.slots]
-        live = {ref: self.groups[ref.layout].members.live(ref.slot) for ref in refs}
-        return tuple(ref for ref, p in live.items() if p is not None and p.requires_grad)
 
     def _facts(self) -> dict[str, Any]:
         """What of a context is the same for all graphs of a module."""

@@ -20,6 +20,7 @@ Distributed, VLDB 2020, section 3.2.3).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -42,28 +43,29 @@ class UsedMap:
         self._ranks = ranks
         self._maps: list[torch.Tensor] = [mine]
         self._arrived: torch.Tensor | None = None
-        if ranks.backend(device) == "gloo":
-            received, self._works = pairwise.tell_pairwise(mine, ranks.name)
-            self._maps += received
-        else:
-            self._arrived = mine.to(device)
-            work = dist.all_reduce(self._arrived, dist.ReduceOp.MAX, group=ranks.process_group, async_op=True)
-            assert work is not None
-            self._works = [work]
+        with self._watched():
+            if ranks.backend(device) == "gloo":
+                received, self._works = pairwise.tell_pairwise(mine, ranks.name)
+                self._maps += received
+            else:
+                self._arrived = mine.to(device)
+                work = dist.all_reduce(self._arrived, dist.ReduceOp.MAX, group=ranks.process_group, async_op=True)
+                assert work is not None
+                self._works = [work]
 
     def wait(self) -> None:
         """What was sent has arrived; on an accelerator: is ahead of what its stream does next."""
         works, self._works = self._works, []
-        if not works:
-            return
-        what = Collective("message", "all parameters", self._maps[0].nbytes, "which have a gradient")
-        watch = watch_of(self._ranks.name)
-        for work in works:
-            if watch is None:
-                work.wait()
-            else:
-                with watch.waiting(Schedule("backward", (what,)), 0):
+        if works:
+            with self._watched():
+                for work in works:
                     work.wait()
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Errors inside are explained: most likely a rank is gone, or runs something else."""
+        what = Collective("message", "all parameters", self._maps[0].nbytes, "uint8: which are used")
+        watch = watch_of(self._ranks.name)
+        return contextlib.nullcontext() if watch is None else watch.waiting(Schedule("backward", (what,)), 0)
 
     @functools.cached_property
     def anywhere(self) -> list[bool]:
