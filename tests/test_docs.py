@@ -22,6 +22,7 @@ import zerofx
 from tests import pages
 from tests.pages import PAGES, ROOT, blocks
 from tests.workers import Workers
+from zerofx import passes
 
 
 def load(path: str) -> ModuleType:
@@ -140,6 +141,27 @@ def test_tables_of_results_are_those_of_the_files() -> None:
     for make in results.TABLES:
         page = "README.md" if make is results.readme else "docs/benchmarks.md"
         assert make() in text[page], f"{page}: the table of {make.__name__} is not that of benchmarks/results"
+
+
+def test_the_passes_and_rules_of_the_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "passes.md").read_text()
+    table = re.findall(r"^\| \[(\w+)\] \|", page, re.M)
+    pipeline = [pass_.__name__ for pass_ in passes.PIPELINE]
+    assert [name for name in table if name in pipeline] == pipeline
+    assert set(table) == {*pipeline, *(pass_.__name__ for pass_ in passes.REPLICATED)}
+    kinds = page[page.index("| pass | kinds |") : page.index("After every pass")]
+    inserts = re.findall(r"^\| (\w+)(?:, \w+)? \| ", kinds, re.M)
+    assert set(inserts) - {"pass"} == set(table)
+    rules = re.findall(r"^\| (\w+) \| ", page[page.index("| rule |") : page.index("The last rule")], re.M)
+    described = (passes.verify.__globals__["__doc__"]).rpartition("===========")[0]
+    assert set(rules) == set(re.findall(r"^(\w+) {2,}\S", described, re.M))
+
+
+def test_the_readme_counts_the_passes() -> None:
+    """Those of stage 3; corners bring theirs, and `save_parameters` and `all_reduce` are of stage 0."""
+    own = [pass_ for pass_ in passes.PIPELINE if pass_.__module__.count(".") == 2]
+    words = {19: "Nineteen", 20: "Twenty", 21: "Twenty-one", 22: "Twenty-two"}
+    assert f"\n{words[len(own)]} passes do this" in (ROOT / "README.md").read_text()
 
 
 def _arguments(of: Any) -> list[str]:
