@@ -57,6 +57,7 @@ from zerofx.passes.put import put
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.replicate import replicate
+from zerofx.passes.save_ahead import save_ahead
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_parameters import save_parameters
 from zerofx.passes.save_parts import save_parts
@@ -155,6 +156,7 @@ __all__ = [
     "reduce",
     "rematerialize",
     "replicate",
+    "save_ahead",
     "save_entries",
     "save_parameters",
     "save_parts",

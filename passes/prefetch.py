@@ -47,17 +47,24 @@ behind its last reader. They stand ahead of the reduction of its gradient, becau
     use B                                   use B
     wait A            idle                  wait A
 
+**Turns.** What is recomputed may read weights ahead of the group's turn (`zerofx.passes.schedule`), for some shapes and
+not for others. A start that would stand in front of such a wait stands in front of the turn instead, if a reduction
+starts between the two. So gathers and reductions take one order, that of the gradients.
+
 **What a corner sends** before the first wait may be little, and needed first: gathers start behind it then
 (`zerofx.passes.kinds`).
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
-`narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the graph's
-order and at bytes, which are the same on every rank.
+`narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the order of
+gradients and at bytes, which are the same on every rank.
 
 Requires ``group``. Provides ``ctx.gathered_bytes``.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -74,11 +81,12 @@ from zerofx.passes.schedule import (
     small_change,
     soonest,
 )
+from zerofx.passes.travel import communicates
 
 
 def prefetch(gm: GraphModule, ctx: Context) -> int:
     """Move the starts of gathers up and the waits of reductions down; returns how many places changed."""
-    (gathers, held), before = find_gathers(gm.graph), list(gm.graph.nodes)
+    (gathers, held), before = find_gathers(gm.graph, ctx), list(gm.graph.nodes)
     if gathers or held:
         budget = budget_of(gathers, held, ctx)
         starts, live = _schedule(gathers, held, budget, ctx)
@@ -131,7 +139,7 @@ def _early(
     for segment in sizes.keys() & dying.keys():
         small = sizes[segment] <= change < max(g.nbytes for g in dying[segment])
         if small and live[segment] <= budget:
-            last = (edit.last_use(buffer, order) for g in dying[segment] for buffer in g.waits)
+            last = (gather.end for gather in dying[segment])
             early[segment] = max((node for node in last if node is not None), key=order.__getitem__)
     return early
 
@@ -143,14 +151,26 @@ def _hoist(graph: Graph, gathers: list[Gather], starts: list[int], early: dict[i
             break
         top = node
     assert top is not None
+    order, between = edit.positions(graph), _between(graph, gathers)
     behind = {0: top} | early
+    last = {start: order[node] for start, node in behind.items()}
     for gather, start in zip(gathers, starts, strict=True):
+        own = order[gather.waits[0]]
         for node in _starts(gather):
-            if start in behind:
+            if start in behind and last[start] < own:
                 behind[start].append(node)
                 behind[start] = node
             else:
-                gathers[start - 1].waits[0].prepend(node)
+                place = gathers[start - 1].turn if between(gathers[start - 1]) else gathers[start - 1].waits[0]
+                (place if order[place] < own else gather.waits[0]).prepend(node)
+
+
+def _between(graph: Graph, gathers: list[Gather]) -> Callable[[Gather], bool]:
+    """Whether between a gather's wait and its turn a reduction starts, or another gather's buffer is read last."""
+    order = edit.positions(graph)
+    ends, starts = {gather.end for gather in gathers}, set(edit.tagged(graph, "all_gather"))
+    events = [order[n] for n in graph.nodes if n in ends or (communicates(n.target) and n not in starts)]
+    return lambda gather: bisect_left(events, order[gather.waits[0]]) < bisect_left(events, order[gather.turn])
 
 
 def _starts(gather: Gather) -> list[Node]:

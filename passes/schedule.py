@@ -13,7 +13,15 @@ segment's live bytes are those of all buffers live in it::
 Where `narrow` made two gathers of a group, they start together and are waited for one after the other; here they count
 as one. What forward left gathered for backward (`keep`) is live from the beginning.
 
-All of it follows from the graph's order and from bytes, which are the same on every rank.
+**In backward** a segment begins with the first reader of a group's weights that computes a gradient: with the group's
+*turn*. What a partitioner has recomputed may read them a little earlier (`zerofx.passes.save_ahead`), on one rank and
+not on another, whose batch is of another shape. Gradients are the module's own, in the order of autograd::
+
+    wait B ; recompute with B ; reduce C ; a gradient with B       the turn of B begins behind ``reduce C``
+
+With ``memory_budget`` what counts is what is there: segments begin with waits then.
+
+All of it follows from that order and from bytes, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,9 +29,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
+from zerofx._torch import saving_is_decided
 from zerofx.passes import edit
 from zerofx.passes.context import Context
 
@@ -41,40 +51,73 @@ class Gather:
     """One group's gathered buffers.
 
     Attributes:
-        waits: for them. Those of gather i begin segment i + 1.
+        waits: for them.
         nbytes: of the buffers.
         last: the segment of the last use; the last of all where a buffer leaves the graph.
+        turn: what begins segment i + 1, of gather i: the first of the waits, or where the group's turn begins.
+        end: the last use itself; None where a buffer leaves the graph.
     """
 
     waits: list[Node]
     nbytes: int
     last: int
+    turn: Node
+    end: Node | None
 
     @property
     def group(self) -> str:
         return self.waits[0].meta["zerofx"].group
 
 
-def find_gathers(graph: Graph) -> tuple[list[Gather], list[Gather]]:
-    """The gathers of a graph in the order of their waits; and the buffers that came with its inputs (last use only)."""
-    order = edit.positions(graph)
-    by_group = edit.by_group(edit.tagged(graph, "wait"))
-    opens = [order[waits[0]] for waits in by_group.values()]
+def find_gathers(graph: Graph, ctx: Context | None = None) -> tuple[list[Gather], list[Gather]]:
+    """The gathers of a graph in the order of their waits; and the buffers that came with its inputs (last use only).
+
+    ``ctx``: of a backward without a budget, segments begin with turns.
+    """
+    order, by_group = edit.positions(graph), edit.by_group(edit.tagged(graph, "wait"))
+    held = [[node] for node in edit.tagged(graph, "gathered")]
+    every = [*by_group.values(), *held]
+    spans = {waits[0]: (waits[0], _end(waits, order)) for waits in every}
+    if ctx is not None and ctx.phase == "backward" and ctx.memory_budget is None:
+        late = edit.behind_tangents(graph)
+        own = {waits[0]: _for_gradients(waits, late, order) or spans[waits[0]] for waits in every}
+        begins = [order[own[waits[0]][0]] for waits in by_group.values()]
+        spans = own if all(a < b for a, b in pairwise(begins)) else spans
+    opens = [order[spans[waits[0]][0]] for waits in by_group.values()]
 
     def describe(waits: list[Node]) -> Gather:
-        buffers = list(map(_read_of, waits))
-        ends = [order.get(edit.last_use(node, order), len(order)) for node in buffers]  # type: ignore[arg-type]
-        values = [node.meta["val"] for node in buffers]
+        values, (turn, end) = [_read_of(wait).meta["val"] for wait in waits], spans[waits[0]]
         nbytes = sum(value.numel() * value.dtype.itemsize for value in values)
-        return Gather(waits, nbytes, bisect_right(opens, max(ends)))
+        last = len(order) if end is None else order[end]
+        return Gather(waits, nbytes, bisect_right(opens, last), turn, end)
 
-    held = [describe([node]) for node in edit.tagged(graph, "gathered")]
-    return [describe(waits) for waits in by_group.values()], held
+    return [describe(waits) for waits in by_group.values()], [describe(waits) for waits in held]
 
 
 def _read_of(wait: Node) -> Node:
     """The gathered buffer: what ``wait`` yields, or what is read of the codes that it yields (`compress`)."""
     return next((user for user in wait.users if edit.is_kind(user, "decode")), wait)
+
+
+def _end(waits: list[Node], order: dict[Node, int]) -> Node | None:
+    """The last reader of what ``waits`` are for; None where it leaves the graph."""
+    ends = [edit.last_use(_read_of(wait), order) for wait in waits]
+    return None if None in ends else max(ends, key=order.__getitem__)  # type: ignore[arg-type]
+
+
+def _for_gradients(waits: list[Node], late: set[Node], order: dict[Node, int]) -> tuple[Node, Node | None] | None:
+    """The first and the last reader that computes a gradient, or was marked to be recomputed; None: there is none."""
+    own, todo = set(), [_read_of(wait) for wait in waits]
+    while todo:
+        for user in todo.pop().users:
+            if edit.is_view_or_cast(user):
+                todo.append(user)
+            elif user in late or saving_is_decided(user):
+                own.add(user)
+    if not own:
+        return None
+    end = _end(waits, order)
+    return min(own, key=order.__getitem__), end and max(own, key=order.__getitem__)
 
 
 def groups_ahead(graph: Graph) -> dict[Node, int]:

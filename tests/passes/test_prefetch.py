@@ -41,6 +41,44 @@ def test_in_backward_each_gather_starts_two_groups_ahead_from_the_start() -> Non
     assert ctx.gathered_bytes == 3 * 512
 
 
+@pytest.mark.parametrize("early", ["", "g", "gfedcb", "gec"])
+def test_in_backward_what_is_recomputed_with_the_next_groups_weights_moves_no_collective(early: str) -> None:
+    collectives = "all_gather", "reduce_scatter"
+    expected = events(planned_backward("abcdefgh", ""), *collectives)
+    gm = planned_backward("abcdefgh", early)
+    assert events(gm, *collectives) == expected
+    line = gathers_and_reductions(gm)
+    for layer in "abcdefgh":
+        assert line.index(f"all_gather {layer}") < line.index(f"wait {layer}")
+    for layer in early:  # it is there ahead of its turn
+        assert line.index(f"wait {layer}") < line.index(f"reduce_scatter {chr(ord(layer) + 1)}")
+
+
+def planned_backward(layers: str, early: str) -> GraphModule:
+    """Of layers ``x = x @ w * s``: of those in ``early`` backward recomputes what left them, for the gradient of ``w``
+    in the layer behind."""
+    s = Sketch("backward")
+    inside = {name: s.input(f"x_{name}", 4, 8) for name in layers}
+    for name in layers:
+        s.group(name, **{f"{name}w": (8, 8), f"{name}k": (8,)})
+    w, scale = ({name: s.parameter(f"{name}{kind}") for name in layers} for kind in "wk")
+    dy, grads, gradients = s.input("tangents_1", 4, 8), [], {}
+    for name, before in zip(reversed(layers), [*reversed(layers[:-1]), ""], strict=True):
+        ds = s.call(aten.sum.dim_IntList, s.call(aten.mul.Tensor, dy, inside[name]), [0])
+        dy = s.call(aten.mul.Tensor, dy, scale[name])
+        dx = s.call(aten.mm.default, dy, s.call(aten.t.default, w[name]))
+        x = inside[before or name]
+        if before and before in early:
+            x = s.call(aten.mul.Tensor, x, scale[before])
+        dw = s.call(aten.mm.default, s.call(aten.t.default, x), dy)
+        gradients |= {len(grads): f"{name}k", len(grads) + 1: f"{name}w"}
+        grads += [ds, dw]
+        dy = dx
+    gm, ctx = s.done(*grads, dy, gradients=gradients)
+    apply(gm, ctx, *up_to(prefetch))
+    return gm
+
+
 def test_in_backward_the_largest_budget_starts_no_gather_more_than_two_groups_ahead() -> None:
     starts = {}
     for budget in (None, 1 << 30):

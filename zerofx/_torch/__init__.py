@@ -105,7 +105,7 @@ from zerofx._torch.inductor import (
     taken_apart,
     write_code,
 )
-from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, without_code
+from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, saving_also, without_code
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.tensors import (

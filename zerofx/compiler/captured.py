@@ -6,6 +6,8 @@
 `warn_of_choice`         a line that looks at data to choose a layer is named: ranks may choose differently
 `strip_own_frames`       nodes name the user's line, not zerofx's
 `copy_returned_views`    a view of a weight that leaves the model becomes a copy
+`check_claimable`        what compiled code reads of a shard is a slice of it
+`check_one_module`       the shards that a graph reads are of one module
 =======================  ==================================================================================
 """
 
@@ -168,3 +170,25 @@ def strip_own_frames(gm: GraphModule) -> None:
         if trace and own in trace:
             frames = re.split(r"(?m)^(?=  File )", trace)
             node.meta["stack_trace"] = "".join(frame for frame in frames if not frame.startswith(own))
+
+
+def check_one_module(tensors: Sequence[ShardedTensor | ReplicatedParameter]) -> None:
+    """A graph's collectives, stage and dtypes are those of one module; groups of two may have one name."""
+    other = next((x for x in tensors if x._group.family is not tensors[0]._group.family), None)
+    if other is not None:
+        raise RuntimeError(
+            f"one graph reads {tensors[0]._slot.name!r} and {other._slot.name!r} of two modules that were sharded one "
+            "by one. Put both into one nn.Module and shard that; or compile each with zerofx.compile, and leave the "
+            "code around them uncompiled."
+        )
+
+
+def check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:
+    """Compiled code reads weights from the group's shard: whatever is not a slice of it must not get there."""
+    if isinstance(tensor, ReplicatedParameter):
+        return
+    if not tensor._group.weights.holds(tensor._local):
+        raise RuntimeError(
+            f"{tensor!r} reaches compiled code, but it is not a parameter (a gradient, or optimizer state?). Compiled "
+            "code works on whole tensors: pass tensor.full_tensor() instead."
+        )

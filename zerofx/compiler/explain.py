@@ -146,7 +146,7 @@ class Reasons:
         self.order: dict[Node, int] = edit.positions(self.graph)
         self.gathers: list[Gather]
         self.held: list[Gather]
-        self.gathers, self.held = find_gathers(self.graph)
+        self.gathers, self.held = find_gathers(self.graph, self.context)
         self.ahead: dict[Node, int] = groups_ahead(self.graph)
         self.purposes: dict[str, str] = {pass_.__name__: purpose(pass_) for pass_ in trace.passes}
 

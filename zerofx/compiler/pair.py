@@ -22,6 +22,7 @@ from zerofx.compiler.activations import Away, cost, is_whole
 from zerofx.compiler.activations import choose as choose_saved
 from zerofx.compiler.alike import Alike, Foreseen
 from zerofx.compiler.branches import by_rank, trained_beside
+from zerofx.compiler.captured import check_claimable, check_one_module
 from zerofx.compiler.division import check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
@@ -48,6 +49,7 @@ from zerofx.passes.context import (
     Sync,
 )
 from zerofx.passes.proof.code import Promise
+from zerofx.passes.save_ahead import save_ahead
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
@@ -76,8 +78,8 @@ class CompiledGraph:
         self.written_only = code
         sharded = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
         for tensor in sharded.values():
-            _check_claimable(tensor)
-        _check_one_module(list(sharded.values()))
+            check_claimable(tensor)
+        check_one_module(list(sharded.values()))
         self.sharded: dict[int, ParameterRef] = {
             i: ParameterRef(x._group.graph_layout, x._slot) for i, x in sharded.items()
         }
@@ -128,7 +130,8 @@ class CompiledGraph:
                 yield True
             return
         if budget is None or is_whole(budget) or not self.groups:
-            yield False
+            with _torch.saving_also(self._ahead):
+                yield False
             return
 
         def choose(cut: _torch.Cut) -> list[Node]:
@@ -147,6 +150,12 @@ class CompiledGraph:
 
         with _torch.saving(choose, cost):
             yield True
+
+    def _ahead(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
+        """What forward must save as well, lest backward gather out of turn."""
+        if not any(group.weights.gathers for group in self.groups.values()):
+            return []
+        return save_ahead(joint, saved, self.parameters(joint), ahead=0 if self.memory_budget else 1)
 
     def away(self, rates: Any = None) -> Away | None:
         """What of activations may leave the device; ``rates``: None: those of the option."""
@@ -476,25 +485,3 @@ def _fixed(ctx: Context, kept: Sequence[int], static: Sequence[int]) -> list[int
     """Which inputs of the rewritten graph stay where they are in memory: those that did, and the groups' buffers."""
     fixed = [k for k, i in enumerate(kept) if i in set(static)]
     return [*fixed, *range(len(kept), len(kept) + len(ctx.shards))]
-
-
-def _check_one_module(tensors: Sequence[ShardedTensor | ReplicatedParameter]) -> None:
-    """A graph's collectives, stage and dtypes are those of one module; groups of two may have one name."""
-    other = next((x for x in tensors if x._group.family is not tensors[0]._group.family), None)
-    if other is not None:
-        raise RuntimeError(
-            f"one graph reads {tensors[0]._slot.name!r} and {other._slot.name!r} of two modules that were sharded one "
-            "by one. Put both into one nn.Module and shard that; or compile each with zerofx.compile, and leave the "
-            "code around them uncompiled."
-        )
-
-
-def _check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:
-    """Compiled code reads weights from the group's shard: whatever is not a slice of it must not get there."""
-    if isinstance(tensor, ReplicatedParameter):
-        return
-    if not tensor._group.weights.holds(tensor._local):
-        raise RuntimeError(
-            f"{tensor!r} reaches compiled code, but it is not a parameter (a gradient, or optimizer state?). Compiled "
-            "code works on whole tensors: pass tensor.full_tensor() instead."
-        )

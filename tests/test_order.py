@@ -1,0 +1,115 @@
+"""The order of collectives follows from the module: batches of other shapes, of one row above all, change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zerofx
+from zerofx.runtime.ranks.agree import Schedule
+
+DIM = 8
+
+
+class Scaled(nn.Module):
+    """Its output is a product with a weight, so that Inductor can compute it once more from what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(F.rms_norm(self.inside(x), (DIM,)) * self.scale)
+
+
+class PostNorm(nn.Module):
+    """Its last norm belongs to it, and the next layer's gradients begin with what that returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM), nn.LayerNorm(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class Skips(nn.Module):
+    """What leaves the first layers enters the last: their gradients come when those of the first are far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = []
+        for i, block in enumerate(self.blocks):
+            x = block(x + left.pop() if i >= 3 else x)
+            left += [x] if i < 3 else []
+        return x
+
+
+NETS = {
+    "scaled": lambda: nn.Sequential(*(Scaled() for _ in range(4)), nn.LayerNorm(DIM), nn.Linear(DIM, 5)),
+    "post-norm": lambda: nn.Sequential(*(PostNorm() for _ in range(3)), nn.Linear(DIM, 5)),
+    "skips": Skips,
+}
+
+
+def schedules(net: str, shape: tuple[int, ...], **options: object) -> list[Schedule]:
+    torch._dynamo.reset()
+    x = torch.ones(shape)
+    record = zerofx.dry_run(
+        NETS[net](), x, world_size=2, backend="gloo", groups=zerofx.Grouping(min_bytes=0), **options
+    )
+    graphs = [trace for trace in (record.forward, record.backward) if trace is not None]
+    return [Schedule.of(trace.final, trace.context) for trace in graphs]
+
+
+@pytest.mark.parametrize(
+    "net, options", [("scaled", {}), ("scaled", {"memory_budget": 1000}), ("post-norm", {}), ("skips", {})]
+)
+def test_collectives_and_their_order_are_the_same_for_every_batch(net: str, options: dict[str, object]) -> None:
+    expected = schedules(net, (4, DIM), **options)
+    assert all(schedule.collectives for schedule in expected)
+    for shape in ((1, DIM), (1, 1, DIM), (4, 3, DIM)):
+        assert schedules(net, shape, **options) == expected
+
+
+def train(net: str, stage: int, executor: str, rows: list[tuple[int, ...]]) -> float:
+    """The largest error, relative to DistributedDataParallel's, of a parameter's gradient over steps; of this rank."""
+    ours, theirs = NETS[net](), NETS[net]()
+    theirs.load_state_dict(ours.state_dict())
+    ddp = DistributedDataParallel(theirs)
+    zerofx.compile(ours, stage=stage, executor=executor, groups=zerofx.Grouping(min_bytes=0), timeout=30)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    torch.manual_seed(1 + dist.get_rank())
+    worst = 0.0
+    for batch in rows:
+        x = torch.randn(batch[dist.get_rank()], DIM)
+        for model in (ours, ddp):
+            model(x).square().mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            grad = p.grad.full_tensor() if stage else p.grad
+            assert grad is not None and q.grad is not None, name
+            worst = max(worst, float((grad - q.grad).norm() / q.grad.norm()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize("executor", ["inductor", "eager"])
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
+def test_a_rank_whose_batch_has_one_row_trains_as_with_ddp(workers2, stage: int, executor: str) -> None:
+    rows = [(4, 4), (4, 1), (1, 4), (3, 1)]
+    assert max(workers2.run(train, "scaled", stage, executor, rows)) < 1e-5
+
+
+@pytest.mark.parametrize("net", ["post-norm", "skips"])
+def test_so_does_one_whose_layers_reach_over_others(workers2, net: str) -> None:
+    assert max(workers2.run(train, net, 3, "inductor", [(4, 1), (1, 4)])) < 1e-5
