@@ -10,8 +10,10 @@ The order is the point. Gloo has one connection for a pair of ranks. A request t
 of one's own holds the other side up, and only one direction of the link is in use at a time (docs/gloo.md has
 figures).
 
-A message carries a tag: the collective's kind and the message's size. Messages of one tag match in order, so all ranks
-start these exchanges in the same order, as they do any collective.
+A message carries a tag: the collective's kind, and a number for its size and for what a watcher says it is about, a
+gather of which group. Messages of one tag match in order, so all ranks start these exchanges in the same order, as they
+do any collective. Where they do not, no rank is given what was meant for another collective: both wait, and a watcher
+says why.
 
 Two tables let rooms above take part. `SHORTCUTS` are other ways to a rank than the process group's. `WATCHERS` hear of
 each exchange.
@@ -20,6 +22,7 @@ each exchange.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -59,6 +62,9 @@ class Watcher(Protocol):
     def starting(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """The next collective of the process group ``name`` is started inside."""
 
+    def subject(self, name: str) -> str:
+        """What the next collective of the process group ``name`` is about: the same on all ranks that are in step."""
+
     def under_watch(self, works: list[dist.Work], name: str) -> list[dist.Work]:
         """What to wait for in the place of ``works``."""
 
@@ -69,8 +75,8 @@ SHORTCUTS: list[Shortcut] = []
 WATCHERS: list[Watcher] = []
 """`zerofx.runtime.ranks.watch` puts itself here."""
 
-ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG = 0x7A66, 0x7A67, 0x7A68, 0x7A69
-"""The lower 16 bits of a tag. The upper ones go by size."""
+ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG = 0x66, 0x67, 0x68, 0x69
+"""The lower 8 bits of a tag. The upper 23 go by size and by subject."""
 
 
 def meet(process_group: str) -> None:
@@ -143,8 +149,11 @@ def exchange(
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     # If ranks run different collectives, more may come than was asked for. Gloo would end the process then, from a
-    # thread of its own. Messages of two sizes have two tags and never meet: both sides wait, and a watcher says why.
-    tag = kind | sent[0].nbytes % 32749 << 16  # a prime: sizes are multiples of powers of two
+    # thread of its own. And what has the size of another group's would be taken for that. Messages that are not about
+    # the same have two tags and never meet: both sides wait, and a watcher says why.
+    of_a_group = kind in (ALL_GATHER_TAG, ALL_TO_ALL_TAG)
+    subjects = [watcher.subject(process_group) for watcher in WATCHERS if of_a_group]
+    tag = kind | zlib.crc32(repr((sent[0].nbytes, subjects)).encode()) >> 9 << 8
     others = [(rank + i) % world_size for i in range(1, world_size)]
     with contextlib.ExitStack() as told:
         for watcher in WATCHERS:

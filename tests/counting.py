@@ -161,7 +161,7 @@ def _note(operator: str, args: tuple[Any, ...]) -> None:
 
 
 def _message(name: str, tag: int) -> str:
-    return f"{_PAIRWISE[tag & 0xFFFF]}_{name}" if tag & 0xFFFF in _PAIRWISE else name
+    return f"{_PAIRWISE[tag & 0xFF]}_{name}" if tag & 0xFF in _PAIRWISE else name
 
 
 def _log(event: Collective) -> None:

@@ -113,3 +113,32 @@ def test_a_rank_whose_batch_has_one_row_trains_as_with_ddp(workers2, stage: int,
 @pytest.mark.parametrize("net", ["post-norm", "skips"])
 def test_so_does_one_whose_layers_reach_over_others(workers2, net: str) -> None:
     assert max(workers2.run(train, net, 3, "inductor", [(4, 1), (1, 4)])) < 1e-5
+
+
+class Crossed(nn.Module):
+    """Two layers of one size, in one order or in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, a_first: bool) -> torch.Tensor:
+        return self.b(self.a(x)) if a_first else torch.relu(self.a(self.b(x)))
+
+
+def cross() -> float | str:
+    """How far this rank's output is off where the other runs the same layers in another order, or the error's name."""
+    model = Crossed()
+    expected = model(torch.ones(1, DIM), dist.get_rank() == 0).detach()
+    zerofx.compile(
+        model, stage=3, executor="eager", groups=zerofx.Grouping(blocks=[nn.Linear], min_bytes=0), timeout=20
+    )
+    try:
+        return float((model(torch.ones(1, DIM), dist.get_rank() == 0) - expected).abs().max())
+    except zerofx.OutOfStepError as e:
+        return type(e).__name__
+
+
+def test_what_is_sent_for_one_group_is_never_taken_for_another_of_its_size(workers2) -> None:
+    for found in workers2.run(cross):
+        assert found == "OutOfStepError" or found < 1e-6

@@ -24,8 +24,8 @@ be read, tried once. Messages to all others go through gloo, and so do all where
 that call. ``ZEROFX_SAME_HOST=0`` forbids it, too, on the ranks that have it set. Where Linux lets a process be read by
 its ancestors alone (Yama), a rank allows it to what its own parent has started, the other ranks.
 
-**Messages meet by tag**, in order, as gloo's do. Those of two sizes or kinds never meet: both sides wait, and the
-watchdog says why (`zerofx.runtime.ranks.watch`). A rank that dies closes its sockets.
+**Messages meet by tag**, in order, as gloo's do. Those of two sizes, kinds or groups never meet: both sides wait, and
+the watchdog says why (`zerofx.runtime.ranks.watch`). A rank that dies closes its sockets.
 """
 
 from __future__ import annotations

@@ -108,6 +108,10 @@ class Watch:
         schedule, i = self._schedule, self._started
         return while_profiled(lambda: f"start {schedule.short(i)}")
 
+    def subject(self) -> str:
+        """The kind and the group of the next collective of the schedule; "" where there is none."""
+        return self._schedule.short(self._started) if self._started < len(self._schedule.collectives) else ""
+
     def started(self, works: list[dist.Work]) -> list[dist.Work]:
         """The next collective of the schedule is under way: ``works``, as one that explains itself when it fails."""
         i = self._started
@@ -417,6 +421,10 @@ class _Exchanges:
     def starting(self, name: str) -> contextlib.AbstractContextManager[Any]:
         watch = _watches.get(name)
         return contextlib.nullcontext() if watch is None else watch.starting()
+
+    def subject(self, name: str) -> str:
+        watch = _watches.get(name)
+        return "" if watch is None else watch.subject()
 
     def under_watch(self, works: list[dist.Work], name: str) -> list[dist.Work]:
         watch = _watches.get(name)
