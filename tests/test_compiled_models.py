@@ -365,3 +365,30 @@ def test_leaving_without_destroying_the_process_group_leaves_nothing_hanging(
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+class Gate(nn.Module):
+    """Backward of its softplus gets a transposed gradient: the kernel keeps that layout, and its fake one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(self.linear(x)).transpose(1, 2).contiguous().square().sum()
+
+
+def check_layouts(executor: str) -> None:
+    torch.manual_seed(0)
+    net, plain, x = Gate(), Gate(), torch.randn(2, 3, 4)
+    plain.load_state_dict(net.state_dict())
+    zerofx.compile(net, stage=3, executor=executor)
+    for each in (net, plain):
+        each(x).backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@executors
+def test_a_kernel_that_lays_out_its_result_in_another_way_than_was_foretold(workers2: Workers, executor: str) -> None:
+    workers2.run(check_layouts, executor)
