@@ -2,7 +2,8 @@
 
 What one process computes: for every rank's rows the loss, the mean of these losses, one backward. What must be equal:
 every loss, which gradients exist, every gradient before each step (or, where backward does the step, every parameter
-after it), every parameter at the end. In float64 to 1e-9.
+after it), every parameter at the end. In float64 to 1e-9. And all ranks hold the same weights, bit for bit, after every
+step.
 
 Where weights and gradients travel in codes the numbers are others. Then all ranks must compute with the same bits after
 every step (wires.py), and with finite ones.
@@ -23,7 +24,7 @@ from torch import nn
 import zerofx
 from tests.fuzz.net import Container, build, loss_of
 from tests.fuzz.recipe import LENGTH, VOCAB, WIDTH, Recipe, kinds
-from tests.fuzz.wires import check_coded, in_codes, small_blocks, wire_of
+from tests.fuzz.wires import check_coded, differing, in_codes, small_blocks, wire_of
 from tests.workers import Workers
 
 ROWS = 2
@@ -51,16 +52,24 @@ def check(recipe: Recipe) -> str:
             if in_codes(recipe):
                 with small_blocks():
                     return check_coded(lambda behind: sharded(recipe, behind))
-            got, wanted = sharded(recipe), alone(recipe)
+            apart: list[str] = []
+            left = [*recipe.steps]
+
+            def compare(net: nn.Module) -> None:
+                left.pop()
+                if recipe.seed % 2 or not left:  # it brings replicas up to date, which is the next forward's to do
+                    apart.extend(differing(net))
+
+            got, wanted = sharded(recipe, compare), alone(recipe)
         except torch._dynamo.exc.BackendCompilerFailed as e:
             # What one graph keeps gathered may leave too little for the next, which is not known then: refused by name.
             if recipe.budget == "some" and "beside the" in str(e) and "that other graphs keep" in str(e):
                 return ""
             raise
     rtol, atol = tolerance(recipe)
-    wrong = (
-        [f"rank {dist.get_rank()}: expected {set(wanted) ^ set(got)} on both sides"] if set(got) ^ set(wanted) else []
-    )
+    wrong = [*dict.fromkeys(apart)]
+    if different := set(got) ^ set(wanted):
+        wrong.append(f"rank {dist.get_rank()}: expected {different} on both sides")
     for name in wanted:
         if (problem := difference(got.get(name), wanted[name], rtol, atol)) is not None:
             wrong.append(f"rank {dist.get_rank()}: {name}: {problem}")
@@ -108,8 +117,12 @@ def train(
     collect: Callable[[], None] = lambda: None,
     behind: Callable[[], None] = lambda: None,
     stepping: Callable[[], contextlib.AbstractContextManager] | None = None,
+    written: Callable[[], None] = lambda: None,
 ) -> Values:
-    """The training loop of a recipe, the same for both sides. ``stepping``: around a backward that does the step."""
+    """The training loop of a recipe, the same for both sides.
+
+    ``stepping``: around a backward that does the step. ``written``: called when weights were written between steps.
+    """
     values: Values = {}
     frozen = [p for p in net.parameters() if not p.requires_grad]
     inside = recipe.inside and not recipe.clip
@@ -145,12 +158,21 @@ def train(
         if not (stepping and inside and final < len(calls)):
             optimizer.step()
         optimizer.zero_grad(set_to_none=recipe.zero or inside)
+        written()
         behind()
         for name, p in net.named_parameters() if inside else ():
             values[f"parameter {name} after step {step}"] = whole(p)
     for name, p in net.named_parameters():
         values[f"parameter {name}"] = whole(p)
     return values
+
+
+def reload(how: str, net: nn.Module) -> None:
+    """Weights leave the module in a state dict and come back; see `RELOADS`."""
+    if how == "own":
+        net.load_state_dict(net.state_dict())
+    elif how == "whole":
+        net.load_state_dict(zerofx.full_state_dict(net, rank0_only=False))
 
 
 def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: None) -> Values:
@@ -166,8 +188,7 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
     mesh, sharding = mesh_of(recipe.rows) if scheme else None, SCHEMES[scheme or "shard"]
     one_copy = recipe.one_copy and recipe.stage == 3 and not lookups and sharding is None
     budgets: dict[str, Any] = {"none": None, "inf": math.inf, "some": some}
-    zerofx.compile(
-        net,
+    options: dict[str, Any] = dict(
         stage=recipe.stage,
         executor=recipe.executor,
         groups=GROUPINGS[recipe.grouping],
@@ -181,6 +202,7 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
         buckets=recipe.buckets if recipe.stage == 0 else "group",
         pool=recipe.pool,
     )
+    zerofx.compile(net, **options)
 
     def loss(step: int, call: str) -> torch.Tensor:
         return loss_of(net, recipe.penalty, net, *inputs(recipe, step, call, rank), recipe.uses_sometimes(call, rank))
@@ -200,6 +222,7 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
         whole,
         behind=lambda: behind(net),
         stepping=lambda: zerofx.step_in_backward(optimizer),
+        written=lambda: reload(recipe.reload, net),
     )
     for name, value in values.items():
         if name.startswith("loss"):
@@ -264,7 +287,9 @@ def alone(recipe: Recipe) -> Values:
     def whole(tensor: Any) -> torch.Tensor | None:
         return None if tensor is None else tensor.detach().clone()
 
-    return train(recipe, net, optimizer, loss, contextlib.nullcontext, whole, hand_over_gradients)
+    return train(
+        recipe, net, optimizer, loss, contextlib.nullcontext, whole, hand_over_gradients, written=hand_over_weights
+    )
 
 
 def fails(workers: Callable[[int], Workers], recipe: Recipe) -> str:

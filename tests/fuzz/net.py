@@ -226,6 +226,15 @@ class Net(nn.Module):
             return x, (out, tokens)
         if self.output == "dict":
             return {"hidden": x, "logits": out, "none": None}
+        if self.output == "shared":
+            return {
+                "hidden": x,
+                "rows": x[:1],
+                "again": x,
+                "logits": out,
+                "same": (out, out.view(-1)),
+                "cut": out.detach(),
+            }
         return out.square().mean()
 
 
@@ -235,7 +244,10 @@ def loss_of(net: nn.Module, penalty: bool, call: Callable[..., Any], *args: Any)
     if isinstance(out, tuple):
         out = out[1][0].square().mean()
     elif isinstance(out, dict):
-        out = out["logits"].square().mean() + 0.1 * out["hidden"].mean()
+        twice = (
+            (out["same"][0] * out["cut"]).mean() + out["same"][1].mean() + out["rows"].mean() if "same" in out else 0
+        )
+        out = out["logits"].square().mean() + 0.1 * out["hidden"].mean() + twice
     return out + 0.01 * net.head.weight.square().sum() if penalty else out
 
 

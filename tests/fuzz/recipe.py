@@ -69,6 +69,14 @@ CALLS = (
 )
 
 
+# What happens to the weights between two steps, without gradients.
+RELOADS = (
+    "none",
+    "own",  # the module's state dict is loaded into the module
+    "whole",  # the same, of whole tensors
+)
+
+
 def brief(self: Any) -> str:
     """As one would write it: without what is as by default."""
     given = [(f.name, getattr(self, f.name)) for f in fields(self)]
@@ -115,7 +123,8 @@ class Recipe:
         inside: the last backward of a step does the step (`zerofx.step_in_backward`); not where gradients are clipped.
         clip: clip gradients by norm.
         penalty: the loss has a term that reads weights outside of any graph.
-        output: what the net returns: "loss", "tuple", "dict".
+        output: what the net returns: "loss", "tuple", "dict", "shared" (one tensor in several places, and views of it).
+        reload: of `RELOADS`, after each step.
         thaw: in every second step what is frozen is trained.
         zero: whether zero_grad sets gradients to None.
         seed: of weights and data.
@@ -141,6 +150,7 @@ class Recipe:
     clip: bool = False
     penalty: bool = False
     output: str = "loss"
+    reload: str = "none"
     thaw: bool = False
     zero: bool = True
     seed: int = 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.recipe import CALLS, CONTAINERS, COUNTERS, LEAVES, Layer, Recipe, kinds
+from tests.fuzz.recipe import CALLS, CONTAINERS, COUNTERS, LEAVES, RELOADS, Layer, Recipe, kinds
 
 leaves = st.builds(
     Layer,
@@ -69,7 +69,8 @@ def recipes(
         inside=draw(st.booleans()),
         clip=draw(st.sampled_from([False, False, True])),
         penalty=draw(st.sampled_from([False, False, True])),
-        output=draw(st.sampled_from(["loss", "tuple", "dict"])),
+        output=draw(st.sampled_from(["loss", "tuple", "dict", "shared"])),
+        reload=draw(st.sampled_from(["none", "none", "none", *RELOADS])),
         thaw=draw(st.sampled_from(THAWS)),
         zero=draw(st.booleans()),
         pool=draw(st.booleans()),

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.agreement import disagreements
 from tests.fuzz.recipe import Recipe
 from zerofx.model import layout
 from zerofx.model import wire as wires
-from zerofx.runtime.state.group import groups_of
 
 BLOCK = 32
 WIRES = {
@@ -53,19 +53,15 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
+def differing(net: nn.Module) -> list[str]:
+    """What to say of the weights that ranks hold in different bits."""
+    return [f"rank {dist.get_rank()}: {name} differs between ranks" for name in disagreements(net)]
+
+
 def check_coded(sharded: Callable[[Callable[[nn.Module], None]], dict[str, Any]]) -> str:
     """Run a case. Returns what is wrong: weights that differ between ranks after a step, or are not finite."""
     wrong: list[str] = []
-
-    def same_on_all_ranks(net: nn.Module) -> None:
-        for group in groups_of(net):
-            whole = torch.ops._c10d_functional.wait_tensor(group.weights.start_gather())
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, whole.cpu().numpy().tobytes())
-            if any(theirs != everyone[0] for theirs in everyone):
-                wrong.append(f"rank {dist.get_rank()}: {group.layout.name} differs between ranks")
-
-    values = sharded(same_on_all_ranks)
+    values = sharded(lambda net: wrong.extend(differing(net)))
     wrong += [
         f"rank {dist.get_rank()}: {name} is not finite"
         for name, value in values.items()

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
+from tests.agreement import assert_ranks_agree
 from tests.pairwise import EXECUTORS, STAGES, table
 
 DIM, ROWS = 10, 3
@@ -83,6 +84,7 @@ def check_parity(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert_ranks_agree(net)
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(p), q.detach(), rtol=1e-4, atol=1e-5)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import zerofx
 from tests import models
+from tests.agreement import assert_ranks_agree
 from tests.pairwise import EXECUTORS, STAGES, table
 
 STEPS, BATCH = 10, 2  # per rank: on 2 and on 3 ranks Inductor finds the same shapes, and its kernels compiled
@@ -52,6 +53,7 @@ def train_sharded(name: str, stage: int, executor: str) -> dict[str, Any]:
             optimizer.zero_grad()
             dist.all_reduce(mean := loss.detach().clone())
             losses.append(mean.item() / world)
+        assert_ranks_agree(model)
         parameters = {
             n: p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p.detach().clone()
             for n, p in model.named_parameters()
