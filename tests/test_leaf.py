@@ -23,7 +23,8 @@ import zerofx
 from tests.counting import count_collectives
 from tests.test_parameters import full, mine, same, twins
 from tests.workers import Workers
-from tests.zoo.architectures import ARCHITECTURES, make_batch
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.base import make_batch
 
 NONE = -1
 

@@ -14,7 +14,8 @@ import zerofx
 from tests.counting import count_collectives
 from tests.test_parameters import full, same
 from tests.workers import Workers
-from tests.zoo.architectures import ARCHITECTURES, make_batch
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.base import make_batch
 
 pytest.importorskip("peft")
 

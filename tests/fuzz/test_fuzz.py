@@ -7,6 +7,7 @@ four ranks. What fuzzing found once is below, cut down and by name.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -193,10 +194,10 @@ def check_breaks_are_noticed() -> str:
     draw = case.inputs
     sharded = case.sharded
 
-    def disturbed(recipe: Recipe) -> case.Values:
+    def disturbed(recipe: Recipe, *args: Any) -> case.Values:
         case.inputs = lambda recipe, step, call, rank: draw(recipe, step + 1, call, rank)
         try:
-            return sharded(recipe)
+            return sharded(recipe, *args)
         finally:
             case.inputs = draw
 

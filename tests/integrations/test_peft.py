@@ -15,7 +15,8 @@ from tests.counting import count_collectives
 from tests.integrations.launched import close, converted, plain, run_script
 from tests.integrations.test_transformers import IMPORT, with_options
 from tests.workers import Workers
-from tests.zoo.architectures import ARCHITECTURES, make_batch
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.base import make_batch
 
 pytest.importorskip("peft", reason="peft is not installed: pip install zerofx[transformers]")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zerofx[transformers]")

@@ -5,6 +5,7 @@
     make zoo ARGS="--stages 0 1 2 --executors eager"    # these cells; the page keeps the others
     make zoo ARGS="--models lstm --minutes 10"
     make zoo ARGS="--meshes --schemes HSDP"             # four ranks as 2 x 2, stage 3, the eager executor
+    make zoo ARGS="--resume --no-bytes"                 # whether they train, not what a step takes
     make zoo ARGS=--page                                # the page alone, of what was measured before
 
 The page is written anew after each cell. Exit status 1 if a cell that was run is not equal.
@@ -40,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--executors", nargs="+", choices=EXECUTORS, default=EXECUTORS)
     parser.add_argument("--meshes", action="store_true", help="run on a mesh of 2 x 2 instead")
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES), metavar="SCHEME")
+    parser.add_argument("--no-bytes", action="store_true", help="leave out what a step of stage 3 takes: half the time")
     parser.add_argument("--resume", action="store_true", help="keep what was measured, run what was not")
     parser.add_argument("--minutes", type=float, default=10**6, help="begin no cell after so many")
     parser.add_argument("--page", action="store_true", help="run nothing")
@@ -53,7 +55,7 @@ def main() -> int:
         todo = cells(args)
         if not args.resume:
             lines = {name: line for name, line in lines.items() if name not in todo}
-        failed = run({name: what for name, what in todo.items() if name not in lines}, lines, 60 * args.minutes)
+        failed = run({name: what for name, what in todo.items() if name not in lines}, lines, args)
     PAGE.write_text(page(lines))
     return failed > 0
 
@@ -71,15 +73,15 @@ def cells(args: argparse.Namespace) -> dict[str, Cell]:
     }
 
 
-def run(todo: dict[str, Cell], lines: dict[str, Line], seconds: float) -> int:
+def run(todo: dict[str, Cell], lines: dict[str, Line], args: argparse.Namespace) -> int:
     """Runs cells and keeps what came of each at once; how many are not equal."""
-    processes, end, failed = Processes(), time.monotonic() + seconds, 0
+    processes, end, failed = Processes(), time.monotonic() + 60 * args.minutes, 0
     try:
         for i, (name, what) in enumerate(todo.items()):
             if time.monotonic() > end:
                 print(f"{len(todo) - i} cells are left: make zoo ARGS=--resume")
                 break
-            lines |= measured(name, *what, processes)
+            lines |= measured(name, *what, processes, not args.no_bytes)
             failed += lines[name]["verdict"] != "equal"
             print(f"{i + 1} of {len(todo)}: {name}: {lines[name]['verdict']}", flush=True)
             write(lines)
@@ -89,7 +91,9 @@ def run(todo: dict[str, Cell], lines: dict[str, Line], seconds: float) -> int:
     return failed
 
 
-def measured(name: str, model: str, stage: int, executor: str, scheme: str, processes: Processes) -> dict[str, Line]:
+def measured(
+    name: str, model: str, stage: int, executor: str, scheme: str, processes: Processes, with_bytes: bool
+) -> dict[str, Line]:
     """A cell's line; of stage 3 with the eager executor one on the bytes of a step, too."""
     start, workers, found = time.monotonic(), Workers(4 if scheme else 2, processes), {}
     versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
@@ -100,7 +104,7 @@ def measured(name: str, model: str, stage: int, executor: str, scheme: str, proc
         print(e, file=sys.stderr)
     else:
         verdict = next((outcome.verdict for outcome in outcomes if outcome.verdict != "equal"), "equal")
-        if (stage, executor, scheme) == (3, "eager", ""):
+        if with_bytes and (stage, executor, scheme) == (3, "eager", ""):
             first = outcomes[0]
             counts = {"parameters": first.parameters, "graphs": first.graphs, "places": first.places}
             found[f"{model}, a step"] = counts | asdict(workers.run(measure, model, timeout=250)[0])

@@ -13,102 +13,28 @@ Dropout of any kind is off, so that one process can repeat what ranks do.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, LENGTH, IMAGE, CLASSES = 131, 12, 32, 7
-
-_SMALL = dict(
-    *[{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}],
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    use_cache=False,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
+from tests.zoo.base import (
+    CLASSES,
+    GROUPED,
+    IMAGE,
+    LETTERS,
+    PAIR,
+    PATCHES,
+    PICTURE,
+    SMALL,
+    SOUND,
+    VOCAB,
+    Architecture,
 )
-_GROUPED = {**_SMALL, "num_key_value_heads": 2}
-_LETTERS = {"vocab_size": VOCAB, "d_model": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_PAIR = dict(
-    *[{**_LETTERS, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 44, "decoder_ffn_dim": 44}],
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    max_position_embeddings=64,
-    decoder_start_token_id=1,
-    use_cache=False,
-)
-_IMAGE = {"image_size": IMAGE, "num_labels": CLASSES, "problem_type": "single_label_classification"}
-_PATCHES = dict(
-    *[{**_IMAGE, "patch_size": 8, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}],
-    num_attention_heads=4,
-)
-_SOUND = dict(
-    *[{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}],
-    num_attention_heads=4,
-    conv_dim=(16, 16),
-    conv_stride=(4, 4),
-    conv_kernel=(8, 8),
-    num_feat_extract_layers=2,
-    num_conv_pos_embeddings=4,
-    num_conv_pos_embedding_groups=2,
-    apply_spec_augment=False,
-    ctc_zero_infinity=True,
-    ctc_loss_reduction="mean",
-)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model: ``make`` builds it; or ``model`` is a class of transformers, ``config`` what its configuration gets.
-
-    ``needs``: a package that the zoo has models of where it is installed. ``chaotic``: a rounding error, such as a
-    kernel makes that finds its input at another address, grows past any tolerance within three steps; numbers are
-    compared in 64 bits then.
-    """
-
-    family: str
-    batch: str
-    model: str = ""
-    config: Any = None
-    make: Callable[[], nn.Module] | None = None
-    needs: str = "transformers"
-    chaotic: bool = False
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the package that it is of can be imported."""
-        try:
-            importlib.import_module(self.needs)
-        except (ImportError, RuntimeError):  # timm needs a torchvision that was made for this PyTorch
-            return False
-        return True
-
-    def build(self, seed: int) -> nn.Module:
-        """In training mode, weights from the seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return (self.make() if self.make is not None else self._of_transformers()).train()
-
-    def _of_transformers(self) -> nn.Module:
-        import transformers
-
-        cls = getattr(transformers, self.model)
-        config = cls.config_class(**self.config)
-        todo = [config]
-        while todo:
-            part = todo.pop()
-            for name, value in list(vars(part).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(part, name, 0.0)
-                elif isinstance(value, transformers.PretrainedConfig):
-                    todo.append(value)
-        return cls._from_config(config)
+from tests.zoo.images import IMAGES
+from tests.zoo.sounds import SOUNDS
+from tests.zoo.texts import TEXTS
 
 
 class UNet(nn.Module):
@@ -166,11 +92,11 @@ def _timm(name: str, **options: Any) -> Architecture:
     return Architecture("vision (timm)", "image", make=lambda: Classifier(name, **options), needs="timm")
 
 
-_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2}
-_STATES = {**_SMALL, "state_size": 8, "conv_kernel": 4, "expand": 2}
+_EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
+_STATES = {**SMALL, "state_size": 8, "conv_kernel": 4, "expand": 2}
 _CLIP = dict(
     projection_dim=16,
-    text_config={k: v for k, v in _SMALL.items() if k != "use_cache"},
+    text_config={k: v for k, v in SMALL.items() if k != "use_cache"},
     vision_config=dict(
         hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4, image_size=IMAGE, patch_size=8
     ),
@@ -179,37 +105,37 @@ A = Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Decoders
-    "gpt2": A("decoder", "text", "GPT2LMHeadModel", {**_SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "llama": A("decoder", "text", "LlamaForCausalLM", _GROUPED),
-    "mistral": A("decoder", "text", "MistralForCausalLM", {**_GROUPED, "sliding_window": 8}),
-    "qwen2": A("decoder", "text", "Qwen2ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
-    "qwen3": A("decoder", "text", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}),
-    "gemma2": A("decoder", "text", "Gemma2ForCausalLM", {**_GROUPED, "head_dim": 8, "sliding_window": 8}),
-    "phi": A("decoder", "text", "PhiForCausalLM", _SMALL),
-    "gpt_neox": A("decoder", "text", "GPTNeoXForCausalLM", _SMALL),
-    "opt": A("decoder", "text", "OPTForCausalLM", {**_SMALL, "ffn_dim": 44, "word_embed_proj_dim": 32}),
-    "bloom": A("decoder", "text", "BloomForCausalLM", {**_SMALL, "n_layer": 2, "n_head": 4}),
-    "falcon": A("decoder", "text", "FalconForCausalLM", _SMALL),
-    "olmo2": A("decoder", "text", "Olmo2ForCausalLM", _GROUPED),
+    "gpt2": A("decoder", "text", "GPT2LMHeadModel", {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "llama": A("decoder", "text", "LlamaForCausalLM", GROUPED),
+    "mistral": A("decoder", "text", "MistralForCausalLM", {**GROUPED, "sliding_window": 8}),
+    "qwen2": A("decoder", "text", "Qwen2ForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen3": A("decoder", "text", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "gemma2": A("decoder", "text", "Gemma2ForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 8}),
+    "phi": A("decoder", "text", "PhiForCausalLM", SMALL),
+    "gpt_neox": A("decoder", "text", "GPTNeoXForCausalLM", SMALL),
+    "opt": A("decoder", "text", "OPTForCausalLM", {**SMALL, "ffn_dim": 44, "word_embed_proj_dim": 32}),
+    "bloom": A("decoder", "text", "BloomForCausalLM", {**SMALL, "n_layer": 2, "n_head": 4}),
+    "falcon": A("decoder", "text", "FalconForCausalLM", SMALL),
+    "olmo2": A("decoder", "text", "Olmo2ForCausalLM", GROUPED),
     # Encoders
-    "bert": A("encoder", "text", "BertForMaskedLM", _SMALL),
-    "roberta": A("encoder", "text", "RobertaForMaskedLM", _SMALL),
-    "albert": A("encoder", "text", "AlbertForMaskedLM", {**_SMALL, "embedding_size": 16}),
-    "distilbert": A("encoder", "text", "DistilBertForMaskedLM", {**_SMALL, "dim": 32, "hidden_dim": 44, "n_heads": 4}),
-    "electra": A("encoder", "text", "ElectraForMaskedLM", {**_SMALL, "embedding_size": 16}),
+    "bert": A("encoder", "text", "BertForMaskedLM", SMALL),
+    "roberta": A("encoder", "text", "RobertaForMaskedLM", SMALL),
+    "albert": A("encoder", "text", "AlbertForMaskedLM", {**SMALL, "embedding_size": 16}),
+    "distilbert": A("encoder", "text", "DistilBertForMaskedLM", {**SMALL, "dim": 32, "hidden_dim": 44, "n_heads": 4}),
+    "electra": A("encoder", "text", "ElectraForMaskedLM", {**SMALL, "embedding_size": 16}),
     "deberta_v2": A(
         "encoder",
         "text",
         "DebertaV2ForMaskedLM",
-        {**_SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
-    "modernbert": A("encoder", "text", "ModernBertForMaskedLM", {**_SMALL, "cls_token_id": 1, "sep_token_id": 2}),
+    "modernbert": A("encoder", "text", "ModernBertForMaskedLM", {**SMALL, "cls_token_id": 1, "sep_token_id": 2}),
     # Encoder-decoders
     "t5": A(
         *("encoder-decoder", "pairs", "T5ForConditionalGeneration"),
-        {**_LETTERS, "d_kv": 8, "d_ff": 44, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        {**LETTERS, "d_kv": 8, "d_ff": 44, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     ),
-    "bart": A("encoder-decoder", "pairs", "BartForConditionalGeneration", _PAIR),
+    "bart": A("encoder-decoder", "pairs", "BartForConditionalGeneration", PAIR),
     # Mixtures of experts
     "mixtral": A("experts", "text", "MixtralForCausalLM", {**_EXPERTS, "num_local_experts": 4}),
     "qwen2_moe": A(
@@ -221,29 +147,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": A("state space", "text", "Mamba2ForCausalLM", {**_STATES, "num_heads": 8, "head_dim": 8, "n_groups": 2}),
     "lstm": A("recurrent", "text", make=Recurrent),
     # Vision
-    "vit": A("vision", "image", "ViTForImageClassification", _PATCHES),
-    "beit": A("vision", "image", "BeitForImageClassification", _PATCHES),
+    "vit": A("vision", "image", "ViTForImageClassification", PATCHES),
+    "beit": A("vision", "image", "BeitForImageClassification", PATCHES),
     "swin": A(
         *("vision", "image", "SwinForImageClassification"),
-        {**_IMAGE, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
+        {**PICTURE, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
     ),
     "convnext": A(
         "vision",
         "image",
         "ConvNextForImageClassification",
-        {**_IMAGE, "depths": [1, 1], "hidden_sizes": [16, 32], "num_stages": 2},
+        {**PICTURE, "depths": [1, 1], "hidden_sizes": [16, 32], "num_stages": 2},
     ),
     "resnet": A(
         *("vision", "image", "ResNetForImageClassification"),
-        {**_IMAGE, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        {**PICTURE, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
     ),
     "regnet": A(
         *("vision", "image", "RegNetForImageClassification"),
-        {**_IMAGE, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+        {**PICTURE, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
     ),
     "mobilenet_v2": A(
         *("vision", "image", "MobileNetV2ForImageClassification"),
-        {**_IMAGE, "depth_multiplier": 0.25, "output_stride": 8},  # 32: images of one pixel, of two rows to be normed
+        {**PICTURE, "depth_multiplier": 0.25, "output_stride": 8},  # 32: images of one pixel, of two rows to be normed
         chaotic=True,
     ),
     "segformer": A(
@@ -267,37 +193,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Audio
     "whisper": A(
         *("audio", "spectrogram", "WhisperForConditionalGeneration"),
-        {**_PAIR, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32},
+        {**PAIR, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32},
     ),
-    "wav2vec2": A("audio", "samples", "Wav2Vec2ForCTC", _SOUND),
-    "hubert": A("audio", "samples", "HubertForCTC", _SOUND),
+    "wav2vec2": A("audio", "samples", "Wav2Vec2ForCTC", SOUND),
+    "hubert": A("audio", "samples", "HubertForCTC", SOUND),
     # Images and text
     "clip": A("multimodal", "both", "CLIPModel", _CLIP),
     "siglip": A("multimodal", "both", "SiglipModel", {k: v for k, v in _CLIP.items() if k != "projection_dim"}),
 }
-
-
-def make_batch(kind: str, rows: int, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """``rows`` rows as keyword arguments of the model, what is not integers in ``dtype``."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(3, high, (rows, *shape), generator=generator)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(rows, *shape, generator=generator).to(dtype)
-
-    if kind == "text":
-        return {"input_ids": integers(VOCAB, LENGTH), "labels": integers(VOCAB, LENGTH)}
-    if kind == "pairs":
-        return {"input_ids": integers(VOCAB, LENGTH), "labels": integers(VOCAB, LENGTH - 3)}
-    if kind == "image":
-        return {"pixel_values": normal(3, IMAGE, IMAGE), "labels": integers(CLASSES)}
-    if kind == "pixels":
-        return {"pixel_values": normal(3, IMAGE, IMAGE), "labels": integers(CLASSES, IMAGE, IMAGE)}
-    if kind == "spectrogram":
-        return {"input_features": normal(16, 40), "labels": integers(VOCAB, LENGTH)}
-    if kind == "samples":
-        return {"input_values": normal(640), "labels": integers(VOCAB, 5)}
-    assert kind == "both", kind
-    return {"input_ids": integers(VOCAB, LENGTH), "pixel_values": normal(3, IMAGE, IMAGE), "return_loss": True}
+FIRST = tuple(ARCHITECTURES)
+"""Those that tests run in every way. Of the others they run each in one way."""
+ARCHITECTURES |= {**TEXTS, **IMAGES, **SOUNDS}

@@ -13,7 +13,8 @@ from torch import nn
 
 import zerofx
 from tests.memory import held_over_steps
-from tests.zoo.architectures import ARCHITECTURES, make_batch
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.base import make_batch
 from tests.zoo.predicted import OUTSIDE as UNPREDICTED
 from tests.zoo.run import ROWS
 

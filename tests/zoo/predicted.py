@@ -10,7 +10,8 @@ import torch.distributed as dist
 import zerofx
 from tests.counting import count_collectives
 from tests.memory import allocated_peak
-from tests.zoo.architectures import ARCHITECTURES, make_batch
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.base import make_batch
 from tests.zoo.run import ROWS, loss_of
 
 OUTSIDE = ("lstm", "wav2vec2", "hubert")

@@ -30,7 +30,7 @@ zerofx. `make zoo ARGS="--models lstm vit --stages 0 --executors eager"` runs a 
 * *not run*: nothing is known of it here.
 * Anything else is what went wrong.
 
-`mobilenet_v2` is compared in 64 bits, because rounding errors grow in it.
+{chaotic} are compared in 64 bits, because rounding errors grow in them.
 
 """
 
@@ -87,13 +87,17 @@ def page(lines: dict[str, Line]) -> str:
     titles = [f"{executor}, stage {stage}" if stage == STAGES[0] else str(stage) for executor, stage in columns]
     met = {key.partition(", ")[0] for key in lines}
     shown = [name for name in ARCHITECTURES if name in met or ARCHITECTURES[name].needs == "transformers"]
+    families = list(dict.fromkeys(ARCHITECTURES[name].family for name in shown))
+    shown.sort(key=lambda name: families.index(ARCHITECTURES[name].family))
     rows = [
         row(name, ARCHITECTURES[name].family, *(verdict(lines, name, stage, executor) for executor, stage in columns))
         for name in shown
     ]
     table = "\n".join([row("model", "family", *titles), "|---" * (2 + len(columns)) + "|", *rows])
     steps = [steps_row(name, lines[f"{name}, a step"]) for name in shown if f"{name}, a step" in lines]
-    return f"{HEAD}{table}\n\n{summary(lines, shown)}\n{meshes(lines, shown)}{BYTES_HEAD}" + "\n".join(steps) + "\n"
+    chaotic = [f"`{name}`" for name in shown if ARCHITECTURES[name].chaotic]
+    head = HEAD.format(chaotic=" and ".join(chaotic))
+    return f"{head}{table}\n\n{summary(lines, shown)}\n{meshes(lines, shown)}{BYTES_HEAD}" + "\n".join(steps) + "\n"
 
 
 def meshes(lines: dict[str, Line], shown: list[str]) -> str:

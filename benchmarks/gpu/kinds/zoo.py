@@ -11,7 +11,8 @@ from torch import nn
 import zerofx
 from benchmarks.gpu.lines import Line, Setting, at_most, not_run
 from benchmarks.gpu.ranks import on_ranks
-from tests.zoo.architectures import ARCHITECTURES, make_batch
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.base import make_batch
 
 LIMIT = 150
 ROWS, STEPS = 2, 3
