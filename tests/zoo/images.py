@@ -142,20 +142,6 @@ IMAGES: dict[str, Architecture] = {
         conv_layer_kernel_sizes=[[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]],
         conv_layer_strides=[[2], [1], [2], [1]],
     ),
-    "dpt": Architecture(
-        "vision",
-        "pixels",
-        "DPTForSemanticSegmentation",
-        {
-            **_VISION,
-            "num_hidden_layers": 4,
-            "backbone_out_indices": [0, 1, 2, 3],
-            "neck_hidden_sizes": [8, 8, 16, 16],
-            "fusion_hidden_size": 16,
-            "num_labels": CLASSES,
-        },
-        chaotic=True,
-    ),
     "timesformer": Architecture("vision", "video", "TimesformerForVideoClassification", {**PATCHES, "num_frames": 4}),
     "videomae": Architecture("vision", "video", "VideoMAEForVideoClassification", {**PATCHES, "num_frames": 4}),
     "vivit": Architecture(
