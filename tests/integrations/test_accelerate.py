@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,86 @@ def test_in_one_process_nothing_is_sharded() -> None:
     finally:
         forget()
     assert type(model) is torch.nn.Linear and not is_sharded(model)
+
+
+def gan() -> tuple[torch.nn.Module, torch.nn.Module]:
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
+def synchronized(cls: Any, **options: Any) -> list[torch.Tensor]:
+    """Weights behind three steps, each of three micro-batches in `no_sync`, the last of which is reduced."""
+    with as_torchrun_would():
+        accelerator = cls(cpu=True, **options)
+        model = gan()[1]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        for _ in range(3):
+            with accelerator.no_sync(model):
+                for i in range(3):
+                    loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+                    with accelerator.trigger_sync_in_backward(model) if i == 2 else contextlib.nullcontext():
+                        accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+def synchronizes(stages: list[int]) -> None:
+    import accelerate
+
+    from zerofx.integrations.accelerate import Accelerator
+
+    wanted = synchronized(accelerate.Accelerator)
+    for stage in stages:
+        found = synchronized(Accelerator, zerofx={"stage": stage, "executor": "eager"})
+        torch.testing.assert_close(found, wanted, msg=lambda m, stage=stage: f"stage {stage}: {m}")
+
+
+def test_a_backward_that_triggers_the_reduction_inside_of_no_sync_is_as_with_ddp(workers2: Workers) -> None:
+    workers2.run(synchronizes, [0, 1, 2, 3])
+
+
+def saves_two(folder: str, stage: int) -> None:
+    """One optimizer over two models, and hooks that see both, go through a folder and come back."""
+    from zerofx.integrations.accelerate import Accelerator
+
+    with as_torchrun_would():
+        accelerator = Accelerator(cpu=True, zerofx={"stage": stage, "executor": "eager"})
+        first, second = gan()
+        optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1)
+        first, second, optimizer = accelerator.prepare(first, second, optimizer)
+        seen: dict[str, Any] = {}
+
+        def saving(models: list[Any], weights: list[Any], folder: str) -> None:
+            seen["save"] = models[0] is first and len(models) == 2, [list(w) for w in weights]
+            weights.pop()
+
+        def loading(models: list[Any], folder: str) -> None:
+            seen["load"] = models[1] is second, models.pop() is second
+
+        accelerator.register_save_state_pre_hook(saving)
+        accelerator.register_load_state_pre_hook(loading)
+
+        def step() -> float:
+            x = torch.ones(2, 6) * (1 + accelerator.process_index)
+            loss = second(first(x)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        step()
+        accelerator.save_state(folder)
+        wanted = [step(), step()]
+        accelerator.load_state(folder)
+        assert [step(), step()] == wanted
+        names = [list(m.state_dict()) for m in (first, second)]
+        assert seen == {"save": (True, names if accelerator.process_index == 0 else [[], []]), "load": (True, True)}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_optimizer_of_two_models_is_saved_and_hooks_of_states_see_both(
+    workers2: Workers, stage: int, tmp_path: Path
+) -> None:
+    workers2.run(saves_two, str(tmp_path / "state"), stage)

@@ -12,6 +12,8 @@ What it does otherwise than its parent:
 ====================  ==========================================================================================
 ``prepare``           the model is sharded in place and compiled; nothing is wrapped around it
 ``accumulate``        as `zerofx.no_sync` in stages 0 and 1; in 2 and 3 each micro-batch is reduced
+hooks of states       get the models; those for saving also whole weights, on rank 0. Taking one out of a list changes
+                      nothing: what zerofx saves is saved, and what a hook loads counts
 ``get_state_dict``    whole weights on rank 0
 ``save_state``        weights and optimizers by `zerofx.save`, each rank its shards; the rest as ever
 ``load_state``        the same back, on any number of ranks; folders of a plain ``Accelerator``, too
@@ -39,6 +41,7 @@ from zerofx.integrations.states import (
     is_sharded,
     load_optimizer_state,
     pairs,
+    synchronizing,
     unwrapped_optimizer,
 )
 
@@ -137,6 +140,13 @@ class Accelerator(accelerate.Accelerator):
         with accumulating(model) or contextlib.nullcontext():
             yield
 
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """A backward inside reduces the gradients, with what `no_sync` has kept, inside of that as well."""
+        with synchronizing(model) if is_sharded(model) else accelerate.Accelerator.trigger_sync_in_backward(model):
+            yield
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Whole weights, plain tensors on the CPU, on rank 0; {} on the others. A collective."""
         if not is_sharded(model):
@@ -150,7 +160,8 @@ class Accelerator(accelerate.Accelerator):
         if not any(map(is_sharded, self._models)):
             return super().save_state(output_dir, safe_serialization, **kwargs)
         models, optimizers = self._models, self._optimizers
-        with self._set_aside():
+        weights = [self.get_state_dict(m, unwrap=False) for m in models] if self._save_model_state_pre_hook else []
+        with self._set_aside(), _handing(self._save_model_state_pre_hook, models, weights):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for name, model, optimizer in pairs(models, optimizers):
             save(Path(folder) / FOLDER / name, checkpointed(model), optimizer)
@@ -162,14 +173,17 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         models, optimizers = self._models, self._optimizers
-        found: list[Path] = []
-        with self._set_aside(), _noting_the_folder(self, found):
-            super().load_state(input_dir, load_kwargs, **kwargs)
-        if (found[0] / FOLDER).is_dir():
+
+        def load_ours(_: list[nn.Module], folder: str) -> None:
+            if not (Path(folder) / FOLDER).is_dir():
+                _load_plain(Path(folder), models, optimizers)
+                return
             for name, model, optimizer in pairs(models, optimizers):
-                load(found[0] / FOLDER / name, checkpointed(model), optimizer, rng=False)
-        else:
-            _load_plain(found[0], models, optimizers)
+                load(Path(folder) / FOLDER / name, checkpointed(model), optimizer, rng=False)
+
+        # The parent tells hooks alone which folder it chose. A hook that loads a model by itself has the last word.
+        with self._set_aside(), _handing(self._load_model_state_pre_hook, list(models), first=load_ours):
+            super().load_state(input_dir, load_kwargs, **kwargs)
 
     @contextlib.contextmanager
     def _set_aside(self: Any) -> Iterator[None]:
@@ -183,13 +197,20 @@ class Accelerator(accelerate.Accelerator):
 
 
 @contextlib.contextmanager
-def _noting_the_folder(accelerator: Accelerator, found: list[Path]) -> Iterator[None]:
-    """The folder that ``load_state`` chooses, which it tells to hooks alone."""
-    handle = accelerator.register_load_state_pre_hook(lambda models, folder: found.append(Path(folder)))
+def _handing(hooks: dict[int, Any], *lists: list[Any], first: Any = None) -> Iterator[None]:
+    """The ``hooks`` of states get ``lists`` in the place of what the parent has, which is empty.
+
+    ``first`` runs ahead of them, as the parent would call it.
+    """
+    before = dict(hooks)
+    hooks.clear()
+    hooks.update({-1: first} if first is not None else {})
+    hooks.update({i: lambda *given, hook=hook: hook(*lists, given[-1]) for i, hook in before.items()})
     try:
         yield
     finally:
-        handle.remove()
+        hooks.clear()
+        hooks.update(before)
 
 
 def _load_plain(folder: Path, models: list[nn.Module], optimizers: list[Any]) -> None:

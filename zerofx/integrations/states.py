@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -73,6 +74,19 @@ def accumulating(module: nn.Module) -> Any:
     return no_sync(module) if stage is not None and stage < 2 else None
 
 
+@contextlib.contextmanager
+def synchronizing(module: nn.Module) -> Iterator[None]:
+    """A backward inside reduces, with what was kept, also inside of `zerofx.no_sync`."""
+    families = {group.family: group.family.sync for group in groups_of(module)}
+    for family in families:
+        family.sync = True
+    try:
+        yield
+    finally:
+        for family, before in families.items():
+            family.sync = before
+
+
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` as if nothing were sharded, on the CPU of rank 0; {} on the others. A collective."""
     state = optimizer.state_dict()
@@ -133,17 +147,19 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def pairs(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """What `zerofx.save` takes together: each optimizer with its model, and models without one, under names."""
+    """What `zerofx.save` takes together: each optimizer with its models, and models without one, under names."""
     alone = dict(enumerate(models))
     for i, optimizer in enumerate(map(unwrapped_optimizer, optimizers)):
-        first = optimizer.param_groups[0]["params"][0]
-        owner = next((j for j, m in enumerate(models) if any(p is first for p in m.parameters())), None)
-        if owner is None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [j for j, m in enumerate(models) if not updated.isdisjoint(map(id, m.parameters()))]
+        if not owners:
             raise ValueError(
                 f"the parameters of optimizer {i}, {type(optimizer).__name__}, belong to none of the {len(models)} "
                 "models that are saved or loaded with it: hand over its model, too."
             )
-        alone.pop(owner, None)
-        yield f"model_{owner}_optimizer_{i}", models[owner], optimizer
+        for owner in owners:
+            alone.pop(owner, None)
+        one = models[owners[0]] if len(owners) == 1 else nn.ModuleList([models[j] for j in owners])
+        yield f"model_{'_'.join(map(str, owners))}_optimizer_{i}", one, optimizer
     for j, model in alone.items():
         yield f"model_{j}", model, None
