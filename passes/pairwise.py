@@ -129,9 +129,9 @@ def tell_pairwise(mine: torch.Tensor, process_group: str) -> tuple[list[torch.Te
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    received = [torch.empty_like(mine) for _ in others]
-    works = [group.recv([into], other, USED_TAG) for into, other in zip(reversed(received), reversed(others))]
-    works += [group.send([mine], other, USED_TAG) for other in others]
+    received, tag = [torch.empty_like(mine) for _ in others], _tag(USED_TAG, mine.nbytes)
+    works = [group.recv([into], other, tag) for into, other in zip(reversed(received), reversed(others))]
+    works += [group.send([mine], other, tag) for other in others]
     return received, works
 
 
@@ -140,6 +140,11 @@ def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
     for work in works:
         register_work(out, work)
     return out
+
+
+def _tag(kind: int, nbytes: int, subjects: Sequence[str] = ()) -> int:
+    """Of messages of ``nbytes`` about ``subjects``."""
+    return kind | zlib.crc32(repr((nbytes, subjects)).encode()) >> 9 << 8
 
 
 def exchange(
@@ -153,7 +158,7 @@ def exchange(
     # the same have two tags and never meet: both sides wait, and a watcher says why.
     of_a_group = kind in (ALL_GATHER_TAG, ALL_TO_ALL_TAG)
     subjects = [watcher.subject(process_group) for watcher in WATCHERS if of_a_group]
-    tag = kind | zlib.crc32(repr((sent[0].nbytes, subjects)).encode()) >> 9 << 8
+    tag = _tag(kind, sent[0].nbytes, subjects)
     others = [(rank + i) % world_size for i in range(1, world_size)]
     with contextlib.ExitStack() as told:
         for watcher in WATCHERS:
