@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx._torch import OpOverload, is_tangent, pytree, without_symbols
+from zerofx._torch import OpOverload, computes_anew, is_tangent, pytree, without_symbols
 from zerofx.passes.context import Context, Tag
 
 
@@ -184,7 +184,7 @@ def sources(node: Node) -> list[Node]:
 def aliases(node: Node) -> list[Node]:
     """``node`` and every node whose value may share its memory, found through the operators' schemas.
 
-    What has no schema (``getitem``, higher-order operators) is taken to share memory.
+    What has no schema (``getitem``, most higher-order operators) is taken to share memory.
     """
     found, todo = {node: None}, [node]
     while todo:
@@ -218,7 +218,7 @@ def escapes(node: Node) -> bool:
 def may_alias(node: Node) -> bool:
     """Whether the node's value may share memory with one of its inputs."""
     if not isinstance(node.target, OpOverload):
-        return True
+        return not computes_anew(node.target)
     returns_alias = any(r.alias_info is not None for r in node.target._schema.returns)
     return returns_alias or node.target in _UNDECLARED_VIEWS
 

@@ -128,6 +128,66 @@ class Squared(torch.autograd.Function):
         return inner @ weight, inner.t() @ x
 
 
+class Branching(nn.Module):
+    """Both branches read weights, one of them as a view; the one that is taken depends on this rank's data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right, self.last = (nn.Linear(10, 10) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, turned = self.first(x), self.last.weight.t()
+        h = torch.cond(x.sum() > 0, lambda h: self.left(h).sin(), lambda h: self.right(h).cos() @ turned, (h,))
+        return self.last(h).square().mean()
+
+
+def check_branches(stage: int, executor: str = "eager") -> None:
+    module, plain = twins(Branching, stage=stage, executor=executor)
+    x = torch.randn(12, 10)
+    for sign in (1, -1):
+        both = torch.cat([x[:6].abs(), sign * x[6:].abs()])  # both ranks take the left one; then each another
+        module(mine(both)).backward()
+        for part in both.chunk(2):
+            (plain(part) / 2).backward()
+        same(module, plain)
+        with torch.no_grad():
+            torch.testing.assert_close(module(mine(both)), plain(mine(both)))
+
+
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(10, 10), nn.Parameter(torch.ones(10))
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor, branch: bool) -> torch.Tensor:
+        h = torch.tanh(self.linear(x)) * self.gain
+        return torch.cond(x.sum() > 0, lambda h: h * self.gain, lambda h: -h, (h,)) if branch else h
+
+
+class Regions(nn.Module):
+    """One code, several layers, one of them twice; a branch inside of a region; one in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Region() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x, False)
+        x = self.layers[1](x, True)
+        return checkpoint(self.layers[2], x, False, use_reentrant=False).square().mean()  # type: ignore[union-attr]
+
+
+def check_regions(stage: int, executor: str = "eager") -> None:
+    module, plain = twins(Regions, stage=stage, executor=executor)
+    x = torch.randn(12, 10)
+    module(mine(x)).backward()
+    for part in x.chunk(2):
+        (plain(part) / 2).backward()
+    same(module, plain)
+
+
 class Custom(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -181,6 +241,7 @@ def check_functional_call(stage: int) -> None:
 
 
 CHECKS = [check_nested, check_checkpointing, check_buffers, check_custom, check_dropout, check_functional_call]
+CHECKS += [check_branches, check_regions]
 
 
 SLOW = {(check_checkpointing, 2), *((check, 0) for check in CHECKS)}
@@ -196,6 +257,12 @@ SLOW = {(check_checkpointing, 2), *((check, 0) for check in CHECKS)}
 )
 def test_a_model_with(workers2: Workers, check: Callable[[int], None], stage: int) -> None:
     workers2.run(check, stage)
+
+
+@pytest.mark.parametrize("check", [check_branches, check_regions])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_with_inductor_a_model_with(workers2: Workers, check: Callable[[int, str], None], stage: int) -> None:
+    workers2.run(check, stage, "inductor")
 
 
 class Experts(nn.Module):

@@ -8,6 +8,7 @@ file                 what it asks
 dynamo               how frames become graphs; of which code, from which inputs
 aot                  forward apart from backward; what each input and output of them is
 partition            what forward saves, and what backward recomputes
+higher_order         operators whose arguments are graphs
 inductor             code for a graph, in the order that the passes decided
 autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
@@ -91,6 +92,10 @@ from zerofx._torch.dynamo import (
     traced_for,
     uncompiled,
     with_own_code,
+)
+from zerofx._torch.higher_order import (
+    computes_anew,
+    is_region,
 )
 from zerofx._torch.inductor import (
     allocate_with,

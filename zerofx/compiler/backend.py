@@ -30,6 +30,7 @@ from zerofx.compiler.captured import (
 )
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import CompiledGraph, Executed
+from zerofx.compiler.regions import inline_regions
 from zerofx.compiler.runners import watch_backward
 from zerofx.runtime.state.doors import DOORS
 
@@ -71,6 +72,7 @@ class Backend:
         _torch.oldest_version_first()
         _torch.look_at_parameters()
         _torch.look_at_hooks()
+        inline_regions(gm)
         refuse_pending(gm, example_inputs)
         shard_modules_of(gm, example_inputs, self.options)
         warn_of_choice(gm)
