@@ -36,6 +36,12 @@ One that cuts what forward saves (`zerofx.passes.save_parts`):
                                                             order, with zeros behind the last
 ==========================================================  ========================================================
 
+One for weights that the model itself writes to (`zerofx.compiler.written`):
+
+==========================================================  ========================================================
+``zerofx.copied(weight)``                                   what ``clone`` is, and nobody takes it out
+==========================================================  ========================================================
+
 Two that update weights while backward runs (`step`); whoever runs the graph has said how (`stepping`):
 
 ==========================================================  ========================================================
@@ -75,6 +81,7 @@ _library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_gr
 _library.define("pack(Tensor[] parts, *, int room=-1) -> Tensor")
 _library.define("own_part(Tensor(a) pack, int world_size, str process_group) -> Tensor(a)")
 _library.define("part(Tensor whole, int world_size, str process_group) -> Tensor")
+_library.define("copied(Tensor weight) -> Tensor")
 _library.define("step(Tensor gradient, str group) -> Tensor")
 _library.define("refresh(Tensor stepped, str group) -> Tensor")
 
@@ -210,11 +217,13 @@ for _name, _run, _shape in (
     ("pack", _pack, _packed),
     ("own_part", _own_part, _any_part),
     ("part", _part, _any_of_parts),
+    ("copied", torch.clone, torch.empty_like),
     ("step", _step, _nothing),
     ("refresh", _refresh, _nothing),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _shape, "Meta")
+torch.library.register_autograd("zerofx::copied", lambda ctx, gradient: gradient, lib=_library)
 
 
 def discard(buffer: torch.Tensor) -> None:

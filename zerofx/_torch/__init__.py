@@ -34,6 +34,7 @@ from zerofx._torch.aot import (
     functorch_config,
     gradient_outputs,
     input_index,
+    inputs_written_behind,
     is_tangent,
     must_save,
     runs_again,

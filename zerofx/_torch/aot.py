@@ -84,6 +84,22 @@ def input_index(placeholder: Node) -> int | None:
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
+def inputs_written_behind(gm: GraphModule) -> set[int]:
+    """The Dynamo inputs that AOTAutograd writes to behind a run of this joint or forward graph (2.11, 2.13, 2.15).
+
+    Its outputs' descriptors say so, and where the partitioner has dropped these, what AOTAutograd knows.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+    from torch._guards import TracingContext
+
+    descs = gm.graph.output_node().meta.get("desc")
+    if descs is None:
+        infos = TracingContext.get().fw_metadata.input_info  # type: ignore[union-attr]
+        return {i for i, info in enumerate(infos) if info.mutates_data or info.mutates_metadata}
+    written = [d.mutated_input for d in pytree.tree_leaves(descs) if isinstance(d, InputMutationAOTOutput)]
+    return {of.idx for of in written if isinstance(of, PlainAOTInput)}
+
+
 def saved_outputs(output: Node) -> frozenset[int]:
     """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
 

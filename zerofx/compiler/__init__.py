@@ -11,6 +11,7 @@ wrappers      wrappers that would train the module in parallel once more
 backend       the ``torch.compile`` backend
 captured      what is done with Dynamo's graph
 regions       what `nested_compile_region` marks, put where it is called
+written       graphs that write to weights write to copies
 activations   what forward saves, within a budget
 alike         what all tensor-parallel ranks have alike
 division      one budget, divided between weights and activations

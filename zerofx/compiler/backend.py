@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from zerofx import _torch
 from zerofx.compiler.captured import (
     copy_returned_views,
+    refuse_lost_writes,
     refuse_pending,
     shard_modules_of,
     strip_own_frames,
@@ -31,8 +32,11 @@ from zerofx.compiler.captured import (
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import CompiledGraph, Executed
 from zerofx.compiler.regions import inline_regions
+from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import watch_backward
+from zerofx.compiler.written import Written, write_to_copies, writing
 from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.parameter import ShardedTensor
 
 
 def zerofx_backend(
@@ -76,8 +80,19 @@ class Backend:
         refuse_pending(gm, example_inputs)
         shard_modules_of(gm, example_inputs, self.options)
         warn_of_choice(gm)
+        refuse_lost_writes(gm, example_inputs)
         strip_own_frames(gm)
         copy_returned_views(gm, example_inputs)
+        before = copy_graph(gm) if any(isinstance(x, ShardedTensor) for x in example_inputs) else gm
+        try:
+            return self._compile(gm, example_inputs)
+        except Exception as e:
+            if (written := Written.in_chain(e)) is None:
+                raise
+        write_to_copies(before, written.places)
+        return writing(self._compile(before, example_inputs), written.places)
+
+    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
         if unit.groups and self.options.memory is not None:
             unit.family.held.is_given(unit.names, (x for i, x in enumerate(example_inputs) if i not in unit.sharded))

@@ -2,6 +2,7 @@
 
 =======================  ==================================================================================
 `refuse_pending`         an input that a collective is still bringing would lose its gradient
+`refuse_lost_writes`     a write to what a weight was cast to would not reach the weight
 `shard_modules_of`       modules of ``torch.compile(module, backend="zerofx")`` are sharded when they come
 `warn_of_choice`         a line that looks at data to choose a layer is named: ranks may choose differently
 `strip_own_frames`       nodes name the user's line, not zerofx's
@@ -160,6 +161,29 @@ def copy_returned_views(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             output.replace_input_with(node, copy)
             edits += 1
     edit.finish(gm, edits)
+
+
+def refuse_lost_writes(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse a write to a weight in a model that computes in another dtype: it would go to the cast weight.
+
+    By the version counters of Dynamo's fake tensors, which no name of an operator has to be known for.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    weights = {n: x for n, x in zip(inputs, example_inputs, strict=True) if hasattr(type(x), "_compute_dtype")}
+    casts: dict[Any, Any] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor):
+            continue
+        memory = value.untyped_storage()._cdata
+        if node.op == "call_method" and node.target == "to" and node.args[0] in weights:
+            casts[memory] = weights[node.args[0]]
+        if memory in casts and value._version:
+            raise RuntimeError(
+                f"forward writes to the parameter {casts[memory]._slot.name!r}, which it computes with in "
+                f"{value.dtype}: the write would go to the cast weight and be lost. Write under torch.no_grad() "
+                "outside of the module's forward, or leave param_dtype of mixed_precision= out."
+            )
 
 
 def strip_own_frames(gm: GraphModule) -> None:

@@ -31,6 +31,7 @@ from zerofx.compiler.progress import Progress, progress_of, wanted
 from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
+from zerofx.compiler.written import check_unwritten
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes import edit
@@ -112,6 +113,7 @@ class CompiledGraph:
 
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
+        check_unwritten(joint, self)
         save_reads(joint)
         if self.alike is not None:
             self.alike.learn(joint)
@@ -223,6 +225,7 @@ class CompiledGraph:
             return execute(gm, list(example_inputs), list(static))
         if phase == "backward":
             return self._compile_backward(gm, example_inputs, execute, static)
+        check_unwritten(gm, self)
         ctx = self.context(gm, phase)
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)

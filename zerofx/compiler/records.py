@@ -131,6 +131,12 @@ def remember(groups: Iterable[ShardGroup], record: GraphRecord) -> None:
         _records.setdefault(group, []).append(record)
 
 
+def forget(groups: Iterable[ShardGroup], record: GraphRecord) -> None:
+    """Take ``record``, of a graph that is compiled anew, back."""
+    for group in groups:
+        _records[group].remove(record)
+
+
 def records_of(groups: Iterable[ShardGroup]) -> list[GraphRecord]:
     """Every record of any of ``groups``, in the order they were compiled."""
     found = {id(r): r for group in groups for r in _records.get(group, ())}

@@ -6,6 +6,8 @@ and this notes which version of the shard that was. A leaf module's buffers are 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -36,6 +38,19 @@ class Gathered:
         version, ref = self._left.pop(buffer.data_ptr(), (0, None))
         if ref is not None and not ref.expired() and version != self._weights.shard._version:
             raise_written(f"a parameter of the group {self._weights.layout.name!r}")
+
+    @contextlib.contextmanager
+    def outdated(self) -> Iterator[None]:
+        """Inside the group is written by the forward that has left buffers: its backward reads what forward has read.
+
+        Of what is written it reads a copy (`zerofx.compiler.written`).
+        """
+        before = self._weights.shard._version
+        yield
+        after = self._weights.shard._version
+        self._left = {
+            address: (after if version == before else version, ref) for address, (version, ref) in self._left.items()
+        }
 
     def start(self) -> torch.Tensor:
         """Start to gather the group for a leaf module; see `Weights.start_gather`."""
