@@ -67,7 +67,7 @@ def check_refused(name: str) -> None:
 
     pattern = rf"{name.split()[0]} is not elementwise: .*({reason}).*'0\.weight'.*only optimizers that"
     for _ in range(2):
-        with pytest.raises(TypeError, match=pattern):
+        with pytest.raises(RuntimeError, match=pattern):
             optimizer.step(closure)
     assert all(not state for state in optimizer.state.values()), dict(optimizer.state)
     for p, (value, gradient) in zip(params, before):

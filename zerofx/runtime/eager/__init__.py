@@ -4,6 +4,7 @@
 elementwise   which operations run on slices, and which need the whole tensor
 ondemand      one parameter at a time: its slices gathered, its gradient reduced
 unshard       the whole tensor for one operation
+writes        writes that are not slice by slice
 norms         norms of many tensors with one all-reduce
 leaf          modules that are gathered whole when they are entered
 whole         whole weights for a while: `zerofx.unsharded`
@@ -12,5 +13,5 @@ whole         whole weights for a while: `zerofx.unsharded`
 Imports `zerofx.runtime.state` and what is below it::
 
     state ◀── ondemand ◀── whole ◀── leaf
-    state ◀── norms, ondemand ◀── unshard ◀── elementwise
+    state ◀── norms, ondemand ◀── unshard, whole ◀── writes ◀── elementwise
 """

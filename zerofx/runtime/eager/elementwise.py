@@ -16,12 +16,14 @@ import torch.distributed as dist
 from zerofx._torch import DTensorLayout, call_plainly, gradient_edge, is_dtensor, pytree
 from zerofx.runtime.eager.norms import all_reduce, everywhere, norm, norms
 from zerofx.runtime.eager.ondemand import gather_tensor
-from zerofx.runtime.eager.unshard import readonly, unshard
+from zerofx.runtime.eager.unshard import readonly, unshard, version_of
+from zerofx.runtime.eager.writes import BY_POSITION, write
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.home import Home, at_hand_of
 from zerofx.runtime.state.parameter import (
     ShardedParameter,
     ShardedTensor,
+    check_conversion,
     check_memory,
     count_write,
     detach,
@@ -77,6 +79,9 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     But where nobody looks at elements: ``zero_grad`` would read all weights from a file.
     """
+    if torch.is_grad_enabled() and getattr(func, "__module__", "") == "torch.nn.init":
+        with torch.no_grad():  # which is what it does itself, further in
+            return dispatch(func, args, kwargs)
     if not Home.any_away or name_of(func) in METADATA or _is_zero_grad(func, args):
         return _dispatch(func, args, kwargs)
     with at_hand_of(_sharded([*args, *kwargs.values()])):
@@ -100,6 +105,32 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _size_of(layout, name, *args[1:], **kwargs)
     if name in METADATA or (name == "type" and len(args) == 1 and not kwargs):  # `type()` is a question
         return _as_is(func, args, kwargs)
+    answer = _answer(func, name, args, kwargs)
+    if answer is not NotImplemented:
+        return answer
+
+    sharded = _sharded([*args, *kwargs.values()])
+    written = kwargs.get("out", args[0] if is_in_place(name) and args else None)
+    for x in sharded if name.startswith(LISTS) and name.endswith("_") else [written]:
+        _check_leaf(x)
+    if isinstance(written, ShardedTensor) and torch.is_grad_enabled():
+        _check_operands(written, name, args, kwargs)
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
+    if not tracked or name in CREATION:
+        if name.startswith(LISTS):
+            return _on_lists(func, name, args, kwargs, sharded)
+        if _is_elementwise(name):
+            result = _on_slices(func, args, kwargs, sharded[0] if written is None else written, written)
+            if result is not NotImplemented:
+                return result
+        reduced = _reduction(name, args, kwargs)
+        if reduced is not NotImplemented:
+            return reduced
+    return _on_full(func, name, args, kwargs, written, tracked)
+
+
+def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What has an answer of its own, or none at all; NotImplemented: neither."""
     if name == "data_ptr":
         if _asked_by("safetensors"):
             args[0]._refuse(
@@ -112,6 +143,9 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return ShardedTensor.__repr__(args[0])
     if name == "detach" and isinstance(args[0], ShardedTensor):
         return detach(args[0])
+    if name == "view_as" and isinstance(args[0], ShardedTensor) and args[0].shape == args[1].shape:
+        if not (torch.is_grad_enabled() and args[0].requires_grad):
+            return detach(args[0])
     if func is torch.autograd.backward:
         return _backward(*args, **kwargs)
     if func is torch.autograd.grad:
@@ -125,25 +159,7 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         )
     if name in ("register_hook", "detach_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
-
-    sharded = _sharded([*args, *kwargs.values()])
-    written = kwargs.get("out", args[0] if is_in_place(name) and args else None)
-    for x in sharded if name.startswith(LISTS) and name.endswith("_") else [written]:
-        _check_leaf(x)
-    if isinstance(written, ShardedTensor) and torch.is_grad_enabled():
-        _check_operands(written, name, args, kwargs)
-    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in sharded)
-    if not tracked or name in CREATION:
-        if name.startswith(LISTS):
-            return _on_lists(func, name, args, kwargs, sharded)
-        if (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE:
-            result = _on_slices(func, args, kwargs, sharded[0] if written is None else written, written)
-            if result is not NotImplemented:
-                return result
-        reduced = _reduction(name, args, kwargs)
-        if reduced is not NotImplemented:
-            return reduced
-    return _on_full(func, name, args, kwargs, written, tracked)
+    return NotImplemented
 
 
 _FIRST = ("tensor", "input", "self", "x", "tensors")
@@ -165,6 +181,10 @@ def _asked_by(package: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("zerofx.", "torch.")):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").startswith(package)
+
+
+def _is_elementwise(name: str) -> bool:
+    return (name.rstrip("_") if not name.startswith("__") else name) in ELEMENTWISE
 
 
 def _sharded(values: Sequence[Any]) -> list[ShardedTensor]:
@@ -210,13 +230,27 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
     if name == "data" and action == "__get__":
         return detach(tensor)
     if name == "data":
-        check_memory(tensor, args[1])
+        _replace(tensor, args[1])
         return None
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return _on_full(func, name, args, {}, written=None, tracked=torch.is_grad_enabled() and tensor.requires_grad)
     if name == "grad" and action == "__set__" and args[1] is not None:
         args = (tensor, _as_gradient(tensor, args[1]))
     return _as_is(func, args, {})
+
+
+def _replace(tensor: ShardedTensor, new: torch.Tensor) -> None:
+    """What ``tensor.data = new`` and ``tensor.set_(new)`` mean: the values of a whole tensor, or of a sharded one."""
+    if new.shape != tensor.shape:
+        check_memory(tensor, new)
+    if isinstance(new, ShardedTensor) and new._local is tensor._local:
+        return
+    check_conversion(tensor, new)
+    with torch.no_grad():
+        tensor.copy_(new)
+
+
+DOORS.replace = _replace
 
 
 def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor:
@@ -242,9 +276,11 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
 
     def local(x: Any) -> Any:
         if isinstance(x, ShardedTensor):
-            if not _same_slot(x, like):
+            if _laid_alike(x, like):
+                return x._local
+            if written is None or x.shape != like.shape:
                 raise _Mismatch
-            return x._local
+            return _narrow(like, gather_tensor(x))
         if not isinstance(x, torch.Tensor):
             return x
         if x.numel() == 1 and x.dim() <= len(like._slot.shape) and not is_dtensor(x):
@@ -281,9 +317,27 @@ def _same_slot(a: ShardedTensor, b: ShardedTensor) -> bool:
     return a._group is b._group and (a._slot is b._slot or a._slot == b._slot)
 
 
+def _laid_alike(a: ShardedTensor, b: ShardedTensor) -> bool:
+    """Whether every rank has the same elements of both: of one slot, or of two modules that were sharded alike."""
+    if _same_slot(a, b):
+        return True
+    one, other = a._group, b._group
+    if a._slot.shape != b._slot.shape or one.group_name != other.group_name or a._dtensor != b._dtensor:
+        return False
+    pieces = ((one.layout.piece(a._slot, r), other.layout.piece(b._slot, r)) for r in range(one.layout.world_size))
+    return all((p.in_parameter, p.length) == (q.in_parameter, q.length) for p, q in pieces)
+
+
 def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sharded: Sequence[ShardedTensor]) -> Any:
     if name == "_foreach_norm":
         return _foreach_norm(*args, **kwargs)
+    if name == "_foreach_max":
+        return tuple(x.max() for x in args[0])
+    lists = [i for i, x in enumerate(args) if isinstance(x, (list, tuple)) and len(x) == len(args[0])]
+    columns = list(zip(*(args[i] for i in lists), strict=True)) if 0 in lists and name.startswith("_foreach_") else []
+    if any(not _are_slices(column) for column in columns):
+        found = [_aligned(column, written=name.endswith("_")) for column in columns]
+        args = tuple([row[lists.index(i)] for row in found] if i in lists else x for i, x in enumerate(args))
     local_args, local_kwargs = pytree.tree_map(
         lambda x: x._local if isinstance(x, ShardedTensor) else x, (args, kwargs)
     )
@@ -305,9 +359,31 @@ def _foreach_norm(self: Sequence[torch.Tensor], ord: Any = 2, dtype: torch.dtype
     return norms(self, ord, dtype)
 
 
+def _are_slices(column: tuple[Any, ...]) -> bool:
+    """Whether what an operation on lists takes together is laid out alike, or no tensors of a size."""
+    tensors = [x for x in column if isinstance(x, torch.Tensor) and x.dim()]
+    sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+    return not sharded or (len(sharded) == len(tensors) and all(_laid_alike(x, sharded[0]) for x in sharded[1:]))
+
+
+def _aligned(column: tuple[Any, ...], *, written: bool) -> tuple[Any, ...]:
+    """The same, made alike: as the first, which is ``written``, or as the first that is sharded."""
+    sharded = next((x for x in column if isinstance(x, ShardedTensor)), None)
+    like = column[0] if written else sharded
+    if not isinstance(like, ShardedTensor):
+        return tuple(gather_tensor(x) if isinstance(x, ShardedTensor) else x for x in column)
+
+    def fit(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.dim() or (isinstance(x, ShardedTensor) and _laid_alike(x, like)):
+            return x
+        return like.like(_narrow(like, gather_tensor(x) if isinstance(x, ShardedTensor) else x))
+
+    return tuple(fit(x) for x in column)
+
+
 def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A reduction of one sharded tensor to a scalar; NotImplemented for any other."""
-    tensor = args[0]
+    tensor = args[0] if args else None
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
     if name in ("norm", "vector_norm", "linalg_vector_norm"):
@@ -348,21 +424,26 @@ def _extreme(tensor: ShardedTensor, sign: int) -> torch.Tensor:
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any, tracked: bool) -> Any:
     if isinstance(written, ShardedTensor) and not written._group.family.rewritable:
-        written._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
-    gathered: dict[int, torch.Tensor] = {}
+        return write(func, name, args, kwargs, written, name in BY_POSITION or _is_elementwise(name))
+    gathered: dict[int, tuple[ShardedTensor, torch.Tensor, int]] = {}
 
     def full(x: Any) -> Any:
         if not isinstance(x, ShardedTensor):
             return x
         if id(x) not in gathered:
-            gathered[id(x)] = gather_tensor(x) if x._group.family.rewritable else unshard(x, name)
-        return gathered[id(x)]
+            whole = gather_tensor(x) if x._group.family.rewritable else unshard(x, name)
+            gathered[id(x)] = x, whole, version_of(whole)
+        return gathered[id(x)][1]
 
     args, kwargs = pytree.tree_map(full, (args, kwargs))
     result = func(*args, **kwargs)
     if isinstance(written, ShardedTensor):
-        return written.copy_(gathered[id(written)])
-    return result if tracked else readonly(result, list(gathered.values()))
+        return written.copy_(gathered[id(written)][1])
+    for x, whole, version in gathered.values():
+        if version_of(whole) != version:  # it writes, and its name does not say so: an embedding with max_norm
+            with torch.no_grad():
+                x.copy_(whole.detach())
+    return result if tracked else readonly(result, [(whole, x) for x, whole, _ in gathered.values()])
 
 
 def _narrow(like: ShardedTensor, full: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,11 @@ first time each line does it there is a warning that names the line.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +31,7 @@ from zerofx._torch import (
 )
 from zerofx.model.units import format_bytes
 from zerofx.runtime.eager.ondemand import gather_tensor, leaf_of, reduce_gradient
+from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, is_in_place
 
 
@@ -66,13 +70,13 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
     """The full tensor for an operation that needs it, differentiable where the parameter is.
 
     Raises:
-        TypeError: the operation is an optimizer's. On each rank's slice it would mean something else than on the
+        RuntimeError: the operation is an optimizer's. On each rank's slice it would mean something else than on the
             whole, and on the whole every rank would repeat all of the work.
     """
     frame = _caller()
     optimizer = _enclosing_optimizer(frame)
     if optimizer is not None:
-        raise TypeError(not_elementwise(optimizer, func_name, tensor._slot.name))
+        raise RuntimeError(not_elementwise(optimizer, func_name, tensor._slot.name))
     if leaf_of(tensor._group) is None:
         _warn(frame, func_name, tensor)
     with outside_of_transforms():  # a weight is gathered once, however often `vmap` maps over what meets it
@@ -101,37 +105,83 @@ def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:
 
 
 class GatheredView(torch.Tensor):
-    """A view of a gathered weight, as eager code without autograd gets it: readable, not writable.
+    """A view of a gathered weight, as eager code without autograd gets it.
 
-    ``with torch.no_grad(): weight[0].zero_()`` would write to the gathered copy and be lost.
+    ``with torch.no_grad(): weight[0].zero_()`` writes to the gathered copy. Each rank then takes its slice of that.
     """
+
+    _source: _Source | None = None
 
     @classmethod
     @inlined_alone
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "").split(".")[0]
-        written = [(kwargs or {}).get("out"), args[0] if is_in_place(name) and args else None]
-        if any(isinstance(x, cls) for x in pytree.tree_leaves(written)):
-            raise RuntimeError(
-                f"{name!r} writes to a view of a sharded weight. The view is of a gathered copy, the write would be "
-                "lost: change weight.full_tensor() and copy it back, weight.copy_(full)."
-            )
+        outs = pytree.tree_leaves([kwargs.get("out"), args[0] if is_in_place(name) and args else None])
+        written = [x for x in outs if isinstance(x, cls)]
+        for view in written:
+            if view._source is None or not view._source.is_fresh():
+                raise RuntimeError(
+                    f"{name!r} writes to a view of a sharded weight. The view is of a gathered copy that the weight no "
+                    "longer agrees with, the write would be lost: change weight.full_tensor() and copy it back, "
+                    "weight.copy_(full)."
+                )
+        sources = [(x, x._source) for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, cls)]
+        if any(issubclass(t, ShardedTensor) for t in types):
+            plain = pytree.tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, cls) else x, (args, kwargs))
+            result = DOORS.operation(func, *plain)
+        else:
+            with DisableTorchFunction():
+                result = func(*args, **kwargs)
+        for view in written:
+            view._source.write_back()  # type: ignore[union-attr]
         with DisableTorchFunction():
-            return readonly(func(*args, **(kwargs or {})), args)
+            return readonly(result, sources)
 
 
-def readonly(result: Any, inputs: Any) -> Any:
-    """``result``, with every tensor in it that shares memory with one of ``inputs`` made a `GatheredView`."""
+class _Source:
+    """What a view was gathered from, and the whole copy that it is of."""
+
+    def __init__(self, sharded: ShardedTensor, whole: torch.Tensor) -> None:
+        self._sharded, self._whole = sharded, whole.detach()
+        self._version = version_of(sharded._local)
+
+    def is_fresh(self) -> bool:
+        """Whether the copy has the values that the weight has."""
+        same_kind = self._whole.dtype == self._sharded._local.dtype and self._sharded._dtensor is None
+        return same_kind and version_of(self._sharded._local) == self._version
+
+    def write_back(self) -> None:
+        with torch.no_grad():
+            DOORS.operation(torch.Tensor.copy_, (self._sharded, self._whole), {})
+        self._version = version_of(self._sharded._local)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written; tensors of inference mode do not count that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def readonly(result: Any, inputs: Sequence[tuple[torch.Tensor, Any]]) -> Any:
+    """``result``, with every tensor in it that shares memory with one of ``inputs`` made a `GatheredView`.
+
+    ``inputs``: tensors, each with what it was gathered from, or with the source of the view that it is.
+    """
 
     def memory(x: Any) -> int | None:
         # Those of functorch do not tell what memory they wrap, and a DTensor has none of its own.
         own = isinstance(x, torch.Tensor) and not is_wrapped(x) and not is_dtensor(x)
         return x.untyped_storage().data_ptr() if own and x.numel() else None
 
-    shared = {memory(x) for x in pytree.arg_tree_leaves(inputs)} - {None}
+    shared = {address: (x, of) for x, of in inputs if (address := memory(x)) is not None}
 
     def mark(x: Any) -> Any:
-        return x.as_subclass(GatheredView) if memory(x) in shared else x
+        if (found := shared.get(memory(x))) is None:  # type: ignore[arg-type]
+            return x
+        view = x.as_subclass(GatheredView)
+        whole, of = found
+        view._source = _Source(of, whole) if isinstance(of, ShardedTensor) else of
+        return view
 
     return pytree.tree_map(mark, result)
 
@@ -153,12 +203,29 @@ def _caller() -> FrameType | None:
 
 
 def _enclosing_optimizer(frame: FrameType | None) -> str | None:
+    """The optimizer whose step computes here: not one that has called a closure, in which a model runs."""
+    inside: set[Any] = set()
     while frame is not None:
         owner = _optimizer_of(frame)
         if owner is not None and "step" in frame.f_code.co_name:
-            return type(owner).__name__
+            given = (code for x in frame.f_locals.values() if x is not owner and callable(x) for code in _codes_of(x))
+            return type(owner).__name__ if inside.isdisjoint(given) else None
+        inside.add(frame.f_code)
         frame = frame.f_back
     return None
+
+
+def _codes_of(function: Any) -> Iterator[Any]:
+    """The code that runs where ``function`` is called: of a function, a method, a partial, an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
+        function = inspect.getattr_static(type(function), "__call__", None)
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if (code := getattr(function, "__code__", None)) is not None:
+            yield code
+        function = getattr(function, "__wrapped__", None)
 
 
 def _optimizer_of(frame: FrameType) -> Optimizer | None:

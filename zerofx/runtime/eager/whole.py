@@ -35,7 +35,7 @@ from torch import nn
 from zerofx._torch import as_dtensor, uncompiled
 from zerofx.model.hugging_face import each_by_itself
 from zerofx.runtime.eager.ondemand import gather_tensor
-from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter
+from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter, ShardedTensor
 
 Place = tuple[nn.Module, str]
 """Where a parameter stands: the module that holds it, and its name there."""
@@ -102,7 +102,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
             with torch.no_grad():
                 for p in sharded:
                     value: Any = wholes[p].detach()
-                    _take_from_rank_0(p, value if p._dtensor is None else value.to_local())
+                    take_from_rank_0(p, value if p._dtensor is None else value.to_local())
 
 
 _WHOLE = "_zerofx_whole"
@@ -179,7 +179,7 @@ def _agree(places: dict[Any, list[Place]], wholes: dict[Any, nn.Parameter], vers
             raise RuntimeError(f"zerofx.unsharded cannot write back, and has not; rank {rank}: {text}.")
 
 
-def _take_from_rank_0(parameter: ShardedParameter | ReplicatedParameter, whole: torch.Tensor) -> None:
+def take_from_rank_0(parameter: ShardedTensor | ReplicatedParameter, whole: torch.Tensor) -> None:
     """Rank 0's ``whole`` becomes the value of ``parameter``. Each rank is sent its slice alone.
 
     Where there are replicas, rank 0 sends to its own, whose ranks pass their slices on to the others.

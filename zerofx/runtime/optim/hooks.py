@@ -58,7 +58,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, ShardedTensor):
-                    raise TypeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
+                    raise RuntimeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
     return args, kwargs
 
 

@@ -4,6 +4,7 @@
 door                what goes through it                       who fills it in
 ==================  =========================================  ======================================
 ``operation``       an operation on sharded tensors            `zerofx.runtime.eager.elementwise`
+``replace``         ``set_()``                                 `zerofx.runtime.eager.elementwise`
 ``gather``          ``full_tensor()``                          `zerofx.runtime.eager.ondemand`
 ``write_items``     three questions of                         `zerofx.checkpoint.dcp`
 ``chunk_list``      torch.distributed.checkpoint
@@ -19,10 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class Doors:
     """The table. An entry that nobody has filled in is missing: reading it is an AttributeError with its name."""
 
+    replace: Callable[[Any, torch.Tensor], None]
     operation: Callable[[Callable, tuple, dict[str, Any]], Any]
     gather: Callable[[Any], Any]
     write_items: Callable[[Any, str], list[Any]]

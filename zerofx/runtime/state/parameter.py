@@ -120,14 +120,20 @@ class ShardedTensor(torch.Tensor):
             f"rank {self._group.rank} of {ranks} holds {held:,} of {self._slot.numel:,} elements)"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        with self._group.home.only(self._local):
+            memo[id(self)] = copied = self.like(self._local.clone())
+        copied._compute_dtype = self._compute_dtype
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickling (torch.save)", "use zerofx.save, or zerofx.full_state_dict, which every rank must call")
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # PyTorch does not dispatch it
-        self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
+    def set_(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # PyTorch asks nobody
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+            self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
+        DOORS.replace(self, args[0])
+        return self
 
     def _refuse(self, what: str, way_out: str) -> NoReturn:
         raise RuntimeError(
@@ -141,6 +147,9 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     Every parameter has a subclass of its own. Dynamo guards on the exact class, so code that was compiled for one
     parameter's group is never run with another's, even where two models share code and all shapes are equal.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
 
 
 class PlainlyCopied(nn.Parameter):
