@@ -75,7 +75,7 @@ SHORTCUTS: list[Shortcut] = []
 WATCHERS: list[Watcher] = []
 """`zerofx.runtime.ranks.watch` puts itself here."""
 
-ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG = 0x66, 0x67, 0x68, 0x69
+ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG, COMPARISON_TAG = 0x66, 0x67, 0x68, 0x69, 0x6A
 """The lower 8 bits of a tag. The upper 23 go by size and by subject."""
 
 
@@ -135,6 +135,17 @@ def tell_pairwise(mine: torch.Tensor, process_group: str) -> tuple[list[torch.Te
     return received, works
 
 
+def tell(number: int, process_group: str) -> tuple[torch.Tensor, list[dist.Work]]:
+    """Start to tell all ranks a number, and to hear theirs; returns all of them by rank, and what to wait for.
+
+    No watcher is told: it is they who compare.
+    """
+    group = resolve_process_group(process_group)
+    everyone = torch.full((group.size(),), number, dtype=torch.int64)
+    parts = list(everyone.chunk(group.size()))
+    return everyone, _exchange(parts, [parts[group.rank()]] * group.size(), process_group, COMPARISON_TAG)
+
+
 def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
     """``wait_tensor(out)`` waits for ``works``; returns ``out``."""
     for work in works:
@@ -151,6 +162,18 @@ def exchange(
     received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], process_group: str, kind: int
 ) -> list[dist.Work]:
     """Start to exchange messages, both given by rank; this rank's own are not looked at. Returns what to wait for."""
+    with contextlib.ExitStack() as told:
+        for watcher in WATCHERS:
+            told.enter_context(watcher.starting(process_group))
+        works = _exchange(received, sent, process_group, kind)
+    for watcher in WATCHERS:
+        works = watcher.under_watch(works, process_group)
+    return works
+
+
+def _exchange(
+    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], process_group: str, kind: int
+) -> list[dist.Work]:
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     # If ranks run different collectives, more may come than was asked for. Gloo would end the process then, from a
@@ -160,14 +183,9 @@ def exchange(
     subjects = [watcher.subject(process_group) for watcher in WATCHERS if of_a_group]
     tag = _tag(kind, sent[0].nbytes, subjects)
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    with contextlib.ExitStack() as told:
-        for watcher in WATCHERS:
-            told.enter_context(watcher.starting(process_group))
-        near = neighbours(process_group) if sent[0].device.type == "cpu" else {}
-        far = [other for other in others if other not in near]
-        works = [group.recv([received[other]], other, tag) for other in reversed(far)]
-        works += [group.send([sent[other]], other, tag) for other in far]
-        works += [near[other].exchange(received[other], sent[other], tag) for other in others if other in near]
-    for watcher in WATCHERS:
-        works = watcher.under_watch(works, process_group)
+    near = neighbours(process_group) if sent[0].device.type == "cpu" else {}
+    far = [other for other in others if other not in near]
+    works = [group.recv([received[other]], other, tag) for other in reversed(far)]
+    works += [group.send([sent[other]], other, tag) for other in far]
+    works += [near[other].exchange(received[other], sent[other], tag) for other in others if other in near]
     return works

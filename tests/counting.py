@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import _torch
-from zerofx.passes.pairwise import ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG
+from zerofx.passes.pairwise import ALL_GATHER_TAG, ALL_TO_ALL_TAG, COMPARISON_TAG, MEETING_TAG, USED_TAG
 from zerofx.runtime.ranks import same_host
 
 
@@ -52,10 +52,12 @@ class CollectiveLog:
     """What happened inside ``with count_collectives() as log``, in the order of the calls on this rank.
 
     ``used``: the messages beside reductions that say who has used which parameter. They are not among ``events``.
+    ``compared``: nor are those by which ranks compare what they are about to run.
     """
 
     events: list[Collective] = field(default_factory=list)
     used: list[Collective] = field(default_factory=list)
+    compared: list[Collective] = field(default_factory=list)
 
     @property
     def calls(self) -> Counter[str]:
@@ -136,7 +138,13 @@ _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
 
 SAME_HOST = "zerofx.runtime.ranks.same_host"
 """The `Collective.operator` of what passed no process group."""
-_PAIRWISE = {ALL_GATHER_TAG: "all_gather", ALL_TO_ALL_TAG: "all_to_all", MEETING_TAG: "meeting", USED_TAG: "used"}
+_PAIRWISE = {
+    ALL_GATHER_TAG: "all_gather",
+    ALL_TO_ALL_TAG: "all_to_all",
+    MEETING_TAG: "meeting",
+    USED_TAG: "used",
+    COMPARISON_TAG: "comparison",
+}
 """What messages with these tags are parts of."""
 
 _lock = threading.Lock()
@@ -167,7 +175,8 @@ def _message(name: str, tag: int) -> str:
 def _log(event: Collective) -> None:
     with _lock:
         for log in _logs:
-            (log.used if event.name.startswith("used_") else log.events).append(event)
+            beside = {"used": log.used, "comparison": log.compared}
+            beside.get(event.name.partition("_")[0], log.events).append(event)
 
 
 def _exchange(other: same_host.Neighbour, received: torch.Tensor, sent: torch.Tensor, tag: int) -> dist.Work:

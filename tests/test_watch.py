@@ -21,6 +21,7 @@ import zerofx
 from tests.workers import Workers
 from zerofx.runtime.ranks import agree, watch
 from zerofx.runtime.ranks.agree import Collective, OutOfStepError, Schedule, difference
+from zerofx.runtime.ranks.steps import Steps
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
 
@@ -121,11 +122,11 @@ def test_a_step_that_one_rank_does_not_take_is_an_error_that_names_it(stage: int
     for kind, message, seconds in found:
         assert kind == "OutOfStepError", (kind, message)
         assert seconds < 40, seconds
-        assert re.search(r"before graph number \d+ rank 0 has stepped its optimizer and rank 1 has not", message)
+        assert re.search(r"before graph number \d+ rank \d has stepped its optimizers \d+ times and rank", message)
 
 
-def steps_that_are_legal() -> list[str]:
-    """Which runs were noted as the first after a step, whatever the optimizers are."""
+def steps_that_are_legal() -> list[int]:
+    """How many steps each run was noted with, whatever the optimizers are."""
     model, world = build(), dist.group.WORLD.group_name
     names = [name for name, _ in model.named_parameters()]
     sgd = torch.optim.SGD([p for name, p in model.named_parameters() if name == names[-1]])  # a bias: of one rank
@@ -133,7 +134,7 @@ def steps_that_are_legal() -> list[str]:
     own = torch.optim.SGD(nn.Linear(2, 2).parameters())  # not sharded: a rank may step it alone
     seen = watch.watch_of(world)
     assert seen is not None
-    start = len(seen._runs)
+    start, before = len(seen._runs), seen.steps.count
     train(model, 1)
     if dist.get_rank():
         own.step()
@@ -143,12 +144,13 @@ def steps_that_are_legal() -> list[str]:
     for adam in adams:
         adam.step()
     train(model, 1)
-    return ["+" if digest.endswith("+") else "-" for _, digest in list(seen._runs)[start:]]
+    told = [run.partition("+")[2] for _, run in list(seen._runs)[start:]]
+    return [int(steps.partition(".")[0]) - before for steps in told]
 
 
-def test_a_graph_is_noted_as_the_first_after_a_step_whatever_part_of_it_a_rank_had_to_do(workers2: Workers) -> None:
+def test_a_graph_is_noted_with_the_steps_before_it_whatever_part_of_them_a_rank_had_to_do(workers2: Workers) -> None:
     for noted in workers2.run(steps_that_are_legal):
-        assert noted == list("----+-+-")
+        assert noted == [0, 0, 0, 0, 1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -160,14 +162,13 @@ def test_a_step_counts_for_the_process_groups_that_share_the_optimizers_paramete
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))])
     zerofx.shard(model, stage=stage, init_sync=False)
-    mine, another = (types.SimpleNamespace(stepped=False, check=lambda: None) for _ in range(2))
+    mine, another = (types.SimpleNamespace(steps=Steps(dist.HashStore()), check=lambda: None) for _ in range(2))
     monkeypatch.setattr(watch, "_watches", {dist.group.WORLD.group_name: mine, "another": another})
     optimizer.step()
-    assert mine.stepped == (stage > 0)  # plain data parallelism: a rank may step, and broadcast
-    assert not another.stepped
-    mine.stepped = False
+    assert mine.steps.count == (stage > 0)  # plain data parallelism: a rank may step, and broadcast
+    assert not another.steps.count
     torch.optim.SGD(nn.Linear(2, 2).parameters()).step()
-    assert not mine.stepped
+    assert mine.steps.count == (stage > 0)
 
 
 def differing(what: dict[str, list[Any]]) -> tuple[str, str, float]:
@@ -316,7 +317,7 @@ def test_a_later_process_group_finds_nothing_of_an_earlier_one() -> None:
     """torchrun's store outlives process groups."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for group in range(3):
-        zero, one = (watch._own_part(server, "zerofx/0/2", 2) for _ in range(2))
+        zero, one = (agree.own_part(server, "zerofx/0/2", 2) for _ in range(2))
         assert not zero.check(["failed"]), group
         zero.set("failed", f"in group {group}")
         assert one.get("failed") == f"in group {group}".encode()

@@ -25,10 +25,11 @@ from torch import nn
 from zerofx._torch import is_dtensor
 from zerofx.checkpoint.folder import sync, writing
 from zerofx.checkpoint.nested import mapped
-from zerofx.checkpoint.ranks import CheckpointError, Ranks
+from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
 from zerofx.checkpoint.state import model_state, names_of, plain, unwrapped
+from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
@@ -40,8 +41,20 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
     Args:
         module: sharded in any stage.
         rank0_only: the others get an empty dictionary. False: everything, on every rank.
+
+    Raises:
+        OutOfStepError: on every rank: optimizers have stepped more often on one than on another.
     """
     ranks = Ranks.of(module)
+    if not any(group.family.stage for group in groups_of(module)):  # each rank has it all: it may ask alone
+        return _full_state_dict(module, ranks, rank0_only)
+    what = "zerofx.full_state_dict"
+    with ranks.call(what):
+        compare_steps(what, module, ranks, ranks.all_gather(steps_of(module)))
+        return _full_state_dict(module, ranks, rank0_only)
+
+
+def _full_state_dict(module: nn.Module, ranks: Ranks, rank0_only: bool) -> dict[str, Any]:
     wait_for_pending(ranks)
     full: dict[int, torch.Tensor] = {}
     result: dict[str, Any] = {}
@@ -81,13 +94,19 @@ def export_safetensors(
 
     Raises:
         CheckpointError: on every rank: rank 0 could not write, or safetensors has no name for a dtype.
+        OutOfStepError: on every rank: optimizers have stepped more often on one than on another.
     """
-    ranks, folder = Ranks.of(module), Path(path)
+    ranks = Ranks.of(module)
+    with ranks.call("zerofx.export_safetensors"):
+        _export(module, ranks, Path(path), dtype, max_file_bytes)
+
+
+def _export(module: nn.Module, ranks: Ranks, folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     what = f"Exporting to {folder}"
     wait_for_pending(ranks)
     entries: list[tuple[str, torch.Tensor, torch.dtype]] = []
 
-    def collect() -> None:
+    def collect() -> Counts:
         aliases = {alias for names in names_of(module).values() for alias in names[1:]}
         for name, value in model_state(module).items():
             if isinstance(value, torch.Tensor) and name not in aliases:
@@ -95,9 +114,9 @@ def export_safetensors(
                 if kind not in _DTYPE_NAMES:
                     raise CheckpointError(f"{name} is {kind}, which safetensors cannot hold: pass dtype=")
                 entries.append((name, value, kind))
-        folder.mkdir(parents=True, exist_ok=True)
+        return steps_of(module)
 
-    ranks.together(what, collect)
+    compare_steps(what, module, ranks, ranks.together(what, collect))
     files = _divide(entries, max_file_bytes)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     names = ["model.safetensors"] if len(files) == 1 else names
@@ -157,6 +176,7 @@ def _write_file(path: Path, entries: list[tuple[str, torch.Tensor, torch.dtype]]
     incoming = ((bring(value), dtype) for _, value, dtype in entries)
 
     def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         with writing(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)

@@ -23,7 +23,7 @@ from torch import nn
 from zerofx.checkpoint import cut_off
 from zerofx.checkpoint import extra as extras
 from zerofx.checkpoint import folder as folders
-from zerofx.checkpoint.ranks import CheckpointError, Ranks
+from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
 from zerofx.checkpoint.restore import Binding, bind
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import DcpSource, FileSource, SafetensorsSource, Source
@@ -56,8 +56,21 @@ def load(
     Raises:
         CheckpointError: on every rank: there is none, it is of another model, kind of optimizer or newer format, or
             damaged. Nothing has changed then, unless the message says so.
+        OutOfStepError: on every rank: optimizers have stepped more often on one than on another, and would go on so.
     """
     ranks = Ranks.of(module)
+    with ranks.call("zerofx.load"):
+        return _load(path, ranks, module, optimizer, rng, extra)
+
+
+def _load(
+    path: str | Path,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    rng: bool,
+    extra: dict[str, Any],
+) -> dict[str, Any]:
     wait_for_pending(ranks)
     what = f"Loading {path}"
     [(kind, found), *_] = ranks.together(what, lambda: _find(Path(path)), only=0)
@@ -65,14 +78,15 @@ def load(
     binding: Any = None
     apply: Any = None
 
-    def prepare() -> None:
+    def prepare() -> Counts:
         nonlocal source, binding, apply
         order = [] if optimizer is None else [name for _, name, _ in owned(module, optimizer)]
         source = _open(kind, found, module, order)
         binding = bind(module, optimizer, source)
         apply = _extras(source, extra, ranks, rng)
+        return steps_of(module)
 
-    ranks.together(what, prepare)
+    compare_steps(what, module, ranks, ranks.together(what, prepare))
     assert isinstance(source, Source) and isinstance(binding, Binding)
     ranks.together(what, lambda: source.verify(binding.reads, ranks.rank, ranks.size))
 

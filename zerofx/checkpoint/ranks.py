@@ -8,6 +8,9 @@
 
 Work that may fail holds no collective of its own, so that no rank waits for one that has given up.
 
+What ranks save or gather must be of one step. So they tell each other how often each group was stepped, before
+anything is written.
+
 A save in the background must not come between the collectives of training. It talks through the store by which the
 ranks once found each other (`Aside`). A process group of its own would do too, but not in a run that `torchrun` has
 restarted: the store keeps the addresses of the dead, and a second gloo group tries to connect to them.
@@ -15,6 +18,8 @@ restarted: the store keeps the addresses of the dead, and a second gloo group tr
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import pickle
 import threading
 import time
@@ -22,11 +27,15 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import default_store, resolve_process_group
+from zerofx.runtime.ranks.agree import OutOfStepError
 from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.ranks.steps import times
+from zerofx.runtime.ranks.watch import call
 from zerofx.runtime.state.group import groups_of
 
 T = TypeVar("T")
@@ -46,6 +55,7 @@ class Ranks:
 
     def __init__(self, group_name: str | None) -> None:
         self._name = group_name  # see `zerofx.runtime.ranks.sharing.RankGroup`
+        self._watched: set[str] = set()
         self.rank: int = 0 if group_name is None else self._group.rank()
         self.size: int = 1 if group_name is None else self._group.size()
 
@@ -56,7 +66,13 @@ class Ranks:
             return Ranks(None)
         groups = groups_of(module)
         shared = groups[0].sharing.whole if groups else RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-        return Ranks(None if shared.size == 1 else shared.name)
+        ranks = Ranks(None if shared.size == 1 else shared.name)
+        ranks._watched = groups[0].sharing.watched if groups else set()
+        return ranks
+
+    def call(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """The call ``what``, which every rank must make, runs inside: `zerofx.runtime.ranks.watch.call`."""
+        return call(self._watched, what)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -116,6 +132,47 @@ class Ranks:
             same = all(text == answers[0][1] for _, text in answers)
             raise CheckpointError(f"{what} failed: {answers[0][1] if same else '; '.join(failed)}") from error
         return [answer for answer, _ in answers]
+
+
+Counts = dict[str, int]
+"""How often an optimizer has stepped each group of a module, by name."""
+
+
+def steps_of(module: nn.Module) -> Counts:
+    """How often an optimizer has stepped each group of ``module`` on this rank."""
+    return {group.layout.name: group.steps for group in groups_of(module)}
+
+
+def compare_steps(what: str, module: nn.Module, ranks: Ranks, everyone: list[Counts]) -> None:
+    """Refuse what would be of two steps: ``everyone`` are the `steps_of` of all ranks, by rank.
+
+    In stage 0 each rank has the whole weights, and may have got them from a rank that stepped alone. So there the
+    weights are compared, where the counts differ. That is a collective.
+
+    Raises:
+        OutOfStepError: on every rank.
+    """
+    mine = everyone[ranks.rank]
+    found = next(
+        ((r, name) for r, theirs in enumerate(everyone) for name in mine if theirs.get(name) != everyone[0].get(name)),
+        None,
+    )
+    if found is None or (groups_of(module)[0].family.stage == 0 and len(set(ranks.all_gather(_digest(module)))) == 1):
+        return
+    rank, name = found
+    raise OutOfStepError(
+        f"{what} would mix two steps: optimizers have stepped group {name!r} {times(everyone[0][name])} on rank 0 and "
+        f"{times(everyone[rank].get(name, 0))} on rank {rank}. Nothing has changed. Step on every rank or on none, and "
+        "go on from the last checkpoint (docs/debugging.md)."
+    )
+
+
+def _digest(module: nn.Module) -> str:
+    """What tells one rank's parameters of stage 0 from another's."""
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _describe(error: Exception | None) -> str:

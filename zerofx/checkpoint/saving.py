@@ -38,7 +38,7 @@ from zerofx.checkpoint.cut_off import cut_off
 from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.nested import Form, check_readable, form_of, listed
-from zerofx.checkpoint.ranks import CheckpointError, Ranks
+from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
 from zerofx.checkpoint.state import at_hand, model_state, names_of, non_finite, optimizer_state
 from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -103,17 +103,31 @@ def save(
         CheckpointError: on every rank, if one of them cannot save: no space, a folder in the way that is no checkpoint,
             or weights that are not finite (they would push out a good checkpoint). What was there before is as it was,
             and the message says what is whole.
+        OutOfStepError: on every rank: optimizers have stepped more often on one than on another. Nothing is written.
         ValueError: ``keep`` without ``step``.
     """
     if keep is not None and (step is None or keep < 1):
         raise ValueError(f"keep={keep!r} with step={step!r}: expected a number above 0, and a step.")
     ranks = Ranks.of(module)
+    with ranks.call("zerofx.save"):
+        return _save(folders.place(Path(path), step), ranks, module, optimizer, step, keep, background, extra)
+
+
+def _save(
+    target: Path,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int | None,
+    keep: int | None,
+    background: bool,
+    extra: dict[str, Any],
+) -> Path | Saving:
     wait_for_pending(ranks)
-    target = folders.place(Path(path), step)
     state: dict[str, Any] = {}
     form: Any = None
 
-    def collect() -> None:
+    def collect() -> Counts:
         nonlocal state, form
         stack.enter_context(at_hand(module))
         found = {"model": model_state(module)}
@@ -121,9 +135,11 @@ def save(
             found["optim"] = optimizer_state(module, optimizer)
         _check_finite(module, found)
         state, form = listed(found), _form_of(found)
+        return steps_of(module)
 
     with contextlib.ExitStack() as stack:
-        ranks.together(f"Saving to {target}", collect)
+        what = f"Saving to {target}"
+        compare_steps(what, module, ranks, ranks.together(what, collect))
         packed = extras.collect(extra | cut_off(module), ranks, form)
         weights = {name for names in names_of(module).values() for name in names}
         run = _Run(target, ranks, state, packed, step, keep, state["model"].keys() - weights)
@@ -158,7 +174,8 @@ class Saving:
         Raises:
             CheckpointError: on every rank, where one of them failed.
         """
-        self._join()
+        with self._ranks.call("Saving.result"):
+            self._join()
         self._told = True
         if self._error is not None:
             raise self._error

@@ -35,6 +35,7 @@ from torch import nn
 from zerofx._torch import as_dtensor, uncompiled
 from zerofx.model.hugging_face import each_by_itself
 from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.ranks.watch import call
 from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter, ShardedTensor
 
 Place = tuple[nn.Module, str]
@@ -81,7 +82,9 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
     sharded = [p for p in places if isinstance(p, (ShardedParameter, ReplicatedParameter))]
     if not sharded and not any(isinstance(p, WholeParameter) or hasattr(p, _WHOLE) for p in places):
         raise ValueError(f"no parameter of this {type(what).__name__} is sharded: call zerofx.compile on it first.")
-    wholes = {p: whole_of(p) for p in sharded}
+    watched = set().union(*(p._group.sharing.watched for p in sharded if p._group.family.stage))
+    with call(watched, "zerofx.unsharded"):
+        wholes = {p: whole_of(p) for p in sharded}
     versions = {p: (p._version, wholes[p]._version) for p in sharded}
     families = {p._group.family for p in sharded}
     with contextlib.ExitStack() as stack:
@@ -98,8 +101,8 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
             given = [wholes.get(p, p) for p in places]
             yield given[0] if isinstance(what, torch.Tensor) else given
         if writeback and sharded:
-            _agree(places, wholes, versions)
-            with torch.no_grad():
+            with call(watched, "the end of zerofx.unsharded"), torch.no_grad():
+                _agree(places, wholes, versions)
                 for p in sharded:
                     value: Any = wholes[p].detach()
                     take_from_rank_0(p, value if p._dtensor is None else value.to_local())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zerofx._torch import DisableTorchFunction
 from zerofx.runtime.eager.unshard import not_elementwise
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.ranks.watch import check, stepped
@@ -120,15 +121,27 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     Raises:
         OffloadError: on every rank, where state could not be read or written on one of them.
     """
-    groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
+    everything = _groups_in(optimizer)
+    groups = [shards for shards in everything if shards.family.stage]
     if files := _files_of(groups):
         _keep_what_is_new(optimizer)
         for file in files:
             file.agree()
     for shards in groups:
         shards.weights.note_write()
-    for name in _watched(groups):
-        stepped(name)
+    frozen = {f"{shards.family.number} {shards.layout.name}": _frozen(shards) for shards in everything}
+    counted = _watched(groups)
+    for name in _watched(everything):
+        stepped(name, frozen, counted=name in counted)
+    for shards in everything:
+        shards.steps += 1
+
+
+def _frozen(shards: ShardGroup) -> tuple[str, ...]:
+    """The parameters of a group that require no gradient."""
+    with DisableTorchFunction():  # for speed
+        members = ((slot.name, shards.members.live(slot)) for slot in shards.layout.slots)
+        return tuple(name for name, p in members if p is not None and not p.requires_grad)
 
 
 def _files_of(groups: list[ShardGroup]) -> list[StateFile]:

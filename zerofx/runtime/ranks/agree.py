@@ -40,8 +40,12 @@ _KINDS = (
 )
 OWN = "own"
 """A collective of a user's pass is of the kind ``own send``: told by what is sent, for what arrives may differ."""
+OWN_OF_BACKEND = ("gather", "reduction", "all-reduce")
+"""Kinds of collectives outside of graphs that are the backend's own, not pairwise exchanges."""
 ON_DEMAND = "on demand"
 """The phase of what eager code gathers."""
+CALL = "call"
+"""The phase of a call that every rank must make (`zerofx.save`). Its one collective has the call's name for a kind."""
 
 
 class OutOfStepError(RuntimeError):
@@ -80,6 +84,11 @@ class Schedule:
 
     def to_json(self) -> str:
         return json.dumps([self.phase, [list(asdict(c).values()) for c in self.collectives]])
+
+    @staticmethod
+    def of_call(what: str) -> Schedule:
+        """That of a call of the name ``what``."""
+        return Schedule(CALL, (Collective(what, "", 0, ""),))
 
     @staticmethod
     def from_json(text: bytes | str) -> Schedule:
@@ -125,6 +134,8 @@ class Schedule:
 
     def where(self, i: int) -> str:
         """The collective ``i``, in words."""
+        if self.phase == CALL:
+            return self.collectives[0].kind
         if i >= len(self.collectives):
             return f"nothing more in {self.phase}"
         return f"{self.phase}: {self.collectives[i]}"
@@ -203,3 +214,15 @@ def publish_choice(store: dist.Store, what: str, choice: str, rank: int, world_s
                 "workspaces. Versions, threads and processors must be the same on all ranks. Otherwise give "
                 "memory_budget= and activation_budget= instead."
             )
+
+
+def own_part(default: dist.Store, prefix: str, world_size: int) -> dist.Store:
+    """The part of ``default`` that belongs to one process group, over a connection of its own.
+
+    torchrun's store outlives ``destroy_process_group``, and a later process group may have the same name. So ranks are
+    counted as they come: the first ``world_size`` of them share part 0, the next part 1. A count in each process would
+    not do: processes differ in how many process groups they have seen.
+    """
+    store = default.clone()  # type: ignore[attr-defined]  # the stubs lack it
+    part = (store.add(f"{prefix}/came", 1) - 1) // world_size
+    return dist.PrefixStore(f"{prefix}/{part}", store)

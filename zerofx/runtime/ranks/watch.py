@@ -5,13 +5,20 @@
     the rank's own thread                              the watchdog's, once a second
     stepped             an optimizer has stepped
     enter(schedule)     the next graph, its digest     writes to the store:  which graphs ran last, what is under way
-    started(works)      its next collective            reads of its neighbour:  the same. Different graphs: fail
-    wait                where a rank hangs             waits for longer than the timeout: asks all who is missing; fail
+    agree(schedule)     all enter the same one?        reads of its neighbour:  the same. Different graphs: fail
+    started(works)      its next collective            waits for longer than the timeout: asks all who is missing; fail
+    wait                where a rank hangs             waits, and another rank waits for something else: fail
 
-A rank whose optimizer did not step runs the same graphs as the others. So with its digest a graph is noted to be the
-first since a step: whether one was, not how many (there may be an optimizer per parameter), and not what was written
-(ranks hold parts of different parameters). Only optimizers with sharded parameters count, stages 1 to 3: each rank has
-other parts of those, so all must step or none. In stage 0 a program may step on one rank and broadcast.
+A rank whose optimizer did not step runs the same graphs as the others. So each graph is noted with what optimizers did
+before it (`zerofx.runtime.ranks.steps`). Only steps over sharded parameters count, stages 1 to 3: each rank has other
+parts of those, so all must step or none. In stage 0 a program may step on one rank and broadcast.
+
+**A call** that every rank must make, as `zerofx.save`, is noted as a graph is. So a rank that calls alone is out of
+step with the next graph of the others. What the watchdog makes of all that ranks tell: `zerofx.runtime.ranks.lookout`.
+
+**To agree** is to tell all others the digest, and to compare, before anything else is sent. Gloo ends the process where
+a message is longer than the buffer that its receiver has posted. Pairwise exchanges have a tag by size; gloo's own
+collectives, all-reduce above all, have none. So a graph or a call that runs one of those agrees first, on gloo.
 
 Entering and starting cost a few appends; the store is written and read by the watchdog alone, over a connection of its
 own. Each rank looks at the next one only, so the store is asked as often as there are ranks; where all neighbours
@@ -19,9 +26,7 @@ agree, all do.
 
 **To fail** is to write why under the key "failed", which every watchdog reads, and to end what this rank waits in
 (`zerofx._torch.abort_collectives`). The wait then raises `zerofx.OutOfStepError` with the reason. A process group
-that failed is of no more use; restart the ranks.
-
-A rank that was killed closes its connections, and gloo raises by itself: the error is completed with who is gone.
+that failed is of no more use; restart the ranks. Where a rank was killed gloo raises, and the error is completed.
 
 **Tensor-parallel ranks** (`partition_activations`) have a watch of their own group. Collectives of the model's own run
 there, whose waits are PyTorch's. So a whole graph counts as a wait (`watched_beside`). After the timeout it fails only
@@ -35,17 +40,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zerofx import _torch
 from zerofx.passes import pairwise
-from zerofx.runtime.ranks.agree import ON_DEMAND, Collective, OutOfStepError, Schedule, difference, publish
+from zerofx.runtime.ranks.agree import OWN_OF_BACKEND, Collective, OutOfStepError, Schedule, own_part, publish
+from zerofx.runtime.ranks.lookout import AFTER, BY_DATA, Lookout
+from zerofx.runtime.ranks.place import Place
+from zerofx.runtime.ranks.steps import Steps
 from zerofx.runtime.ranks.tracing import while_profiled
 
 TICK = 1.0
@@ -54,17 +64,9 @@ SILENT = 4 * TICK
 """A rank whose watchdog has not written for so long is gone, or stopped."""
 REMEMBERED = 256
 """Graphs that a rank remembers to have run."""
-_AFTER_STEP = "+"
-"""Stands behind the digest of a graph that is the first since an optimizer's step."""
-
-_NOT_CAPTURED = (
-    "One of them runs this outside of any graph: next to a graph break Dynamo may capture code for inputs of one "
-    "shape and not for those of another. Mend the graph break, or give all ranks inputs of the same shapes."
-)
-_BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
 
 
-class Watch:
+class Watch(Lookout):
     """What this rank is doing in one process group."""
 
     def __init__(self, name: str) -> None:
@@ -76,10 +78,10 @@ class Watch:
         self.names: set[str] = {name}  # and those of process groups that share the watch
         self.others: list[Watch] = []  # of process groups that fail with this one
         self.default_store: dist.Store = _torch.default_store()
-        self.store: dist.Store = _own_part(self.default_store, f"zerofx/{name}/{self.world_size}", self.world_size)
+        self.store: dist.Store = own_part(self.default_store, f"zerofx/{name}/{self.world_size}", self.world_size)
         self.timeout: float | None = None
         self.failure: str = ""
-        self.stepped: bool = False
+        self.steps = Steps(self.store)
         self.families = 0
         self._runs: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._count = 0
@@ -88,10 +90,15 @@ class Watch:
         self._started = 0
         self._waiting: dict[object, tuple[float, str]] = {}
         self._inside: tuple[float, str] | None = None
+        self._calls: list[tuple[float, str]] = []
+        self._thread = threading.get_ident()
+        self._place: tuple[float, Place] = 0.0, Place()
+        self._agrees = _torch.backend_name(group, torch.device("cpu")) == "gloo"
         self._heard: dict[int, tuple[int, float]] = {}  # of a rank: its last beat, and when that was new
         self._beat = 0
         self._stop = threading.Event()
-        threading.Thread(target=self._look, name=f"zerofx watchdog of {name!r}", daemon=True).start()
+        self._watching = threading.Thread(target=self._look, name=f"zerofx watchdog of {name!r}", daemon=True)
+        self._watching.start()
 
     # ---- the rank's own thread --------------------------------------------------------------------------------------
 
@@ -99,8 +106,8 @@ class Watch:
         """The next collectives are those of ``schedule``."""
         self.check()
         self._count += 1
-        self._runs.append((self._count, digest + _AFTER_STEP * self.stepped))
-        self.stepped = False
+        self._runs.append((self._count, digest + AFTER + self.steps.told))
+        self._thread = threading.get_ident()
         self._schedule, self._started, self.timeout = schedule, schedule.heard(0), timeout
 
     def starting(self) -> contextlib.AbstractContextManager[Any]:
@@ -131,17 +138,55 @@ class Watch:
         """A graph was compiled; see `zerofx.runtime.ranks.agree.publish`."""
         publish(self.store, schedule, what, self.rank, self.world_size)
 
+    def agree(self, schedule: Schedule, digest: str) -> None:
+        """Compare what was entered with what all others have, on gloo. A collective."""
+        if not self._agrees:
+            return
+        everyone, works = pairwise.tell(int.from_bytes(bytes.fromhex(digest), "big", signed=True), self.name)
+        with self.waiting(schedule, 0):
+            for work in works:
+                work.wait()
+        for rank, number in enumerate(everyone.tolist()):
+            theirs = number.to_bytes(8, "big", signed=True).hex()
+            if theirs != digest:
+                self._fail(self._out_of_step(rank, digest, theirs))
+                self.check()
+
     @contextlib.contextmanager
     def alone(self, where: str, kind: str, group: str, nbytes: int, dtype: Any) -> Iterator[None]:
         """Collectives outside of any graph run inside."""
         schedule = Schedule(where, (Collective(kind, group, nbytes, str(dtype).removeprefix("torch.")),))
+        digest = self._announce(schedule)
+        if kind in OWN_OF_BACKEND:
+            self.agree(schedule, digest)
+        with self.waiting(schedule, 0):
+            yield
+
+    @contextlib.contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        """This rank is in the call ``what`` inside, which every rank must make."""
+        schedule = Schedule.of_call(what)
+        digest = self._announce(schedule)
+        self._calls.append((time.monotonic(), what))
+        try:
+            self.agree(schedule, digest)
+            with self.explaining(what):
+                yield
+        except OutOfStepError as e:  # of all ranks alike: nobody waits
+            self.failure = self.failure or str(e)
+            raise
+        finally:
+            self._calls.pop()
+        self.check()
+
+    def _announce(self, schedule: Schedule) -> str:
+        """Enter what was not compiled; returns its digest."""
         digest = schedule.digest
         if digest not in self._published:
             self.store.set(f"schedule/{digest}", schedule.to_json())
             self._published.add(digest)
         self.enter(schedule, digest, self.timeout)
-        with self.waiting(schedule, 0):
-            yield
+        return digest
 
     @contextlib.contextmanager
     def waiting(self, schedule: Schedule, i: int) -> Iterator[None]:
@@ -163,15 +208,22 @@ class Watch:
         """This rank runs a graph inside, and may wait in it for ``what``; where that is broken off it is explained."""
         self._inside = time.monotonic(), what
         try:
-            yield
-        except RuntimeError as e:
-            if isinstance(e, OutOfStepError) or not (self.failure or _torch.is_communication_error(e)):
-                raise
-            raise OutOfStepError(self.failure or self.explain(what, e)) from e
+            with self.explaining(what):
+                yield
         finally:
             self._inside = None
             self._heard.clear()
         self.check()
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """What breaks off a collective of ``what`` inside is explained."""
+        try:
+            yield
+        except RuntimeError as e:  # of a collective that is not pairwise, so that nobody has explained it
+            if isinstance(e, OutOfStepError) or not (self.failure or _torch.is_communication_error(e)):
+                raise
+            raise OutOfStepError(self.failure or self.explain(what, e)) from e
 
     def explain(self, what: str, error: RuntimeError) -> str:
         """Why a collective failed by itself: most likely somebody is gone. The other ranks are told."""
@@ -198,28 +250,44 @@ class Watch:
         while not self._stop.wait(TICK):
             try:
                 if _torch.default_store() is not self.default_store:
-                    return
+                    break
                 self._tell()
                 self._compare()
                 self._check_waiting()
+                self._look_around()
             except (RuntimeError, ValueError):  # the store, or the process group, is gone: so is what there is to watch
-                return
+                break
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._tell(ended=True)
 
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
+        self._watching.join(2 * TICK)
 
-    def _tell(self) -> None:
+    def _tell(self, *, ended: bool = False) -> None:
         self._beat += 1
+        now, place = time.monotonic(), Place.of(self._thread)
+        if place != self._place[1]:
+            self._place = now, place
+        since, doing = self._calls[-1] if self._calls else next(iter(list(self._waiting.values())), self._place)
         state = {
             "beat": self._beat,
             "at": [self._count, self._started],
             "last": self._schedule.where(max(0, self._started - 1)),
             "runs": list(self._runs),
+            "steps": self.steps.told,
+            "ended": ended,
+            "doing": str(doing),
+            "since": now - since,
+            "own": list(place.ranks) if doing == place and place.collective else [],
         }
         self.store.set(f"rank/{self.rank}", json.dumps(state))
         if not self.failure and self.store.check(["failed"]):
             self._fail(self.store.get("failed").decode())
+        if self.store.check([key := f"waited for/{self.rank}"]):
+            print(self.store.get(key).decode(), file=sys.stderr, flush=True)
+            self.store.delete_key(key)
 
     def _state(self, rank: int) -> dict[str, Any] | None:
         key = f"rank/{rank}"
@@ -227,34 +295,6 @@ class Watch:
 
     def _states(self) -> dict[int, dict[str, Any] | None]:
         return {rank: self._state(rank) for rank in range(self.world_size) if rank != self.rank}
-
-    def _compare(self) -> None:
-        other = (self.rank + 1) % self.world_size
-        state = self._state(other)
-        if state is None or self.failure:
-            return
-        mine, theirs = dict(list(self._runs)), dict(state["runs"])
-        for i in sorted(set(mine) & set(theirs)):
-            if mine[i] != theirs[i]:
-                self._fail(self._out_of_step(other, i, mine[i], theirs[i]))
-                return
-
-    def _out_of_step(self, other: int, run: int, mine: str, theirs: str) -> str:
-        mine_, theirs_ = self.called[self.rank], self.called[other]
-        ranks = f"ranks {mine_} and {theirs_} are out of step"
-        if mine.endswith(_AFTER_STEP) != theirs.endswith(_AFTER_STEP):
-            did, did_not = (mine_, theirs_) if mine.endswith(_AFTER_STEP) else (theirs_, mine_)
-            return (
-                f"{ranks}: before graph number {run} rank {did} has stepped its optimizer and rank {did_not} has not. "
-                "Their parts of the weights are of different steps. Step on every rank or on none (docs/debugging.md)."
-            )
-        digests = (digest.removesuffix(_AFTER_STEP) for digest in (mine, theirs))
-        a, b = (Schedule.from_json(self.store.get(f"schedule/{digest}")) for digest in digests)
-        return (
-            f"{ranks}: {difference(a, b, mine_, theirs_)}. "
-            "Every rank must run the same layers in the same order (docs/debugging.md). "
-            f"{_NOT_CAPTURED if (a.phase == ON_DEMAND) != (b.phase == ON_DEMAND) else _BY_DATA}"
-        )
 
     def _check_waiting(self) -> None:
         waiting = next(iter(list(self._waiting.values())), None)
@@ -276,10 +316,12 @@ class Watch:
             return
         who = ", ".join(missing) or "no rank: all have started it"
         me = self.called[self.rank]
-        self._fail(f"rank {me} has waited {self.timeout:g} s for {since[1]}; missing: {who}. {_BY_DATA}")
+        self._fail(f"rank {me} has waited {self.timeout:g} s for {since[1]}; missing: {who}. {BY_DATA}")
 
     def _fail(self, why: str) -> None:
         self.failure = why
+        if self._place[1].collective and not (self._calls or self._waiting):  # what ends there is not ours to explain
+            print(f"zerofx: {why}", file=sys.stderr, flush=True)
         if not self.store.check(["failed"]):
             self.store.set("failed", why)
         for name in self.names:
@@ -307,18 +349,6 @@ class _Watched(_torch.PythonWork):
             for work in works:
                 work.wait()
         return True
-
-
-def _own_part(default: dist.Store, prefix: str, world_size: int) -> dist.Store:
-    """The part of ``default`` that belongs to one process group, over a connection of its own.
-
-    torchrun's store outlives ``destroy_process_group``, and a later process group may have the same name. So ranks are
-    counted as they come: the first ``world_size`` of them share part 0, the next part 1. A count in each process would
-    not do: processes differ in how many process groups they have seen.
-    """
-    store = default.clone()  # type: ignore[attr-defined]  # the stubs lack it
-    part = (store.add(f"{prefix}/came", 1) - 1) // world_size
-    return dist.PrefixStore(f"{prefix}/{part}", store)
 
 
 _watches: dict[str, Watch] = {}
@@ -355,18 +385,16 @@ def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | 
     """A compiled graph whose collectives are under watch."""
     if not schedule.collectives or watch_of(name) is None:
         return compiled
-    digest = schedule.digest
+    digest, agrees = schedule.digest, any(c.kind == "all-reduce" for c in schedule.collectives)
 
     def run(args: list[Any]) -> Any:
         watch = watch_of(name)
         assert watch is not None
         watch.enter(schedule, digest, timeout)
-        try:
+        if agrees:
+            watch.agree(schedule, digest)
+        with watch.explaining(f"the collectives of {schedule.phase}"):
             outputs = compiled(args)
-        except RuntimeError as e:  # of a collective that is not pairwise, so that nobody explained it
-            if isinstance(e, OutOfStepError) or not (watch.failure or _torch.is_communication_error(e)):
-                raise
-            raise OutOfStepError(watch.failure or watch.explain(f"the collectives of {schedule.phase}", e)) from e
         watch.check()
         return outputs
 
@@ -431,11 +459,27 @@ class _Exchanges:
         return works if watch is None else watch.started(works)
 
 
-def stepped(name: str) -> None:
-    """An optimizer with parameters that the process group ``name`` shares has stepped."""
+@contextlib.contextmanager
+def call(names: Collection[str], what: str) -> Iterator[None]:
+    """A call that all ranks of the process groups ``names`` must make, under watch: `Watch.call`."""
+    with contextlib.ExitStack() as stack:
+        for watch in dict.fromkeys(_watches[name] for name in sorted(names) if name in _watches):
+            stack.enter_context(watch.call(what))
+        yield
+
+
+def stepped(name: str, frozen: dict[str, tuple[str, ...]], *, counted: bool) -> None:
+    """An optimizer with parameters that the process group ``name`` shares has stepped.
+
+    ``frozen``: by group, the parameters that require no gradient. ``counted``: ranks hold parts of what was updated.
+    """
     watch = _watches.get(name)
-    if watch is not None:
-        watch.stepped = True
+    if watch is None:
+        return
+    for group, names in frozen.items():
+        watch.steps.froze(group, names)
+    if counted:
+        watch.steps.stepped()
 
 
 def check(name: str) -> None:
@@ -446,10 +490,11 @@ def check(name: str) -> None:
 
 
 @atexit.register
-def _stop_all() -> None:
-    """Before the store goes away with rank 0."""
-    for watch in _watches.values():
+def _end() -> None:
+    """Before the store goes away with rank 0: say goodbye, and look whether the ranks have stepped alike."""
+    for watch in dict.fromkeys(_watches.values()):
         watch.stop()
+        watch.last_look()
 
 
 pairwise.WATCHERS.append(_Exchanges())

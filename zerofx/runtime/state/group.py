@@ -209,6 +209,7 @@ class ShardGroup:
         pending: uses whose gradient is still to come: forwards of graphs less their backwards, and all uses outside of
             graphs. Those that never get a backward are forgotten as `zerofx.step_in_backward` ends.
         stepped: this backward has updated it (`zerofx.step_in_backward`).
+        steps: how often an optimizer that has a parameter of it stepped; the same on every rank.
     """
 
     def __init__(
@@ -240,6 +241,7 @@ class ShardGroup:
         self.leaf: Any = None
         self.pending: int = 0
         self.stepped: bool = False
+        self.steps: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         """The group itself: a copy of a sharded tensor is one more tensor of the same group."""
