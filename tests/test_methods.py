@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,22 @@ def check_method(stage: int, compiled: bool) -> int:
 def test_a_method_besides_forward_trains_uncompiled_and_compiled(workers2: Workers, stage: int) -> None:
     assert workers2.run(check_method, stage, False) == [1, 1]
     assert workers2.run(check_method, stage, True) == [3, 3]  # forward, encode with gradients and without
+
+
+def save_on_every_rank(stage: int, folder: str) -> None:
+    """As a trainer of others ends: no state is given, and no rank is asked which it is."""
+    plain, model = models.build("llama"), models.build("llama")
+    zerofx.compile(model, stage=stage, executor="eager")
+    model.save_pretrained(folder)
+    read = type(plain).from_pretrained(folder).state_dict()
+    assert all(torch.equal(read[name], value) for name, value in plain.state_dict().items())
+    with zerofx.unsharded(model, writeback=False):
+        if dist.get_rank() == 0:
+            model.save_pretrained(f"{folder} alone")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_save_pretrained_on_every_rank_writes_whole_weights(stage: int, workers2: Workers, tmp_path: Path) -> None:
+    workers2.run(save_on_every_rank, stage, str(tmp_path / "model"))
+    assert (tmp_path / "model alone").is_dir()

@@ -16,6 +16,7 @@ sources       what can be loaded: four formats in one view
 restore       what goes where
 loading       from a folder to states
 export        unsharded weights
+pretrained    save_pretrained of a sharded model of transformers
 deepspeed     ZeRO's checkpoints
 ============  ======================================================================================
 

@@ -24,6 +24,7 @@ import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state
 import zerofx.runtime.optim.hooks  # noqa: F401  # they concern every optimizer from now on
 from zerofx._torch import DTensorLayout, held
 from zerofx.checkpoint import load
+from zerofx.checkpoint.pretrained import save_whole
 from zerofx.compiler.apart import Apart
 from zerofx.compiler.checks import Planned, plan_alike
 from zerofx.compiler.initialize import Template, initialize, replace_by_empty
@@ -207,6 +208,8 @@ class _Conversion:
             m.register_load_state_dict_pre_hook(_refuse_assign)
         if options.stage == 3 and self.sharing.everyone.size > 1:
             keep_in_step(module)
+        if options.stage and self.sharing.everyone.size > 1:
+            save_whole(module)
         if options.stage == 0 and self.layouts:
             say_so(module)
         if options.mixed_precision is not None:

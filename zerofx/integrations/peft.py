@@ -11,6 +11,7 @@ Training needs nothing of this: a frozen base has no gradients, and no optimizer
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch import nn
 
 from zerofx.checkpoint.export import bring
 from zerofx.checkpoint.ranks import Ranks
+from zerofx.runtime.eager.whole import unsharded
+from zerofx.runtime.state.group import groups_of
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -44,10 +47,13 @@ def save_pretrained(model: Any, folder: str | Path, **kwargs: Any) -> None:
             f"save_pretrained of a {type(model).__name__}: expected a peft.PeftModel. Of any other model use "
             "zerofx.export_safetensors(model, folder)."
         )
-    whole = adapter_state_dict(model)
-    Ranks.of(model).together(
-        f"Saving an adapter to {folder}", lambda: model.save_pretrained(folder, state_dict=whole, **kwargs), only=0
-    )
+    whole, prompts = adapter_state_dict(model), getattr(model, "prompt_encoder", None)
+    with contextlib.ExitStack() as stack:
+        if prompts is not None and groups_of(prompts):  # peft computes prompts anew
+            stack.enter_context(unsharded(prompts, writeback=False))
+        Ranks.of(model).together(
+            f"Saving an adapter to {folder}", lambda: model.save_pretrained(folder, state_dict=whole, **kwargs), only=0
+        )
 
 
 def adapter_state_dict(model: Any) -> dict[str, torch.Tensor]:

@@ -34,17 +34,18 @@ def _generate(model: Any, *args: Any, synced_gpus: bool | None = None, **kwargs:
 
 @contextlib.contextmanager
 def each_by_itself(module: nn.Module) -> Iterator[None]:
-    """`keep_in_step` undone: ranks generate by themselves."""
-    kept: list[tuple[nn.Module, Any]] = [(m, vars(m)["generate"]) for m in module.modules() if _is_kept(m)]
-    for model, _ in kept:
-        del model.generate
+    """What models do with all ranks they do by themselves inside: `generate`, and `save_pretrained`."""
+    places = [(model, name) for model in module.modules() for name in ("generate", "save_pretrained")]
+    kept = [(model, name, vars(model)[name]) for model, name in places if _is_ours(model, name)]
+    for model, name, _ in kept:
+        delattr(model, name)
     try:
         yield
     finally:
-        for model, generate in kept:
-            model.generate = generate
+        for model, name, method in kept:
+            setattr(model, name, method)
 
 
-def _is_kept(module: nn.Module) -> bool:
-    generate = vars(module).get("generate")
-    return isinstance(generate, functools.partial) and generate.func is _generate
+def _is_ours(module: nn.Module, name: str) -> bool:
+    method = vars(module).get(name)
+    return isinstance(method, functools.partial) and method.func.__module__.startswith("zerofx.")
