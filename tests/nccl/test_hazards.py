@@ -233,6 +233,8 @@ def test_a_pack_is_let_go_while_it_travels_held_by_the_collective_and_written_by
     with training(stage=stage) as run:
         run.step()
         reductions = run.log.where("start", "all-reduce" if stage == 0 else "reduce-scatter")
+        if stage == 0:
+            del reductions[0]  # which parameters are used
         assert len(reductions) == 3
         dropped = 0
         for i in reductions:

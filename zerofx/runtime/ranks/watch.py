@@ -87,7 +87,7 @@ class Watch(Lookout):
         self._count = 0
         self._published: set[str] = set()
         self._schedule = Schedule("nothing yet", ())
-        self._started = 0
+        self._started, self._running = 0, False
         self._waiting: dict[object, tuple[float, str]] = {}
         self._inside: tuple[float, str] | None = None
         self._calls: list[tuple[float, str]] = []
@@ -108,7 +108,7 @@ class Watch(Lookout):
         self._count += 1
         self._runs.append((self._count, digest + AFTER + self.steps.told))
         self._thread = threading.get_ident()
-        self._schedule, self._started, self.timeout = schedule, schedule.heard(0), timeout
+        self._schedule, self._started, self.timeout, self._running = schedule, schedule.heard(0), timeout, True
 
     def starting(self) -> contextlib.AbstractContextManager[Any]:
         """The next collective of the schedule is started inside."""
@@ -116,8 +116,9 @@ class Watch(Lookout):
         return while_profiled(lambda: f"start {schedule.short(i)}")
 
     def subject(self) -> str:
-        """The kind and the group of the next collective of the schedule; "" where there is none."""
-        return self._schedule.short(self._started) if self._started < len(self._schedule.collectives) else ""
+        """The kind and the group of the next collective of the schedule that runs; "" where there is none."""
+        due = self._running and self._started < len(self._schedule.collectives)
+        return self._schedule.short(self._started) if due else ""
 
     def started(self, works: list[dist.Work]) -> list[dist.Work]:
         """The next collective of the schedule is under way: ``works``, as one that explains itself when it fails."""
@@ -159,8 +160,11 @@ class Watch(Lookout):
         digest = self._announce(schedule)
         if kind in OWN_OF_BACKEND:
             self.agree(schedule, digest)
-        with self.waiting(schedule, 0):
-            yield
+        try:
+            with self.waiting(schedule, 0):
+                yield
+        finally:
+            self._running = False
 
     @contextlib.contextmanager
     def call(self, what: str) -> Iterator[None]:
@@ -224,6 +228,8 @@ class Watch(Lookout):
             if isinstance(e, OutOfStepError) or not (self.failure or _torch.is_communication_error(e)):
                 raise
             raise OutOfStepError(self.failure or self.explain(what, e)) from e
+        finally:
+            self._running = False
 
     def explain(self, what: str, error: RuntimeError) -> str:
         """Why a collective failed by itself: most likely somebody is gone. The other ranks are told."""
@@ -231,15 +237,12 @@ class Watch(Lookout):
         try:
             before = self._states()
             time.sleep(SILENT)
-            states = self._states()
-            silent = [
-                r for r, now in states.items() if now is None or ((was := before[r]) and now["beat"] == was["beat"])
-            ]
+            pairs = {rank: (before[rank], now) for rank, now in self._states().items()}
+            silent = [r for r, (was, now) in pairs.items() if now is None or (was and now["beat"] == was["beat"])]
             gone = f"rank {', '.join(str(self.called[r]) for r in silent)} was not heard of for {SILENT:g} s"
             found = gone if silent else "all ranks are there"
-            text = f"rank {self.called[self.rank]} waited for {what}, which failed: {found}. {why}"
             if not self.failure:
-                self._fail(text)
+                self._fail(f"rank {self.called[self.rank]} waited for {what}, which failed: {found}. {why}")
             return self.failure
         except dist.DistError as e:
             return f"rank {self.rank} waited for {what}, which failed, and so did the store ({e}). {why}"
@@ -438,8 +441,7 @@ def alone(
 
 def skip_collective(name: str) -> None:
     """The next collective of the graph that runs is left out, on this rank as on the others."""
-    watch = _watches.get(name)
-    if watch is not None:
+    if (watch := _watches.get(name)) is not None:
         watch.skip()
 
 
@@ -451,12 +453,10 @@ class _Exchanges:
         return contextlib.nullcontext() if watch is None else watch.starting()
 
     def subject(self, name: str) -> str:
-        watch = _watches.get(name)
-        return "" if watch is None else watch.subject()
+        return "" if (watch := _watches.get(name)) is None else watch.subject()
 
     def under_watch(self, works: list[dist.Work], name: str) -> list[dist.Work]:
-        watch = _watches.get(name)
-        return works if watch is None else watch.started(works)
+        return works if (watch := _watches.get(name)) is None else watch.started(works)
 
 
 @contextlib.contextmanager
