@@ -27,7 +27,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
-from zerofx._torch import is_dtensor
+from zerofx._torch import is_dtensor, is_wrapped
 from zerofx.compiler.options import Options
 from zerofx.compiler.shard import shard_module
 from zerofx.compiler.wrappers import refuse_wrapped
@@ -170,10 +170,12 @@ def refuse_lost_writes(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     weights = {n: x for n, x in zip(inputs, example_inputs, strict=True) if hasattr(type(x), "_compute_dtype")}
+    if not any(x._compute_dtype for x in weights.values()):
+        return
     casts: dict[Any, Any] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or is_wrapped(value) or value.layout != torch.strided:
             continue
         memory = value.untyped_storage()._cdata
         if node.op == "call_method" and node.target == "to" and node.args[0] in weights:

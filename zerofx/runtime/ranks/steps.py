@@ -28,8 +28,8 @@ class Steps:
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self.count = 0
-        self.told = "0."
+        self.count: int = 0
+        self.told: str = "0."
         self._store = store
         self._frozen: dict[str, tuple[str, ...]] = {}
         self._digest = ""

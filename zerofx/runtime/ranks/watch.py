@@ -81,7 +81,7 @@ class Watch(Lookout):
         self.store: dist.Store = own_part(self.default_store, f"zerofx/{name}/{self.world_size}", self.world_size)
         self.timeout: float | None = None
         self.failure: str = ""
-        self.steps = Steps(self.store)
+        self.steps: Steps = Steps(self.store)
         self.families = 0
         self._runs: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._count = 0
