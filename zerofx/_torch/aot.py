@@ -94,8 +94,9 @@ def inputs_written_behind(gm: GraphModule) -> set[int]:
 
     descs = gm.graph.output_node().meta.get("desc")
     if descs is None:
-        infos = TracingContext.get().fw_metadata.input_info  # type: ignore[union-attr]
-        return {i for i, info in enumerate(infos) if info.mutates_data or info.mutates_metadata}
+        if (known := TracingContext.get().fw_metadata) is None:  # a branch of torch.cond, which has no such inputs
+            return set()
+        return {i for i, info in enumerate(known.input_info) if info.mutates_data or info.mutates_metadata}
     written = [d.mutated_input for d in pytree.tree_leaves(descs) if isinstance(d, InputMutationAOTOutput)]
     return {of.idx for of in written if isinstance(of, PlainAOTInput)}
 
