@@ -21,7 +21,7 @@ INSIDE = {
     "zerofx/checkpoint/dcp.py": "told by the error around it: refused, or cannot be read as an index",
     "zerofx/checkpoint/deepspeed.py:159": "told by the error around it",
     "zerofx/inspect/doctor/trials.py": "a line of the doctor's report",
-    "zerofx/integrations/states.py:45": "what an option says, with where it was given in front",
+    "zerofx/integrations/states.py:44": "what an option says, with where it was given in front",
     "zerofx/checkpoint/sources.py": "told by the error around it: cannot be read as safetensors",
 }
 """Files whose errors of no row are caught, and told by another."""

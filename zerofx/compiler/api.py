@@ -55,9 +55,16 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     (`drop_kept` gives them up). An optimizer's step is refused while there are any. Every rank must enter and leave at
     the same passes.
     """
+    with synchronizing(module, False):
+        yield
+
+
+@contextlib.contextmanager
+def synchronizing(module: nn.Module, sync: bool) -> Iterator[None]:
+    """Whether a backward inside reduces gradients, whatever is around it."""
     families = {group.family: group.family.sync for group in _groups(module)}
     for family in families:
-        family.sync = False
+        family.sync = sync
     try:
         yield
     finally:

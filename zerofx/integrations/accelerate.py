@@ -33,6 +33,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from zerofx.checkpoint import full_state_dict, load, save
+from zerofx.compiler.api import synchronizing
 from zerofx.integrations.peft import checkpointed
 from zerofx.integrations.states import (
     accumulating,
@@ -41,7 +42,6 @@ from zerofx.integrations.states import (
     is_sharded,
     load_optimizer_state,
     pairs,
-    synchronizing,
     unwrapped_optimizer,
 )
 
@@ -144,7 +144,9 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         """A backward inside reduces the gradients, with what `no_sync` has kept, inside of that as well."""
-        with synchronizing(model) if is_sharded(model) else accelerate.Accelerator.trigger_sync_in_backward(model):
+        with (
+            synchronizing(model, True) if is_sharded(model) else accelerate.Accelerator.trigger_sync_in_backward(model)
+        ):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:

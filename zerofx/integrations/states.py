@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -72,19 +71,6 @@ def accumulating(module: nn.Module) -> Any:
     """
     stage = stage_of(module)
     return no_sync(module) if stage is not None and stage < 2 else None
-
-
-@contextlib.contextmanager
-def synchronizing(module: nn.Module) -> Iterator[None]:
-    """A backward inside reduces, with what was kept, also inside of `zerofx.no_sync`."""
-    families = {group.family: group.family.sync for group in groups_of(module)}
-    for family in families:
-        family.sync = True
-    try:
-        yield
-    finally:
-        for family, before in families.items():
-            family.sync = before
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
