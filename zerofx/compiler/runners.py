@@ -131,6 +131,7 @@ class BackwardCode:
         publish.
         names: of its arguments, where tensor-parallel ranks have saved parts of what they have
         alike: what they have to say of that.
+        marks: of which parameters it computes a gradient, as ranks tell each other.
         used: while it runs, of which parameters ranks have a gradient.
     """
 
@@ -149,6 +150,7 @@ class BackwardCode:
     publish: Publish
     names: Sequence[str] = ()
     alike: Alike | None = None
+    marks: torch.Tensor | None = None
     used: UsedMap | None = None
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
@@ -192,9 +194,11 @@ class BackwardCode:
         """Tell the other ranks of which parameters there will be a gradient."""
         if self.keeps or not self.reductions:
             return None
-        groups = [(ref(), slots) for ref, slots, _ in self.reductions]
-        family = groups[0][0].family  # type: ignore[union-attr]
-        return family.tell_used((g.layout.name, slot) for g, slots in groups for slot in slots)  # type: ignore[union-attr]
+        family = self.reductions[0][0]().family  # type: ignore[union-attr]
+        if self.marks is None:  # the same at every step
+            groups = [(ref(), slots) for ref, slots, _ in self.reductions]
+            self.marks = family.marked((g.layout.name, slot) for g, slots in groups for slot in slots)  # type: ignore[union-attr]
+        return family.tell_used(self.marks)
 
     def _used_elsewhere(self, group: ShardGroup, lacking: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """Those of the ``lacking`` parameters of which other ranks have a gradient."""

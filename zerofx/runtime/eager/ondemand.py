@@ -110,7 +110,7 @@ def reduce_kept(family: Family) -> None:
     """
     groups = family.groups()
     kept = {group: tuple(group.gradients.kept_slots()) for group in groups}
-    told = family.tell_used((group.layout.name, slot) for group in groups for slot in kept[group])
+    told = family.tell_used(family.marked((group.layout.name, slot) for group in groups for slot in kept[group]))
     for group in groups:
         anywhere = kept[group] if told is None else family.used_anywhere(told, group, group.layout.slots)
         if anywhere:

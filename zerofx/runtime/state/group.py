@@ -142,18 +142,22 @@ class Family:
         """Those that are alive."""
         return [group for ref in self._groups if (group := ref()) is not None]
 
-    def tell_used(self, used: Iterable[tuple[str, Slot]]) -> UsedMap | None:
-        """Start to tell the other ranks of which parameters, by group and slot, this one has a gradient.
+    def marked(self, used: Iterable[tuple[str, Slot]]) -> torch.Tensor:
+        """One byte for each of the module's parameters, ``uint8``: 1 for those in ``used``, by group and slot."""
+        positions = self._positions()
+        marks = bytearray(len(positions))
+        for key in used:
+            marks[positions[key]] = 1
+        return torch.frombuffer(marks, dtype=torch.uint8)
+
+    def tell_used(self, mine: torch.Tensor) -> UsedMap | None:
+        """Start to tell the other ranks of which parameters this one has a gradient, as `marked` says it.
 
         Every rank does it in the same backward. None: there are no other ranks.
         """
-        ranks, positions = self.groups()[0].sharing.everyone, self._positions()
-        if ranks.size == 1:
-            return None
-        mine = bytearray(len(positions))
-        for key in used:
-            mine[positions[key]] = 1
-        return UsedMap(torch.frombuffer(mine, dtype=torch.uint8), ranks, self.groups()[0].device)
+        group = self.groups()[0]
+        ranks = group.sharing.everyone
+        return None if ranks.size == 1 else UsedMap(mine, ranks, group.device)
 
     def used_anywhere(self, used: UsedMap, group: ShardGroup, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """Those of the ``slots`` of ``group`` of which some rank has a gradient. The host waits for ``used``."""
