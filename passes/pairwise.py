@@ -124,26 +124,19 @@ def meet_(process_group: str) -> list[dist.Work]:
     return exchange(nothing, nothing, process_group, MEETING_TAG)
 
 
-def tell_pairwise(mine: torch.Tensor, process_group: str) -> tuple[list[torch.Tensor], list[dist.Work]]:
-    """Start to send ``mine`` to every other rank; returns what they send, and what to wait for. No watcher hears."""
+def tell(mine: torch.Tensor, process_group: str, kind: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
+    """Start to send ``mine`` to every other rank; returns what each rank sends, by rank, and what to wait for.
+
+    For a few bytes by which ranks compare: no watcher hears of them, and they take no shortcut.
+    """
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    received, tag = [torch.empty_like(mine) for _ in others], _tag(USED_TAG, mine.nbytes)
-    works = [group.recv([into], other, tag) for into, other in zip(reversed(received), reversed(others))]
+    told = [mine if other == rank else torch.empty_like(mine) for other in range(world_size)]
+    tag = _tag(kind, mine.nbytes)
+    works = [group.recv([told[other]], other, tag) for other in reversed(others)]
     works += [group.send([mine], other, tag) for other in others]
-    return received, works
-
-
-def tell(number: int, process_group: str) -> tuple[torch.Tensor, list[dist.Work]]:
-    """Start to tell all ranks a number, and to hear theirs; returns all of them by rank, and what to wait for.
-
-    No watcher is told: it is they who compare.
-    """
-    group = resolve_process_group(process_group)
-    everyone = torch.full((group.size(),), number, dtype=torch.int64)
-    parts = list(everyone.chunk(group.size()))
-    return everyone, _exchange(parts, [parts[group.rank()]] * group.size(), process_group, COMPARISON_TAG)
+    return told, works
 
 
 def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
@@ -162,18 +155,6 @@ def exchange(
     received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], process_group: str, kind: int
 ) -> list[dist.Work]:
     """Start to exchange messages, both given by rank; this rank's own are not looked at. Returns what to wait for."""
-    with contextlib.ExitStack() as told:
-        for watcher in WATCHERS:
-            told.enter_context(watcher.starting(process_group))
-        works = _exchange(received, sent, process_group, kind)
-    for watcher in WATCHERS:
-        works = watcher.under_watch(works, process_group)
-    return works
-
-
-def _exchange(
-    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], process_group: str, kind: int
-) -> list[dist.Work]:
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     # If ranks run different collectives, more may come than was asked for. Gloo would end the process then, from a
@@ -183,9 +164,14 @@ def _exchange(
     subjects = [watcher.subject(process_group) for watcher in WATCHERS if of_a_group]
     tag = _tag(kind, sent[0].nbytes, subjects)
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    near = neighbours(process_group) if sent[0].device.type == "cpu" else {}
-    far = [other for other in others if other not in near]
-    works = [group.recv([received[other]], other, tag) for other in reversed(far)]
-    works += [group.send([sent[other]], other, tag) for other in far]
-    works += [near[other].exchange(received[other], sent[other], tag) for other in others if other in near]
+    with contextlib.ExitStack() as told:
+        for watcher in WATCHERS:
+            told.enter_context(watcher.starting(process_group))
+        near = neighbours(process_group) if sent[0].device.type == "cpu" else {}
+        far = [other for other in others if other not in near]
+        works = [group.recv([received[other]], other, tag) for other in reversed(far)]
+        works += [group.send([sent[other]], other, tag) for other in far]
+        works += [near[other].exchange(received[other], sent[other], tag) for other in others if other in near]
+    for watcher in WATCHERS:
+        works = watcher.under_watch(works, process_group)
     return works

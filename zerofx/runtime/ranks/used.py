@@ -45,8 +45,7 @@ class UsedMap:
         self._arrived: torch.Tensor | None = None
         with self._watched():
             if ranks.backend(device) == "gloo":
-                received, self._works = pairwise.tell_pairwise(mine, ranks.name)
-                self._maps += received
+                self._maps, self._works = pairwise.tell(mine, ranks.name, pairwise.USED_TAG)
             else:
                 self._arrived = mine.to(device)
                 work = dist.all_reduce(self._arrived, dist.ReduceOp.MAX, group=ranks.process_group, async_op=True)

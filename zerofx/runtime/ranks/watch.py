@@ -143,13 +143,13 @@ class Watch(Lookout):
         """Compare what was entered with what all others have, on gloo. A collective."""
         if not self._agrees:
             return
-        everyone, works = pairwise.tell(int.from_bytes(bytes.fromhex(digest), "big", signed=True), self.name)
+        mine = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
+        told, works = pairwise.tell(mine, self.name, pairwise.COMPARISON_TAG)
         with self.waiting(schedule, 0):
             for work in works:
                 work.wait()
-        for rank, number in enumerate(everyone.tolist()):
-            theirs = number.to_bytes(8, "big", signed=True).hex()
-            if theirs != digest:
+        for rank, one in enumerate(told):
+            if (theirs := bytes(one.tolist()).hex()) != digest:
                 self._fail(self._out_of_step(rank, digest, theirs))
                 self.check()
 
