@@ -17,6 +17,7 @@ float32     none                       param                                    
 bf16, fp16  none                       param, rounded to nearest                          12 + 10 = 22
 bf16, fp16  float32                    master; param is its copy, rounded to nearest      14 + 14 = 28
 bf16        int16, the *remainder*     both together, see ``split.py``                    14 + 12 = 26
+float64     none                       param; registers and moments are float64, too      32 + 24 = 56
 ==========  =========================  =================================================  ================
 
 bfloat16 moments (8 bytes less) are rounded *stochastically*: up with the probability of what is cut off, so that the
@@ -53,8 +54,9 @@ _MARGIN = tl.constexpr(blockwise.MARGIN)
 _PHILOX_ROUNDS = tl.constexpr(7)  # the fewest that pass the tests of randomness, by its paper
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENT_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.int8: torch.uint8}
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SECOND_OF = {torch.int8: torch.uint8} | {dtype: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+_EXACT = (torch.float64, torch.float32)  # moments that are not rounded, and need no seed
 
 
 def adamw(
@@ -74,14 +76,14 @@ def adamw(
 ) -> None:
     """One AdamW step on the elements of ``param`` that lie in ``tiles``, in place; the others stay as they are.
 
-    1-D and contiguous, all of one length, on one device: ``param`` float32, bfloat16 or float16; ``grad`` float32 or
-    param's dtype; ``exp_avg`` and ``exp_avg_sq`` both float32 or both bfloat16, or codes, int8 and uint8, whose
-    ``scales`` are float32, one for each 256 elements and each moment; ``master`` None, float32, or int16 beside a
-    bfloat16 param. ``tiles`` (int64 [T, 3]), ``hyper`` (float64 [R, 8]) and ``control`` (float32 [4]) are
-    described in ``segments.py``; their numbers lie on the device and are not checked. Moments that are not
-    float32 need ``seed``, an int64 tensor of one element that differs from step to step; ``position``, a multiple of 4,
-    is where the first element stands among all that share the seed. ``block`` is how many elements a program works on
-    at once. Where moments are codes, it and the tiles' starts are multiples of 256.
+    1-D and contiguous, all of one length, on one device: ``param`` float32, bfloat16, float16 or float64; ``grad``
+    float32 or param's dtype; ``exp_avg`` and ``exp_avg_sq`` both float32 or both bfloat16, or codes, int8 and uint8,
+    whose ``scales`` are float32, one for each 256 elements and each moment, or both float64 beside a float64 param;
+    ``master`` None, float32, or int16 beside a bfloat16 param. ``tiles`` (int64 [T, 3]), ``hyper`` (float64 [R, 8]) and
+    ``control`` (float32 [4]) are described in ``segments.py``; their numbers lie on the device and are not checked.
+    Moments of less than 32 bits need ``seed``, an int64 tensor of one element that differs from step to step;
+    ``position``, a multiple of 4, is where the first element stands among all that share the seed. ``block`` is how
+    many elements a program works on at once. Where moments are codes, it and the tiles' starts are multiples of 256.
 
     Raises TypeError for dtypes, and ValueError for shapes, other than these.
     """
@@ -105,20 +107,22 @@ def _check_dtypes(
     seed: torch.Tensor | None,
 ) -> None:
     if param.dtype not in _PARAM_DTYPES:
-        raise TypeError(f"param is float32, bfloat16 or float16, not {param.dtype}")
+        raise TypeError(f"param is float32, bfloat16, float16 or float64, not {param.dtype}")
     if grad.dtype not in (torch.float32, param.dtype):
         raise TypeError(f"grad is float32 or {param.dtype} as param, not {grad.dtype}")
-    if exp_avg_sq.dtype is not _MOMENT_DTYPES.get(exp_avg.dtype):
+    if exp_avg_sq.dtype is not _SECOND_OF.get(exp_avg.dtype):
         both = f"{exp_avg.dtype} and {exp_avg_sq.dtype}"
         raise TypeError(f"moments are both float32 or both bfloat16, or int8 and uint8, not {both}")
+    if (exp_avg.dtype is torch.float64) != (param.dtype is torch.float64):
+        raise TypeError(f"a {param.dtype} param takes no {exp_avg.dtype} moments")
     if (scales is None) != (exp_avg.dtype is not torch.int8):
         raise TypeError("moments in codes need scales, others none")
     if master is not None:
         wanted = {torch.bfloat16: (torch.float32, torch.int16), torch.float16: (torch.float32,)}.get(param.dtype, ())
         if master.dtype not in wanted:
             raise TypeError(f"a {param.dtype} param takes no {master.dtype} master")
-    if (seed is None) != (exp_avg.dtype is torch.float32):
-        raise TypeError("moments of less than 32 bits need a seed, float32 moments none")
+    if (seed is None) != (exp_avg.dtype in _EXACT):
+        raise TypeError("moments of less than 32 bits need a seed, others none")
     if seed is not None and (seed.dtype is not torch.int64 or seed.numel() != 1):
         raise TypeError(f"seed is one int64, not {seed.numel()} of {seed.dtype}")
 
@@ -182,7 +186,8 @@ def _adamw(
     tile = tiles + 3 * tl.program_id(0).to(tl.int64)
     at = tl.load(tile)
     left = tl.load(tile + 1)
-    coefficients = _coefficients(hyper + 8 * tl.load(tile + 2), tl.load(control))
+    DTYPE: tl.constexpr = tl.float64 if param.dtype.element_ty == tl.float64 else tl.float32
+    coefficients = _coefficients(hyper + 8 * tl.load(tile + 2), tl.load(control), DTYPE)
     moments = (exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales)
     while left > 0:
         at = tl.multiple_of(at, _ALIGNMENT if exp_avg_scales is None else _BLOCKWISE)
@@ -195,22 +200,22 @@ def _adamw(
 
 
 @triton.jit
-def _coefficients(hyper: tl.tensor, factor: tl.tensor) -> tl.tuple:
-    """What a row comes to, worked out in float64 and rounded once."""
+def _coefficients(hyper: tl.tensor, factor: tl.tensor, DTYPE: tl.constexpr) -> tl.tuple:
+    """What a row comes to, worked out in float64 and rounded once, to ``DTYPE``."""
     lr = tl.load(hyper)
     beta1 = tl.load(hyper + 1)
     beta2 = tl.load(hyper + 2)
     step_size = lr / tl.load(hyper + 5)
     return (
-        (factor * tl.load(hyper + 7)).to(tl.float32),
-        (lr * tl.load(hyper + 4)).to(tl.float32),
-        beta1.to(tl.float32),
-        (1 - beta1).to(tl.float32),
-        beta2.to(tl.float32),
-        (1 - beta2).to(tl.float32),
-        step_size.to(tl.float32),
-        tl.load(hyper + 6).to(tl.float32),
-        tl.load(hyper + 3).to(tl.float32),
+        (factor * tl.load(hyper + 7)).to(DTYPE),
+        (lr * tl.load(hyper + 4)).to(DTYPE),
+        beta1.to(DTYPE),
+        (1 - beta1).to(DTYPE),
+        beta2.to(DTYPE),
+        (1 - beta2).to(DTYPE),
+        step_size.to(DTYPE),
+        tl.load(hyper + 6).to(DTYPE),
+        tl.load(hyper + 3).to(DTYPE),
     )
 
 
@@ -233,9 +238,9 @@ def _update(
     lanes = tl.arange(0, BLOCK)
     mask = None if left is None else lanes < left
 
-    g = tl.load(grad + at + lanes, mask=mask).to(tl.float32) * factor
-    m = tl.load(exp_avg + at + lanes, mask=mask).to(tl.float32)
-    v = tl.load(exp_avg_sq + at + lanes, mask=mask).to(tl.float32)
+    g = tl.load(grad + at + lanes, mask=mask).to(factor.dtype) * factor
+    m = tl.load(exp_avg + at + lanes, mask=mask).to(factor.dtype)
+    v = tl.load(exp_avg_sq + at + lanes, mask=mask).to(factor.dtype)
     if exp_avg_scales is not None:
         m = _decode(m, exp_avg_scales, at, left, _FIRST, BLOCK)
         v = _decode(v, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
@@ -245,8 +250,12 @@ def _update(
     p -= decay * p  # not p · (1 − decay): that would lose the low digits of decay
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
-    root = tl.sqrt_rn(v)
-    p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
+    if v.dtype == tl.float64:  # IEEE's as they are
+        root = tl.sqrt(v)
+        p -= step_size * m / (root / root2 + eps)
+    else:
+        root = tl.sqrt_rn(v)
+        p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
 
     if seed is None:
         tl.store(exp_avg + at + lanes, m, mask=mask)
@@ -328,7 +337,8 @@ def _spread(scale: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 def _load_master(param: tl.tensor, master: tl.tensor | None, at: tl.tensor, mask: tl.tensor | None) -> tl.tensor:
     p = tl.load(param, mask=mask)
     if master is None:
-        p = p.to(tl.float32)
+        if p.dtype != tl.float64:
+            p = p.to(tl.float32)
     elif master.dtype.element_ty == tl.float32:
         p = tl.load(master + at, mask=mask)
     else:
@@ -342,7 +352,7 @@ def _store_master(
     param: tl.tensor, master: tl.tensor | None, at: tl.tensor, p: tl.tensor, mask: tl.tensor | None
 ) -> None:
     if master is not None and master.dtype.element_ty == tl.int16:
-        bits = p.to(tl.int32, bitcast=True)
+        bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)  # of other NaNs, a carry would make zeros
         remainder = bits.to(tl.int16)
         tl.store(master + at, remainder, mask=mask)
         weight = ((bits - remainder.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -361,10 +371,11 @@ def _store_master(
 def to_bfloat16(x: tl.tensor, add: tl.tensor) -> tl.tensor:
     """The upper half of ``x``'s bits, after ``add`` has been added to the whole: what rounds up is the carry.
 
-    Not ``x.to(tl.bfloat16)``, which cuts off in Triton's interpreter.
+    NaN stays NaN: a GPU's own, 0x7fffffff, would be carried to minus zero. Not ``x.to(tl.bfloat16)``, which cuts off in
+    Triton's interpreter.
     """
     bits = x.to(tl.uint32, bitcast=True) + add
-    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.where(x == x, bits >> 16, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

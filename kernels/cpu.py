@@ -160,8 +160,8 @@ def _store(param: torch.Tensor, master: torch.Tensor | None, p: torch.Tensor) ->
 
 
 def _round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """To bfloat16, up with the probability of what is cut off."""
-    return ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
+    """To bfloat16, up with the probability of what is cut off. A GPU's NaN, 0x7fffffff, would be carried to −0."""
+    return torch.where(x == x, ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32), torch.nan)
 
 
 def _random_bits(x: torch.Tensor) -> torch.Tensor:

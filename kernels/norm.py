@@ -35,6 +35,9 @@ from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COL
 PARTIAL_SUMS = 1024
 """Enough programs to fill any GPU's memory pipes, and sums that one program adds up."""
 
+ROWS = 128
+"""Rows of the tables that a program of `finalize` sees to: one for each thread, however many parameters there are."""
+
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _OPTIONS = {"num_stages": 1, "enable_fp_fusion": False}
 
@@ -79,10 +82,9 @@ def finalize(
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm} must not be negative; math.inf clips nothing")
     rows = steps.numel()
-    block = triton.next_power_of_2(max(1, rows))
     with torch.cuda.device_of(total):
-        _finalize[(1,)](
-            total, float(max_norm), scale, found_inf, hyper, steps, control, rows, ROWS=block, num_warps=1, **_OPTIONS
+        _finalize[(max(1, triton.cdiv(rows, ROWS)),)](
+            total, float(max_norm), scale, found_inf, hyper, steps, control, rows, ROWS=ROWS, num_warps=4, **_OPTIONS
         )
 
 
@@ -129,12 +131,13 @@ def _finalize(
     if found_inf is not None:
         good = good & (tl.load(found_inf) == 0)
 
-    factor = tl.minimum(max_norm / (norm + 1e-6), 1.0) * unscale
-    tl.store(control, tl.where(good, factor, 0.0).to(tl.float32))
-    tl.store(control + 1, tl.where(good, 0.0, 1.0))
-    tl.store(control + 2, norm.to(tl.float32))
+    if tl.program_id(0) == 0:
+        factor = tl.minimum(max_norm / (norm + 1e-6), 1.0) * unscale
+        tl.store(control, tl.where(good, factor, 0.0).to(tl.float32))
+        tl.store(control + 1, tl.where(good, 0.0, 1.0))
+        tl.store(control + 2, norm.to(tl.float32))
 
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     taken = row < tl.where(good, rows, 0)  # all rows or none
     t = tl.load(steps + row, mask=taken, other=0.0) + 1
     tl.store(steps + row, t, mask=taken)

@@ -32,46 +32,43 @@ def encode(x: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tenso
 
     Within a row, blocks lie one behind the other in all three.
     """
-    rows, blocks, length = x.shape
-    halves = code.name == "int4"
-    _encode[(triton.cdiv(blocks, TILE), rows)](
-        x,
-        codes,
-        scales,
-        *(t.stride(0) for t in (x, codes, scales)),
-        blocks,
-        _largest(code),
-        1 / _largest(code),
-        LENGTH=length // 2 if halves else length,
-        HALVES=halves,
-        FP8=code.name == "fp8",
-        STOCHASTIC=code.stochastic,
-        TILE=TILE,
-        **_OPTIONS,
-    )
+    rows, blocks, _ = x.shape
+    with torch.cuda.device_of(x):
+        _encode[(triton.cdiv(blocks, TILE), rows)](
+            x,
+            codes,
+            scales,
+            *(t.stride(0) for t in (x, codes, scales)),
+            blocks,
+            LARGEST[code.name],
+            1 / LARGEST[code.name],
+            STOCHASTIC=code.stochastic,
+            **_shape(code),
+            **_OPTIONS,
+        )
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     """Shapes as in `encode`, ``out`` like its ``x``. ``add``: to what is there, in float32."""
-    rows, blocks, length = out.shape
-    halves = code.name == "int4"
-    _decode[(triton.cdiv(blocks, TILE), rows)](
-        codes,
-        scales,
-        out,
-        *(t.stride(0) for t in (codes, scales, out)),
-        blocks,
-        LENGTH=length // 2 if halves else length,
-        HALVES=halves,
-        FP8=code.name == "fp8",
-        ADD=add,
-        TILE=TILE,
-        **_OPTIONS,
-    )
+    rows, blocks, _ = out.shape
+    with torch.cuda.device_of(out):
+        _decode[(triton.cdiv(blocks, TILE), rows)](
+            codes,
+            scales,
+            out,
+            *(t.stride(0) for t in (codes, scales, out)),
+            blocks,
+            ADD=add,
+            **_shape(code),
+            **_OPTIONS,
+        )
 
 
-def _largest(code: Code) -> float:
-    return LARGEST[code.name]
+def _shape(code: Code) -> dict[str, int | bool]:
+    """LENGTH: bytes of a block's codes. LANES: the power of two that a GPU works on instead."""
+    length = code.block // 2 if code.name == "int4" else code.block
+    lanes = triton.next_power_of_2(length)
+    return {"LENGTH": length, "LANES": lanes, "HALVES": code.name == "int4", "FP8": code.name == "fp8", "TILE": TILE}
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -85,24 +82,28 @@ def _encode(
     blocks: int,
     largest: float,
     step: float,
+    STOCHASTIC: tl.constexpr,
     LENGTH: tl.constexpr,
+    LANES: tl.constexpr,
     HALVES: tl.constexpr,
     FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """``LENGTH``: bytes of a block's codes; ``step``: one over ``largest``."""
+    """``step``: one over ``largest``; the others as `_shape` makes them."""
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    lanes = tl.arange(0, LENGTH)
+    lanes = tl.arange(0, LANES)
     here = block < blocks
+    inside = here[:, None]
+    if LANES != LENGTH:
+        inside &= (lanes < LENGTH)[None, :]
     length = LENGTH * 2 if HALVES else LENGTH
     first = row * x_stride + block[:, None].to(tl.int64) * length + lanes[None, :]
-    low = tl.load(x + first, mask=here[:, None], other=0).to(tl.float32)
+    low = tl.load(x + first, mask=inside, other=0).to(tl.float32)
     most = _most(low)
     high = low
     if HALVES:
-        high = tl.load(x + first + LENGTH, mask=here[:, None], other=0).to(tl.float32)
+        high = tl.load(x + first + LENGTH, mask=inside, other=0).to(tl.float32)
         most = tl.maximum(most, _most(high))
     most_float = most.to(tl.float32, bitcast=True)
     scale = tl.where(most_float < _TINY, 0.0, most_float) * step
@@ -118,7 +119,7 @@ def _encode(
         upper = _code(high * inverse[:, None], largest, (position + LENGTH) ^ key, STOCHASTIC)
         byte = (byte & 15) | ((upper & 15) << 4)
     at = row * codes_stride + block[:, None].to(tl.int64) * LENGTH + lanes[None, :]
-    tl.store(codes + at, (byte & 255).to(tl.uint8), mask=here[:, None])
+    tl.store(codes + at, (byte & 255).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -182,36 +183,40 @@ def _decode(
     scales_stride: int,
     out_stride: int,
     blocks: int,
+    ADD: tl.constexpr,
     LENGTH: tl.constexpr,
+    LANES: tl.constexpr,
     HALVES: tl.constexpr,
     FP8: tl.constexpr,
-    ADD: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    lanes = tl.arange(0, LENGTH)
+    lanes = tl.arange(0, LANES)
     here = block < blocks
+    inside = here[:, None]
+    if LANES != LENGTH:
+        inside &= (lanes < LENGTH)[None, :]
     length = LENGTH * 2 if HALVES else LENGTH
     at = row * codes_stride + block[:, None].to(tl.int64) * LENGTH + lanes[None, :]
-    byte = tl.load(codes + at, mask=here[:, None], other=0).to(tl.int32)
+    byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scales + row * scales_stride + block, mask=here, other=0)[:, None]
     to = out + row * out_stride + block[:, None].to(tl.int64) * length + lanes[None, :]
     if HALVES:
-        _write(to, ((byte << 28) >> 28).to(tl.float32) * scale, here, ADD)
-        _write(to + LENGTH, ((byte << 24) >> 28).to(tl.float32) * scale, here, ADD)
+        _write(to, ((byte << 28) >> 28).to(tl.float32) * scale, inside, ADD)
+        _write(to + LENGTH, ((byte << 24) >> 28).to(tl.float32) * scale, inside, ADD)
     elif FP8:
-        _write(to, _from_fp8(byte) * scale, here, ADD)
+        _write(to, _from_fp8(byte) * scale, inside, ADD)
     else:
-        _write(to, ((byte << 24) >> 24).to(tl.float32) * scale, here, ADD)
+        _write(to, ((byte << 24) >> 24).to(tl.float32) * scale, inside, ADD)
 
 
 @triton.jit
-def _write(to: tl.tensor, value: tl.tensor, here: tl.tensor, ADD: tl.constexpr) -> None:
+def _write(to: tl.tensor, value: tl.tensor, inside: tl.tensor, ADD: tl.constexpr) -> None:
     if ADD:
-        value = tl.load(to, mask=here[:, None]) + value
+        value = tl.load(to, mask=inside) + value
     if to.dtype.element_ty == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
-        tl.store(to, to_bfloat16(value, 0x7FFF + ((bits >> 16) & 1)), mask=here[:, None])  # to nearest, ties to even
+        tl.store(to, to_bfloat16(value, 0x7FFF + ((bits >> 16) & 1)), mask=inside)  # to nearest, ties to even
     else:
-        tl.store(to, value.to(to.dtype.element_ty), mask=here[:, None])
+        tl.store(to, value.to(to.dtype.element_ty), mask=inside)

@@ -14,10 +14,10 @@ Subtracting a signed remainder *is* rounding to nearest: the weight is the neare
 farther from zero. (Rounding ties to even cannot be undone with 16 bits: an even bfloat16 would stand for 65,537
 float32 numbers, both its ties included.) It differs from ``master.bfloat16()`` at ties only, one number in 65,536.
 
-All of it is arithmetic on integers modulo 2^32, so every bit pattern comes back: zeros of either sign, subnormals,
-infinities, NaN. As a weight alone, finite numbers from 0x7f7f8000 on read as infinity, as in every rounding to
-bfloat16, and infinity as itself. NaN reads as NaN if it is the usual one, 0x7fc00000; odd ones read as infinity (low
-bits only) or as zero (0x7fff8000 on). Nothing in a step makes one: it is skipped when a gradient is not finite.
+All of it is arithmetic on integers modulo 2^32, so every number comes back with its bits: zeros of either sign,
+subnormals, infinities. Every NaN comes back as the usual one, 0x7fc00000, and its weight is NaN: with their own bits,
+some would read as infinity, and a GPU's (0x7fffffff) as zero. As a weight alone, finite numbers from 0x7f7f8000 on read
+as infinity, as in every rounding to bfloat16, and infinity as itself.
 
 The idea of a signed remainder is that of apex's DistributedFusedAdam (``store_param_remainders``).
 """
@@ -31,7 +31,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A float32 tensor as ``(weight, remainder)``, bfloat16 and int16 of its shape."""
     if master.dtype is not torch.float32:
         raise TypeError(f"a master weight is float32, not {master.dtype}")
-    bits = master.view(torch.int32)
+    bits = torch.where(master == master, master.view(torch.int32), 0x7FC00000)
     remainder = bits.to(torch.int16)
     weight = ((bits - remainder) >> 16).to(torch.int16)
     return weight.view(torch.bfloat16), remainder

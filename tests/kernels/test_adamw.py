@@ -174,6 +174,22 @@ def test_a_tile_may_be_longer_than_the_block_that_works_through_it(device: str) 
     assert whole.control[2].item() == pytest.approx(parts.control[2].item(), rel=EPS * 2)
 
 
+@pytest.mark.parametrize("master", [None, torch.float32, torch.int16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_gpus_nan_stays_nan(device: str, moments: torch.dtype, master: torch.dtype | None) -> None:
+    shard = Shard(device, torch.ones(256), dtype=torch.bfloat16, moments=moments, master=master)
+    grad = torch.ones(256)
+    grad[3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # what a GPU makes, all bits set
+    shard.control[0] = 1.0  # as without max_grad_norm: nobody looks whether it is finite
+    shard.hyper[:, 5:7] = 0.5
+    shard.update(grad.to(device))
+    state = shard.state()
+    odd = [name for name, x in state.items() if x.is_floating_point() and x.numel() == 256 and not x[3].isnan()]
+    assert not odd
+    if moments is torch.int8:
+        assert all(scale.isnan().all() for scale in shard.scales)  # type: ignore[union-attr]
+
+
 def test_what_it_cannot_step_is_refused() -> None:
     from zerofx.kernels.adamw import adamw
 
@@ -183,7 +199,9 @@ def test_what_it_cannot_step_is_refused() -> None:
     adamw(p, p, p, p, *tables)
     codes, roots, scales = p.to(torch.int8), p.to(torch.uint8), (torch.zeros(1), torch.zeros(1))
     refused: list[tuple[FourTensors, dict[str, Any], str]] = [
-        ((p.double(), p, p, p), {}, "param is float32"),
+        ((p.int(), p, p, p), {}, "param is float32"),
+        ((p.double(), p, p, p), {}, "takes no torch.float32 moments"),
+        ((p, p, p.double(), p.double()), {}, "takes no torch.float64 moments"),
         ((p, low, p, p), {}, "grad is float32"),
         ((p, p, p, low), {}, "moments are both"),
         ((p, p, low, low), {}, "need a seed"),

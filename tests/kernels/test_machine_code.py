@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from tests.kernels.test_adamw import KINDS
 from zerofx.kernels import adamw, norm, quantize
+from zerofx.kernels.code import Code
 from zerofx.kernels.segments import BLOCK
 
 POINTERS = {
@@ -92,7 +93,7 @@ def test_adamw_moves_16_bytes_at_a_time_and_spills_nothing(
     state = {"param": param, "grad": grad, "exp_avg": moments, "master": master}
     state["exp_avg_sq"] = torch.uint8 if codes else moments
     state |= dict.fromkeys(("exp_avg_scales", "exp_avg_sq_scales"), torch.float32 if codes else None)
-    state["seed"] = None if moments is torch.float32 else torch.int64
+    state["seed"] = None if moments.itemsize >= 4 else torch.int64
     kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **state, **TABLES, position="i64", BLOCK=BLOCK)
     assert_no_spills(kernel, tmp_path)
     wide_moments = (None, None) if codes else (moments, moments)
@@ -116,25 +117,23 @@ def test_the_norm_moves_16_bytes_at_a_time_and_spills_nothing(
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_finalize_compiles_with_and_without_loss_scaling(target: GPUTarget, tmp_path: Path, given: bool) -> None:
+def test_finalize_compiles_once_for_any_number_of_parameters(target: GPUTarget, tmp_path: Path, given: bool) -> None:
     tables = {"total": torch.float64, "hyper": torch.float64, "steps": torch.float32, "control": torch.float32}
     scaling = dict.fromkeys(("scale", "found_inf"), torch.float32 if given else None)
-    arguments = {**tables, **scaling, "max_norm": "fp32", "rows": "i32", "ROWS": 8}
-    assert_no_spills(compiled(norm._finalize, target, norm._OPTIONS | {"num_warps": 1}, **arguments), tmp_path)
+    arguments = {**tables, **scaling, "max_norm": "fp32", "rows": "i32", "ROWS": norm.ROWS}
+    assert_no_spills(compiled(norm._finalize, target, norm._OPTIONS | {"num_warps": 4}, **arguments), tmp_path)
 
 
-@pytest.mark.parametrize("code", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("code", [Code("int8"), Code("int4"), Code("fp8"), Code("int8", 96), Code("int4", 96)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_written_and_read_without_spills(
-    target: GPUTarget, tmp_path: Path, dtype: torch.dtype, code: str
+    target: GPUTarget, tmp_path: Path, dtype: torch.dtype, code: Code
 ) -> None:
-    halves = code == "int4"
-    layout = {"blocks": "i32", "LENGTH": 128 if halves else 256, "HALVES": halves, "TILE": quantize.TILE}
-    layout |= {"FP8": code == "fp8"}
+    layout = {"blocks": "i32", **quantize._shape(code)}
     strides = dict.fromkeys(("codes_stride", "scales_stride"), "i32")
     buffers = {"codes": torch.uint8, "scales": torch.float32}
     arguments = {"x": dtype, **buffers, **strides, "x_stride": "i32", "largest": "fp32", "step": "fp32", **layout}
-    for stochastic in (False, True) if code != "fp8" else (False,):
+    for stochastic in (False, True) if code.name != "fp8" else (False,):
         writes = compiled(quantize._encode, target, quantize._OPTIONS, **arguments, STOCHASTIC=stochastic)
         assert_no_spills(writes, tmp_path)
     for add in (False, True) if dtype == torch.float32 else (False,):

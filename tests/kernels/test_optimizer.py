@@ -111,6 +111,51 @@ def test_masters_of_bfloat16_weights_are_those_of_a_float32_run(device: str, mas
     assert_same(net, other, rtol=2**-8, atol=1e-6)
 
 
+def test_float64_weights_are_stepped_in_float64(device: str) -> None:
+    net, other = nets(device, torch.float64)
+    other.double()
+    mine, theirs = zerofx.AdamW(groups(net)), torch.optim.AdamW(groups(other))
+    for step in range(4):
+        set_gradients(net, other, step)
+        mine.step()
+        theirs.step()
+    assert on_device(mine) and all(
+        x.dtype == torch.float64 for x in (*net.parameters(), mine.state[net[0].weight]["exp_avg"])
+    )
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach().cpu(), rtol=1e-12, atol=1e-12)
+
+
+def test_any_seed_is_taken_and_no_two_are_alike(device: str) -> None:
+    weights = []
+    for seed in (0, 1, 2**23, 2**24, 20240101, -1, 2**64 - 2):
+        p = nn.Parameter(torch.ones(4096, device=device))
+        optimizer = zerofx.AdamW([p], moments=torch.bfloat16, seed=seed)
+        for step in range(2):
+            p.grad = torch.linspace(1, 2, 4096, device=device) + step
+            optimizer.step()
+        weights.append(p.detach().clone())
+    assert all(not torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+def test_a_step_without_gradients_changes_nothing(device: str) -> None:
+    net, _ = nets(device)
+    before = copy.deepcopy(net)
+    zerofx.AdamW(net.parameters(), max_grad_norm=1.0).step()
+    assert_same(net, before, 0, 0)
+
+
+def test_norms_that_were_kept_stay_what_they_were(device: str) -> None:
+    p = nn.Parameter(torch.ones(4, device=device))
+    optimizer = zerofx.AdamW([p], max_grad_norm=1.0)
+    norms = []
+    for gradient in (1.0, 2.0, 3.0):
+        p.grad = torch.full_like(p, gradient)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    assert [float(norm) for norm in norms] == [2.0, 4.0, 6.0]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_step_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
     net, other = nets(device)

@@ -12,7 +12,7 @@ from zerofx.kernels.code import LARGEST, TINY, Code
 
 CODES = [Code("bf16"), Code("fp8"), Code("int8"), Code("int4"), Code("int8", stochastic=True)]
 CODES += [Code("int4", stochastic=True)]
-SIZES = [32, 64, 128, 256, 1024]
+SIZES = [32, 64, 96, 128, 256, 1024]
 
 
 def blocks_of_all_kinds(length: int) -> torch.Tensor:
@@ -139,12 +139,32 @@ def test_triton_writes_and_reads_the_same_bits(device: str, code: Code, block: i
             else:
                 wire._decode(wanted, scales, plain.unflatten(1, (-1, block)), code.name == "int4", add)
             assert torch.equal(out.cpu().nan_to_num(), plain.nan_to_num())
+            assert torch.equal(out.cpu().isnan(), plain.isnan())
             assert torch.equal(out.cpu().signbit() & out.cpu().isfinite(), plain.signbit() & plain.isfinite())
 
     quantize.encode(finite.to(device).unflatten(1, (-1, block)), code, codes, found)
     back = torch.empty(2, x.shape[1], device=device)
     quantize.decode(codes, found, code, back.unflatten(1, (-1, block)), False)
     assert ((back.cpu().double() - finite.double()).abs() <= bound(finite, code)).all()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_a_gpus_nan_is_read_as_nan_by_all_of_its_block(device: str, name: str, dtype: str) -> None:
+    import torch
+
+    from zerofx.kernels import quantize
+    from zerofx.kernels.code import Code
+
+    code = Code(name)  # type: ignore[arg-type]
+    x = torch.ones(1, 2, 256, device=device)
+    x[0, 1, 3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # what a GPU makes, all bits set
+    codes, scales = code.parts(torch.zeros(1, code.nbytes(512), dtype=torch.uint8, device=device), 512)
+    quantize.encode(x, code, codes, scales)
+    out = torch.empty(1, 2, 256, dtype=getattr(torch, dtype), device=device)
+    quantize.decode(codes, scales, code, out, False)
+    assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -60,19 +60,22 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
             part = torch.linalg.vector_norm(local, order, dtype=dtype)
             parts.append(part if largest else part**order)
     common = functools.reduce(torch.promote_types, [part.dtype for part in parts])
-    stacked = torch.stack([part.to(common) for part in parts])
+    wholes = [part.to(common) for part in parts]
     sharded = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
-    reduced = stacked[sharded]
-    counted = [tensors[i]._group.sharing.counts(tensors[i]._dtensor) for i in sharded]  # type: ignore[attr-defined]
-    if not largest and not all(counted):
-        reduced = torch.where(torch.tensor(counted, device=reduced.device), reduced, 0)
+    # Stacked from lists: an index or a mask made here would be copied to the device, and the host would wait.
+    counted = [largest or tensors[i]._group.sharing.counts(tensors[i]._dtensor) for i in sharded]  # type: ignore[attr-defined]
+    reduced = torch.stack(
+        [wholes[i] if of else wholes[i].new_zeros(()) for i, of in zip(sharded, counted, strict=True)]
+    )
     if largest:  # a NaN gets lost when ranks compare: whether there is one travels beside
         pair = torch.stack([reduced.nan_to_num(nan=0.0, posinf=torch.inf), reduced.isnan().to(common)])
         everywhere(pair, dist.ReduceOp.MAX, tensors[sharded[0]])
         reduced = torch.where(pair[1] > 0, torch.nan, pair[0])
     else:
         everywhere(reduced, dist.ReduceOp.SUM, tensors[sharded[0]])
-    stacked[sharded] = reduced
+    for i, value in zip(sharded, reduced.unbind(), strict=True):
+        wholes[i] = value
+    stacked = torch.stack(wholes)
     stacked = stacked if largest else stacked ** (1.0 / order)
     return [value.to(part.dtype) for value, part in zip(stacked.unbind(), parts, strict=True)]
 

@@ -8,12 +8,13 @@ a row per member of the spans::
     adamw, one launch per flat run ◀────────────────────┘        returns at once where found_inf
 
 So a step can be captured in a CUDA graph, and a step that is skipped costs no round trip. The host writes a table only
-where a hyper-parameter has changed.
+where a hyper-parameter has changed, from pinned memory: a copy from pageable memory would make it wait.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from zerofx.kernels.segments import CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
 from zerofx.runtime.optim.moments import operands
 from zerofx.runtime.optim.spans import Member, Run, Span, ranks_of
 
+_GOLDEN = 0x9E3779B97F4A7C15  # odd, so that no two seeds of 64 bits come to the same
 _SET_BY_HOST = [HYPER_COLUMNS.index(name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")]
 
 
@@ -40,11 +42,13 @@ class DeviceStep:
         rows = len(self._members)
         self.steps: torch.Tensor = torch.zeros(rows, dtype=torch.float32, device=device)
         self._hyper = torch.zeros(rows, len(HYPER_COLUMNS), dtype=torch.float64, device=device)
+        self._columns = torch.tensor(_SET_BY_HOST, device=device)
         self._control = torch.zeros(len(CONTROL_COLUMNS), dtype=torch.float32, device=device)
         self._written: dict[int, tuple[float, ...]] = {}
         self._index_of = {id(member): span.index for span in spans for member in span.members}
         indices = range(1 + max((span.index for span in spans), default=0))
-        self._seeds = torch.tensor([(seed << 40) + (i << 24) for i in indices], device=device)
+        seeds = [(seed * _GOLDEN + (i << 24)) % (1 << 64) for i in indices]
+        self._seeds = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64).to(device)
         self._ranks = ranks_of(spans)
         self._tiles: dict[tuple[int, ...], torch.Tensor] = {}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
@@ -76,12 +80,12 @@ class DeviceStep:
         if len(rows) == len(self._members):
             _norm.finalize(total, limit, scale, found_inf, self._hyper, self.steps, self._control)
         else:  # only of those that take part the steps are counted
-            index = self._cached(self._indices, rows, lambda: torch.tensor(rows))
+            index = self._index(rows)
             hyper, steps = self._hyper[index], self.steps[index]
             _norm.finalize(total, limit, scale, found_inf, hyper, steps, self._control)
             self._hyper[index], self.steps[index] = hyper, steps
         drawn = tuple(sorted({self._index_of[id(member)] for member in active}))
-        self._seeds[self._cached(self._indices, drawn, lambda: torch.tensor(drawn))] += 1
+        self._seeds[self._index(drawn)] += 1
         for run in runs:
             state = run.state()
             exp_avg, exp_avg_sq, scales = operands(state)
@@ -95,10 +99,10 @@ class DeviceStep:
                 self._control,
                 master=state.get("master", state.get("remainder")),
                 scales=scales,
-                seed=None if exp_avg.dtype == torch.float32 else self._seeds[run.span.index],
+                seed=None if exp_avg.dtype.itemsize >= 4 else self._seeds[run.span.index],
                 position=run.span.position + run.start,
             )
-        return self._control[CONTROL_COLUMNS.index("total_norm")]
+        return self._control[CONTROL_COLUMNS.index("total_norm")].clone()  # the next step writes over it
 
     def decided(self) -> tuple[float, bool]:
         """The factor on gradients of the last step, and whether it was skipped. The host waits for the device."""
@@ -108,24 +112,23 @@ class DeviceStep:
     def _write_hyper(self, active: Sequence[Member], groups: Sequence[dict[str, Any]]) -> None:
         """What the parameter groups say, where they say something new; tensors on the device stay there."""
         values: dict[int, tuple[float, ...]] = {}
-        tensors: list[tuple[int, int, torch.Tensor]] = []
+        tensors: dict[tuple[int, torch.Tensor], list[int]] = defaultdict(list)
         for member, group in zip(active, groups, strict=True):
             sign = -1.0 if group["maximize"] else 1.0
             value = [group["lr"], *group["betas"], group["eps"], group["weight_decay"], sign]
             for i, x in enumerate(value):
                 if isinstance(x, torch.Tensor):
-                    tensors.append((member.row, _SET_BY_HOST[i], x))
+                    tensors[_SET_BY_HOST[i], x].append(member.row)
                     value[i] = 0.0
             if self._written.get(member.row) != tuple(value):
                 values[member.row] = tuple(value)
         if values:
-            rows = torch.tensor(list(values), device=self._hyper.device)[:, None]
-            columns = torch.tensor(_SET_BY_HOST, device=self._hyper.device)
             new = torch.tensor(list(values.values()), dtype=torch.float64)
-            self._hyper[rows, columns] = new.to(self._hyper.device)
+            self._hyper[self._index(tuple(values))[:, None], self._columns] = self._there(new)
             self._written |= values
-        for row, column, x in tensors:
-            self._hyper[row, column] = x.squeeze().to(torch.float64)
+        for (column, x), rows in tensors.items():
+            value = x if x.device == self._hyper.device else self._there(x)
+            self._hyper[self._index(tuple(rows)), column] = value.reshape(()).to(torch.float64)
 
     def _sum_of_squares(self, runs: Sequence[Run]) -> torch.Tensor:
         """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
@@ -147,7 +150,15 @@ class DeviceStep:
         segments = [(member.start - run.start, member.length, member.row) for member in run.members]
         return self._cached(self._tiles, key, lambda: make_tiles(segments))
 
+    def _index(self, rows: tuple[int, ...]) -> torch.Tensor:
+        return self._cached(self._indices, rows, lambda: torch.tensor(rows, dtype=torch.int64))
+
+    def _there(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, of the host's, on the device. The host goes on: pinned memory is kept until it was read."""
+        pinned = x.pin_memory() if self._hyper.is_cuda else x
+        return pinned.to(self._hyper.device, non_blocking=True)
+
     def _cached(self, cache: dict[tuple[int, ...], torch.Tensor], key: tuple[int, ...], make: Any) -> torch.Tensor:
         if key not in cache:
-            cache[key] = make().to(self.steps.device)
+            cache[key] = self._there(make())
         return cache[key]
