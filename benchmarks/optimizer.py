@@ -52,7 +52,9 @@ class Contender:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(0)
         self.args, self.device = args, device
-        self.setup(GPT(args.layers, args.dim, args.heads, args.vocab, 64).to(device))
+        with device:
+            model = GPT(args.layers, args.dim, args.heads, args.vocab, 64)
+        self.setup(model)
 
     def setup(self, model: nn.Module) -> None:
         raise NotImplementedError

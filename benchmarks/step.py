@@ -294,7 +294,8 @@ class Contender:
 
     def __init__(self, name: str, args: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(0)
-        model = GPT(args.layers, args.dim, args.heads, args.vocab, args.length).to(device)
+        with device:
+            model = GPT(args.layers, args.dim, args.heads, args.vocab, args.length)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = (CONTENDERS | BUDGETS | CODED)[name](model)
         self.engine = name.startswith("deepspeed")  # brings its own backward and optimizer
@@ -367,14 +368,15 @@ def over_ranks(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> list[float]
 
 
 def join(rank: int, args: argparse.Namespace, rendezvous: str) -> torch.device:
-    """Become ``rank``, on a core of its own; returns its device."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    device, backend = torch.device(args.device), "gloo"
+    """Become ``rank``, on a device of its own, or on a core; returns its device."""
     if args.device == "cuda":
         device, backend = torch.device("cuda", rank), "nccl"
         torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=rendezvous, rank=rank, world_size=args.world, timeout=datetime.timedelta(minutes=5)
     )

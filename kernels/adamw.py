@@ -178,7 +178,7 @@ def _adamw(
     hyper: tl.tensor,
     control: tl.tensor,
     seed: tl.tensor | None,
-    position: int,
+    position: tl.int64,
     BLOCK: tl.constexpr,
 ) -> None:
     if tl.load(control + 1) != 0:
@@ -226,7 +226,7 @@ def _update(
     moments: tl.tuple,
     master: tl.tensor | None,
     seed: tl.tensor | None,
-    position: int,
+    position: tl.int64,
     at: tl.tensor,
     left: tl.tensor | None,
     coefficients: tl.tuple,

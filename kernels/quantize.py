@@ -76,9 +76,9 @@ def _encode(
     x: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
-    x_stride: int,
-    codes_stride: int,
-    scales_stride: int,
+    x_stride: tl.int64,
+    codes_stride: tl.int64,
+    scales_stride: tl.int64,
     blocks: int,
     largest: float,
     step: float,
@@ -89,7 +89,7 @@ def _encode(
     FP8: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """``step``: one over ``largest``; the others as `_shape` makes them."""
+    """``step``: one over ``largest``; constants as `_shape` makes them. Strides: of ``int``, Triton makes 32 bits."""
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     lanes = tl.arange(0, LANES)
@@ -179,9 +179,9 @@ def _decode(
     codes: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
-    codes_stride: int,
-    scales_stride: int,
-    out_stride: int,
+    codes_stride: tl.int64,
+    scales_stride: tl.int64,
+    out_stride: tl.int64,
     blocks: int,
     ADD: tl.constexpr,
     LENGTH: tl.constexpr,

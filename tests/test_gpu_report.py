@@ -45,7 +45,7 @@ def test_a_report_is_written_without_a_gpu_and_says_what_was_not_run(tmp_path: P
 def test_every_kind_runs_small_without_a_gpu(tmp_path: Path, ranks: int) -> None:
     where = Setting("cpu", ranks, str(tmp_path))
     for kind in KINDS:
-        lines = run_apart(kind, where, 250)
+        lines = list(run_apart(kind, where, 250))
         assert lines and not [line for line in lines if line.verdict in ("otherwise", "failed")], (kind, lines)
 
 
@@ -79,7 +79,7 @@ def test_a_line_is_judged_and_not_a_number_is_never_as_expected() -> None:
 
 
 def test_a_case_that_ends_its_rank_is_a_line_and_the_next_goes_on(tmp_path: Path) -> None:
-    lines = run_apart(f"{BROKEN}.cases", setting(tmp_path), 200, patience=2)
+    lines = list(run_apart(f"{BROKEN}.cases", setting(tmp_path), 200, patience=2))
     assert [(line.name, line.verdict) for line in lines] == [
         ("fine", "told"),
         ("raises", "failed"),

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -39,11 +40,11 @@ def main() -> int:
     found: report.Found = {}
     began = time.monotonic()
     for kind in args.kinds:
-        left = args.seconds - (time.monotonic() - began)
-        found[kind] = run_apart(kind, setting, left, args.patience)
-        written = report.write(args.out, found, facts(setting))  # after each: what was found is not lost
-        for line in found[kind]:
+        left, found[kind] = args.seconds - (time.monotonic() - began), []
+        for line in run_apart(kind, setting, left, args.patience):
+            found[kind].append(line)
             print(f"{kind:14} {line.verdict:12} {line.name}: {line.found}", flush=True)
+            written = report.write(args.out, found, facts(setting))  # after each: what was found is not lost
     print(f"{report.counts(found)} in {time.monotonic() - began:.0f} s; written to {written[0]} and {written[1]}")
     return int(any(line.verdict in ("otherwise", "failed") for several in found.values() for line in several))
 
@@ -82,11 +83,12 @@ def run_here(kind: str, setting: Setting, path: Path) -> None:
             file.write(json.dumps(asdict(failed(kind, "", error))) + "\n")
 
 
-def run_apart(kind: str, setting: Setting, left: float, patience: float = 1.0) -> list[Line]:
-    """The lines of a kind, whatever becomes of its process; it and all that it started are ended at its limit."""
+def run_apart(kind: str, setting: Setting, left: float, patience: float = 1.0) -> Iterator[Line]:
+    """The lines of a kind as they come, whatever becomes of its process; all that it started ends at its limit."""
     limit = min(left, patience * module_of(kind).LIMIT)
     if limit <= 0:
-        return [not_run(kind, why=NO_TIME)]
+        yield not_run(kind, why=NO_TIME)
+        return
     Path(setting.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder) / "lines", Path(folder) / "log"
@@ -97,19 +99,26 @@ def run_apart(kind: str, setting: Setting, left: float, patience: float = 1.0) -
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
-            try:
-                code: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
+            count, end, code = 0, time.monotonic() + limit, None
+            while code is None and time.monotonic() < end:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.2)
+                new = _read(path)[count:]
+                count += len(new)
+                yield from new
             with contextlib.suppress(ProcessLookupError):  # ranks that it left behind, too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        found = [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
         if code != 0:
             how = f"hung: ended after {limit:.0f} s" if code is None else f"died: {_how(code)}"
-            end = log.read_text(errors="replace")[-4000:]
-            found.append(Line(kind, "all of its lines", f"{how}, behind {len(found)} lines", "failed", detail=end))
-        return found
+            detail = log.read_text(errors="replace")[-4000:]
+            yield Line(kind, "all of its lines", f"{how}, behind {count} lines", "failed", detail=detail)
+
+
+def _read(path: Path) -> list[Line]:
+    """The lines that are whole."""
+    text = path.read_text() if path.exists() else ""
+    return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
 
 
 def _how(code: int) -> str:

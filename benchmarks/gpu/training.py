@@ -22,7 +22,8 @@ def sizes(small: bool) -> dict[str, int]:
 
 def build(device: torch.device, small: bool) -> GPT:
     torch.manual_seed(0)
-    return GPT(**sizes(small)).to(device)
+    with device:
+        return GPT(**sizes(small))
 
 
 def batch(device: torch.device, small: bool, step: int, rank: int) -> torch.Tensor:

@@ -59,6 +59,8 @@ def compiled(kernel: Any, target: GPUTarget, options: Mapping[str, Any], **argum
             signature[name] = "constexpr"
             constants[(i,)] = argument
     assert not arguments
+    annotated = {parameter.name: parameter.annotation_type for parameter in kernel.params}
+    assert all(annotated[name] in ("", kind) for name, kind in signature.items() if kind[0] == "i"), annotated
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=dict(options))
 
 
@@ -130,12 +132,12 @@ def test_codes_are_written_and_read_without_spills(
     target: GPUTarget, tmp_path: Path, dtype: torch.dtype, code: Code
 ) -> None:
     layout = {"blocks": "i32", **quantize._shape(code)}
-    strides = dict.fromkeys(("codes_stride", "scales_stride"), "i32")
+    strides = dict.fromkeys(("codes_stride", "scales_stride"), "i64")
     buffers = {"codes": torch.uint8, "scales": torch.float32}
-    arguments = {"x": dtype, **buffers, **strides, "x_stride": "i32", "largest": "fp32", "step": "fp32", **layout}
+    arguments = {"x": dtype, **buffers, **strides, "x_stride": "i64", "largest": "fp32", "step": "fp32", **layout}
     for stochastic in (False, True) if code.name != "fp8" else (False,):
         writes = compiled(quantize._encode, target, quantize._OPTIONS, **arguments, STOCHASTIC=stochastic)
         assert_no_spills(writes, tmp_path)
     for add in (False, True) if dtype == torch.float32 else (False,):
-        arguments = {**buffers, "out": dtype, **strides, "out_stride": "i32", **layout, "ADD": add}
+        arguments = {**buffers, "out": dtype, **strides, "out_stride": "i64", **layout, "ADD": add}
         assert_no_spills(compiled(quantize._decode, target, quantize._OPTIONS, **arguments), tmp_path)

@@ -127,7 +127,9 @@ def test_triton_writes_and_reads_the_same_bits(device: str, code: Code, block: i
     codes, found = code.parts(row, x.shape[1])
     quantize.encode(x.to(device).unflatten(1, (-1, block)), code, codes, found)
     assert codes.cpu().equal(wanted)
-    assert found.cpu().view(torch.int32).equal(scales.view(torch.int32))
+    odd = scales.isnan()  # whose bits are the device's
+    assert found.cpu().isnan().equal(odd)
+    assert found.cpu()[~odd].view(torch.int32).equal(scales[~odd].view(torch.int32))
 
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.ones(2, x.shape[1], dtype=dtype, device=device)

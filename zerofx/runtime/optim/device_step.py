@@ -127,8 +127,8 @@ class DeviceStep:
             self._hyper[self._index(tuple(values))[:, None], self._columns] = self._there(new)
             self._written |= values
         for (column, x), rows in tensors.items():
-            value = x if x.device == self._hyper.device else self._there(x)
-            self._hyper[self._index(tuple(rows)), column] = value.reshape(()).to(torch.float64)
+            there = x if x.device == self._hyper.device else self._there(x)
+            self._hyper[self._index(tuple(rows)), column] = there.reshape(()).to(torch.float64)
 
     def _sum_of_squares(self, runs: Sequence[Run]) -> torch.Tensor:
         """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
