@@ -86,6 +86,19 @@ def test_eager_code_on_sharded_weights_is_right(workers2: Workers, what: str, st
     workers2.run(check_eager, what, stage)
 
 
+def check_masters() -> None:
+    for name in ("a row's zero_", "views, twice", "one view, twice", "a view of the weight's own"):
+        module, plain = twins(net, stage=3, mixed_precision=zerofx.MixedPrecision(torch.bfloat16))
+        with torch.no_grad():
+            WRITES[name](module[0].weight)
+            WRITES[name](plain[0].weight)
+        assert torch.equal(full(module[0].weight), plain[0].weight.detach()), name
+
+
+def test_what_is_written_to_a_view_in_16_bits_is_in_the_master(workers2: Workers) -> None:
+    workers2.run(check_masters)
+
+
 def check_random(stage: int) -> None:
     for init in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.trunc_normal_):
         module, plain = twins(net, stage=stage)

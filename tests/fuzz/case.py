@@ -158,6 +158,7 @@ def train(
         if not (stepping and inside and final < len(calls)):
             optimizer.step()
         optimizer.zero_grad(set_to_none=recipe.zero or inside)
+        write(recipe.writes, net)
         written()
         behind()
         for name, p in net.named_parameters() if inside else ():
@@ -167,12 +168,38 @@ def train(
     return values
 
 
-def reload(how: str, net: nn.Module) -> None:
+@torch.no_grad()
+def write(how: str, net: nn.Module) -> None:
+    """In place, what is written into rows of weights as padding, pruning and new tokens are; see `WRITES`."""
+    for p in net.parameters():
+        if how == "none" or not p.dim() or not p.numel():
+            continue
+        rows = torch.tensor(sorted({0, p.shape[0] - 1}))
+        if how == "rows":
+            p[rows] = torch.full((len(rows), *p.shape[1:]), 0.25, dtype=p.dtype)
+        elif how == "fill":
+            p.index_fill_(0, rows, -0.5)
+        elif how == "mask":
+            p.mul_((torch.arange(p.numel()) % 3 != 1).view(p.shape))
+        elif how == "zero":
+            p[0].zero_()
+        else:
+            p[-1] = p[0].clone()
+
+
+def reload(how: str, net: nn.Module, twin: Callable[[], nn.Module]) -> None:
     """Weights leave the module in a state dict and come back; see `RELOADS`."""
     if how == "own":
         net.load_state_dict(net.state_dict())
     elif how == "whole":
         net.load_state_dict(zerofx.full_state_dict(net, rank0_only=False))
+    elif how == "twin":
+        other = twin()
+        other.load_state_dict(net.state_dict())
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(0)
+        net.load_state_dict(other.state_dict())
 
 
 def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: None) -> Values:
@@ -222,7 +249,7 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
         whole,
         behind=lambda: behind(net),
         stepping=lambda: zerofx.step_in_backward(optimizer),
-        written=lambda: reload(recipe.reload, net),
+        written=lambda: reload(recipe.reload, net, lambda: zerofx.compile(build(recipe, 99), **options)),
     )
     for name, value in values.items():
         if name.startswith("loss"):

@@ -157,6 +157,20 @@ class Mapped(Kind):
         return torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weight).mean(0)
 
 
+class Cond(Kind):
+    """``torch.cond`` by what the data are, so ranks take branches of their own: two matrices, or one in both."""
+
+    def __init__(self, layer: Layer, width: int) -> None:
+        super().__init__(layer, layer.width)
+        self.yes = nn.Linear(width, layer.width, layer.bias)
+        self.no = self.yes if layer.of % 2 else nn.Linear(width, layer.width, layer.bias)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.cond(
+            tokens.sum() % 2 == 0, lambda x: torch.tanh(self.yes(x)), lambda x: torch.sin(self.no(x)), (x,)
+        )
+
+
 KINDS: dict[str, type[Kind]] = {
     "channels_last": ChannelsLast,
     "gru": GRU,
@@ -168,4 +182,5 @@ KINDS: dict[str, type[Kind]] = {
     "spectral_norm": SpectralNorm,
     "function": Function,
     "vmap": Mapped,
+    "cond": Cond,
 }

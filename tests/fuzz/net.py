@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.recipe import CONTAINERS, COUNTERS, LENGTH, VOCAB, WIDTH, Layer, Recipe
+from tests.fuzz.recipe import COMPILED, CONTAINERS, COUNTERS, LENGTH, VOCAB, WIDTH, Layer, Recipe
 
 
 def fit(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -77,11 +77,12 @@ class Leaf(nn.Module):
         elif kind == "count":
             self.register_buffer("calls", torch.zeros(1))  # of no dimensions, torch.compile forgets the write
         elif kind in ("tied", "transposed", "peek", "again"):
-            # A counter is called once: in a checkpoint it would count twice, and `again` may stand in one.
+            # A counter is called once: in a checkpoint it would count twice, and `again` may stand in one. It may stand
+            # outside of any graph, where what is `COMPILED` cannot.
             others = [
                 leaf
                 for leaf in earlier
-                if leaf.kind in ("linear", "strided") or (kind == "again" and leaf.kind not in COUNTERS)
+                if leaf.kind in ("linear", "strided") or (kind == "again" and leaf.kind not in (*COUNTERS, *COMPILED))
             ]
             other = others[layer.of % len(others)] if others else None
             # Not a submodule where it is called again: the parameters keep their one name.

@@ -22,6 +22,7 @@ to layer. Where two widths must agree (residuals, branches, shared weights) the 
     weight_norm,       matrices that are computed at each use; the second has buffers that change
     spectral_norm
     vmap               a matrix under ``torch.vmap``
+    cond               ``torch.cond``: a matrix in each branch, and data decide
     sometimes          a matrix that only some calls use
     unused             a matrix that no call uses
     tied, transposed   an earlier layer's weight under a second name, as it is or transposed
@@ -47,12 +48,14 @@ SHARERS = ("tied", "transposed", "again", "peek")
 LEAVES = (
     *("linear", "strided", "single", "norm", "batch_norm", "conv", "gru", "attention", "embedding", "positions"),
     *("scalar", "scale", "empty", "custom", "stash", "sometimes", "unused", *SHARERS, "break", "count", "stop"),
-    *("channels_last", "lstm", "rnn", "bag", "function", "complex", "weight_norm", "spectral_norm", "vmap"),
+    *("channels_last", "lstm", "rnn", "bag", "function", "complex", "weight_norm", "spectral_norm", "vmap", "cond"),
 )
 UNCOMPILED = {"break", "eager", "checkpoint", "reentrant", "no_grad", "peek", "gru", "lstm", "rnn"}
 """What ends a graph, or may run outside of any."""
 COUNTERS = ("count", "spectral_norm")
 """What comes of them depends on how often they ran: a checkpoint, which runs them again, would change it."""
+COMPILED = ("vmap", "cond")
+"""What is refused outside of any graph, or some of it."""
 
 # What a training loop does between two optimizer steps, one name after another.
 CALLS = (
@@ -70,10 +73,19 @@ CALLS = (
 
 
 # What happens to the weights between two steps, without gradients.
+WRITES = (
+    "none",
+    "rows",  # two rows are set
+    "fill",  # the same by ``index_fill_``
+    "mask",  # some elements become zero, and stay so for a step
+    "zero",  # the first row does
+    "copy",  # the last row becomes the first
+)
 RELOADS = (
     "none",
     "own",  # the module's state dict is loaded into the module
     "whole",  # the same, of whole tensors
+    "twin",  # it is loaded into another module of the class, the weights are lost, and it comes back from there
 )
 
 
@@ -124,6 +136,7 @@ class Recipe:
         clip: clip gradients by norm.
         penalty: the loss has a term that reads weights outside of any graph.
         output: what the net returns: "loss", "tuple", "dict", "shared" (one tensor in several places, and views of it).
+        writes: of `WRITES`, after each step.
         reload: of `RELOADS`, after each step.
         thaw: in every second step what is frozen is trained.
         zero: whether zero_grad sets gradients to None.
@@ -150,6 +163,7 @@ class Recipe:
     clip: bool = False
     penalty: bool = False
     output: str = "loss"
+    writes: str = "none"
     reload: str = "none"
     thaw: bool = False
     zero: bool = True

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.recipe import CALLS, CONTAINERS, COUNTERS, LEAVES, RELOADS, Layer, Recipe, kinds
+from tests.fuzz.recipe import CALLS, CONTAINERS, COUNTERS, LEAVES, RELOADS, WRITES, Layer, Recipe, kinds
 
 leaves = st.builds(
     Layer,
@@ -70,6 +70,7 @@ def recipes(
         clip=draw(st.sampled_from([False, False, True])),
         penalty=draw(st.sampled_from([False, False, True])),
         output=draw(st.sampled_from(["loss", "tuple", "dict", "shared"])),
+        writes=draw(st.sampled_from(["none", "none", "none", *WRITES])),
         reload=draw(st.sampled_from(["none", "none", "none", *RELOADS])),
         thaw=draw(st.sampled_from(THAWS)),
         zero=draw(st.booleans()),
@@ -89,9 +90,9 @@ def allowed(
     twice, and for attention in one without gradients, which torch.compile refuses. In a reentrant one ``no_grad`` cuts
     gradients off: PyTorch has zeros where torch.compile has none. One under ``no_grad`` that returns its input cuts
     them off in PyTorch, and not in torch.compile. A layer that is called again under ``no_grad`` gets a gradient from
-    torch.compile, too, where the call is behind a graph break. ``torch.vmap`` over weights is refused outside of
-    any graph; and a checkpoint runs outside of any where a graph breaks. ``inside``: kinds of containers around;
-    "frozen" if one is, "broken" if a graph breaks, "outside" if no graph has what is in it.
+    torch.compile, too, where the call is behind a graph break. ``torch.vmap`` over weights and ``torch.cond`` are
+    refused outside of any graph; and a checkpoint runs outside of any where a graph breaks. ``inside``: kinds of
+    containers around; "frozen" if one is, "broken" if a graph breaks, "outside" if no graph has what is in it.
     """
     kept = []
     for layer in layers:
@@ -101,8 +102,9 @@ def allowed(
         checkpointed = bool(around & {"checkpoint", "reentrant"})
         attention = layer.kind == "attention" and bool(around & {"frozen", "no_grad"})
         again = layer.kind == "again" and "no_grad" in around
-        mapped = layer.kind == "vmap" and layer.of % 2 == 1 and "outside" in around
-        if layer.kind in without or again or mapped or (checkpointed and (layer.kind in COUNTERS or attention)):
+        compiled = layer.kind == "cond" or (layer.kind == "vmap" and layer.of % 2 == 1)
+        refused = layer.kind in without or again or (compiled and "outside" in around)
+        if refused or (checkpointed and (layer.kind in COUNTERS or attention)):
             layer = replace(layer, kind="norm")
         if {"no_grad", "reentrant"} <= around and layer.kind in ("no_grad", "reentrant"):
             layer = replace(layer, kind="sequence")

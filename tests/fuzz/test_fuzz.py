@@ -174,6 +174,17 @@ FOUND = {
         executor="inductor",
         precision="low",
     ),
+    # The graph stepped a group whose other weight a custom function's backward, outside of graphs, had still to read.
+    "a_step_in_backward_of_a_group_that_an_autograd_function_reads": Recipe(
+        (Layer("unused"), Layer("branch", children=(Layer("break"), Layer("stash"), Layer("complex")))),
+        grouping="linear",
+        inside=True,
+    ),
+    # Inductor deleted a branch's operands where the other was taken not, gave them other strides than it was compiled
+    # for, and `check_code` took the lines of branches for earlier than those in front of them.
+    "branches_of_cond_whose_weights_go_behind_them": Recipe(
+        (LINEAR, Layer("vmap", width=6, of=1), Layer("cond", width=6, of=1), LINEAR), executor="inductor"
+    ),
     # Inductor wrote a gradient over another that was still being sent, in place.
     "rows_that_are_sent_while_a_layer_before_them_is_computed": Recipe(
         (LINEAR, Layer("embedding", width=7, bias=False)), executor="inductor", grouping="each", lookups=True

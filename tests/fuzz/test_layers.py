@@ -20,7 +20,7 @@ NETS = {
     "bare_parameters": "norm batch_norm positions scalar scale empty count",
     "neighbours": "conv channels_last attention embedding bag",
     "recurrences": "gru lstm rnn",
-    "functions": "custom stash function vmap stop",
+    "functions": "custom stash function vmap stop cond",
     "shared_weights": "linear tied transposed again peek sometimes unused break",
     "views": "complex",
     "containers": " ".join(CONTAINERS),

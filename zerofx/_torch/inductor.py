@@ -88,7 +88,7 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
 
     donated: dict[str, Any] = {"donated": get_donated_idxs() or []}
     _forget_lost_outputs(gm)
-    with inductor_config(), dependences_kept(), sent_kept(), products_in_packs():
+    with inductor_config(), dependences_kept(), sent_kept(), products_in_packs(), operands_of_branches():
         return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
 
 
@@ -226,6 +226,48 @@ def sent_kept() -> contextlib.AbstractContextManager[None]:
         return found
 
     return _changed(ir._WaitKernel, "get_volatile_reads", reads, "sent kept")
+
+
+@contextlib.contextmanager
+def operands_of_branches() -> Iterator[None]:
+    """The operands of ``torch.cond`` have the strides that its branches expect, and go whichever of them is taken.
+
+    Inductor compiles a branch for the strides that operands had when they were traced, and may give what computes one
+    of them others, as long as nothing else asks for these: the code then ends in an AssertionError of strides. And it
+    deletes what nobody reads afterwards in the first branch alone (2.11, 2.13, 2.15)::
+
+        if condition:
+            args = [weight, x]; del weight         if condition:
+            out = first(args)                          out = first([weight, x])
+        else:                           ─────▶     else:
+            args = [weight, x]                         out = second([weight, x])
+            out = second(args)                     del weight
+    """
+    from torch._inductor import ir
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.virtualized import V
+
+    create, write = ir.Conditional.create, PythonWrapperCodegen.codegen_conditional
+
+    def created(cls: Any, predicate: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+        traced = [getattr(node, "meta", {}).get("val") for node in V.graph.current_node.args[-1]]  # type: ignore[union-attr]
+        laid_out: list[Any] = [
+            ir.ExternKernel.require_exact_strides(x, value.stride()) if isinstance(value, torch.Tensor) else x
+            for x, value in zip(operands, traced, strict=True)
+        ]
+        return create(predicate, true_fn, false_fn, laid_out)
+
+    def written(self: Any, conditional: Any) -> None:
+        scheduler = V.graph.scheduler
+        later, scheduler.buffer_names_to_free = scheduler.buffer_names_to_free, type(scheduler.buffer_names_to_free)()
+        write(self, conditional)
+        scheduler.buffer_names_to_free |= later
+
+    with (
+        _changed(ir.Conditional, "create", classmethod(created), "operands as traced"),
+        _changed(PythonWrapperCodegen, "codegen_conditional", written, "operands deleted behind both branches"),
+    ):
+        yield
 
 
 def _product_in_pack(src: Any, dst: Any) -> Any:

@@ -43,6 +43,7 @@ class Line:
         values: what is returned.
         kernel: which.
         room: the number of the one that its result has in the graph's frame; -1: of none.
+        when: it runs, among the others: a branch's lines stand in front of ``call`` and run inside of it.
         stream: that it runs on, as text; "" for the one that is current when ``call`` is.
     """
 
@@ -58,6 +59,7 @@ class Line:
     strange: bool = False
     values: list[frozenset[Memory]] = field(default_factory=list)
     kernel: Kernel | None = None
+    when: int = 0
     stream: str = ""
     room: int = -1
 

@@ -52,7 +52,7 @@ class _Buffer:
 
     Attributes:
         place: of it.
-        last: the last line that touches it.
+        last: when it is touched for the last time.
         names: those under which it was waited for.
         returned: whether it leaves the code.
         decoded: whether it is what was read of codes that came; it has names from the next line on.
@@ -170,7 +170,7 @@ class _Reading:
                 )
             if memory in self.buffers:
                 buffer = self.buffers[memory]
-                buffer.last = line.number
+                buffer.last = line.when
                 if buffer.decoded and not buffer.names:
                     buffer.names = frozenset(self.walk.names_of(memory))
         for memory in line.writes:
@@ -242,7 +242,7 @@ class _Reading:
             self.under_way.pop(memory, None)
             if memory in self.buffers:
                 buffer = self.buffers[memory]
-                buffer.names, buffer.last = frozenset(self.walk.names_of(memory)), line.number
+                buffer.names, buffer.last = frozenset(self.walk.names_of(memory)), line.when
         for place in places:
             assert place is not None
             self.waits[place] += 1
@@ -327,7 +327,7 @@ class _Reading:
             self.origins[line.result] = origins
             if plain_name(line.name) == _DECODE:
                 for memory in line.reads & self.buffers.keys():
-                    self.buffers[line.result] = _Buffer(self.buffers[memory].place, line.number, decoded=True)
+                    self.buffers[line.result] = _Buffer(self.buffers[memory].place, line.when, decoded=True)
 
     # ---- all lines --------------------------------------------------------------------------------------------------
 
@@ -347,10 +347,10 @@ class _Reading:
             if not self.steps[group]:
                 self._refuse("step", self._home(group), f"{group!r} is never updated", "one update")
         for memory, buffer in self.buffers.items():
-            after = next((line for line in self.starts if line.number > buffer.last), None)
+            after = next((line for line in self.starts if line.when > buffer.last), None)
             if buffer.returned or after is None or (buffer.place or "?")[0] == "input":
                 continue
-            if self.walk.released.get(memory, after.number) >= after.number:
+            if self.walk.released.get(memory, after.when) >= after.when:
                 self.line = after
                 found = "a gathered buffer that nothing uses any more is still there"
                 self._refuse("discard", buffer.place, found, "its names deleted after its last use")

@@ -81,7 +81,7 @@ class Walk:
         names: what stands for what.
         holders: of each memory, by how many names it is held.
         results: the memories that calls made.
-        released: of each memory that has no name left, the line at which it lost the last one.
+        released: of each memory that has no name left, when it lost the last one (`Line.when`).
         allocated: of each memory that a line allocates by itself, and whose size it says: that line, and the bytes.
         loops: whether what comes now is in a branch or a loop.
     """
@@ -102,7 +102,7 @@ class Walk:
         self._returned: Value = ()
         self._streams: set[str] = set()
         self._stream = ""
-        self._number = 0
+        self._number = self._when = 0
 
     def lines(self) -> Iterator[Line]:
         """Each line that touches memory, in the order in which they run."""
@@ -140,6 +140,7 @@ class Walk:
 
     def _statement(self, statement: ast.stmt) -> Iterator[Line]:
         self._number = statement.lineno
+        self._when += 1
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=targets) | ast.List(elts=targets)], value=ast.Name(id=name)) if (
                 self._depth == 1 and name not in self.names
@@ -281,6 +282,8 @@ class Walk:
         if function is not None and self._depth < 8:
             yield from self._function(function, given[-1] if given else ())
             self._value = self._returned
+            if call.args and isinstance(call.args[-1], ast.Name) and _empties(function):
+                self._bind(call.args[-1].id, ())
         else:
             yield from self._touch(call, name, of, given, named)
 
@@ -417,7 +420,7 @@ class Walk:
         for memory in flat(self.names.pop(name, NOTHING)):
             self.holders[memory] -= 1
             if not self.holders[memory]:
-                self.released[memory] = self._number
+                self.released[memory] = self._when
 
     def _numel(self, node: ast.expr | None) -> int | None:
         match node:
@@ -437,10 +440,16 @@ class Walk:
 
     def _line(self, kind: Kind, name: str, passed: list[Passed], **more: Any) -> Line:
         text = self.wrapper.text[self._number - 1].strip() if self._number else ""
-        return Line(kind, self._number, text, name, passed, stream=self._stream, **more)
+        return Line(kind, self._number, text, name, passed, stream=self._stream, when=self._when, **more)
 
     def _lost(self, name: str) -> Line:
         return self._line("lost", name, [Passed(flat(self._gone.get(name, NOTHING)))])
+
+
+def _empties(function: ast.FunctionDef) -> bool:
+    """Whether a function of the module empties the list that it is given."""
+    given = function.args.args[-1].arg if function.args.args else ""
+    return any(ast.unparse(statement) == f"{given}.clear()" for statement in function.body)
 
 
 def _schemas(name: str) -> list[Any]:

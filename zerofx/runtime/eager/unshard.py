@@ -58,9 +58,14 @@ def _whole_where_hooked(function: str, x: Any) -> Any:
     """What a ``torch.autograd.Function`` outside of any graph gets for ``x`` where hooks keep what it saves.
 
     That is so in a checkpoint. Autograd takes what such a hook brings back for an ordinary tensor: a sharded one would
-    be read in backward as if it had memory. Elsewhere the function gets the parameter, see `reduce_by_hook`.
+    be read in backward as if it had memory. Elsewhere the function gets the parameter, see `reduce_by_hook`; and a use
+    of it is counted, for its backward may read it.
     """
-    return unshard(x, function) if isinstance(x, ShardedTensor) and saved_tensors_are_hooked() else x
+    if isinstance(x, ShardedTensor) and saved_tensors_are_hooked():
+        return unshard(x, function)
+    if isinstance(x, ShardedParameter) and x.requires_grad and torch.is_grad_enabled():
+        x._group.use(trained=True)
+    return x
 
 
 adapt_arguments(_whole_where_hooked)
@@ -126,7 +131,10 @@ class GatheredView(torch.Tensor):
                     "longer agrees with, the write would be lost: change weight.full_tensor() and copy it back, "
                     "weight.copy_(full)."
                 )
-        sources = [(x, x._source) for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, cls)]
+        views = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, cls)]
+        sources = [(x, x._source) for x in views]
+        masters = {id(x): x._source.master_of(x) for x in views if written and x._source and x._source.is_fresh()}
+        args, kwargs = pytree.tree_map(lambda x: masters.get(id(x), x), (args, kwargs)) if masters else (args, kwargs)
         if any(issubclass(t, ShardedTensor) for t in types):
             plain = pytree.tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, cls) else x, (args, kwargs))
             result = DOORS.operation(func, *plain)
@@ -135,25 +143,41 @@ class GatheredView(torch.Tensor):
                 result = func(*args, **kwargs)
         for view in written:
             view._source.write_back()  # type: ignore[union-attr]
+            result = view if result is masters[id(view)] else result
         with DisableTorchFunction():
             return readonly(result, sources)
 
 
 class _Source:
-    """What a view was gathered from, and the whole copy that it is of."""
+    """What a view was gathered from, and the whole copy that it is of.
+
+    Where weights compute in another dtype the copy is in that. What is written to a view of it is then done to a copy
+    in the weight's own dtype: what is not written keeps its digits.
+    """
 
     def __init__(self, sharded: ShardedTensor, whole: torch.Tensor) -> None:
         self._sharded, self._whole = sharded, whole.detach()
+        self._master: torch.Tensor | None = None
         self._version = version_of(sharded._local)
 
     def is_fresh(self) -> bool:
         """Whether the copy has the values that the weight has."""
-        same_kind = self._whole.dtype == self._sharded._local.dtype and self._sharded._dtensor is None
-        return same_kind and version_of(self._sharded._local) == self._version
+        return self._sharded._dtensor is None and version_of(self._sharded._local) == self._version
+
+    def master_of(self, view: torch.Tensor) -> torch.Tensor:
+        """``view`` in the weight's own dtype."""
+        if self._whole.dtype == self._sharded._local.dtype:
+            return view
+        if self._master is None:
+            self._master = gather_tensor(self._sharded)
+        with DisableTorchFunction():
+            return self._master.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def write_back(self) -> None:
         with torch.no_grad():
-            DOORS.operation(torch.Tensor.copy_, (self._sharded, self._whole), {})
+            if (master := self._master) is not None:
+                self._whole.copy_(master)
+            DOORS.operation(torch.Tensor.copy_, (self._sharded, self._whole if master is None else master), {})
         self._version = version_of(self._sharded._local)
 
 
