@@ -17,6 +17,7 @@ INTERNAL = {
     "NotImplementedError": "a base class's method",
     "AssertionError": "cannot happen",
     "_Mismatch": "caught by its caller",
+    "SkipFrame": "Dynamo's, which catches it",
 }
 """Errors that no user meets."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,62 @@ def refusals() -> dict[str, str]:
     value, tangent = torch.func.jvp(twice, (module.weight,), (ones,))
     assert torch.equal(value, 2 * before) and torch.equal(tangent, 2 * ones)
     return said
+
+
+@torch.compile(backend="eager")
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w.t()) * w.mean()
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x / x.norm(dim=-1, keepdim=True) * w[0]
+
+
+class Decorated(nn.Module):
+    """Functions that a library has compiled, inside of a graph and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = normed(scaled(x, self.inside.weight), self.inside.weight)
+        return self.uncompiled(x).square().mean()
+
+    @torch.compiler.disable
+    def uncompiled(self, x: torch.Tensor) -> torch.Tensor:
+        return normed(scaled(x, self.outside.weight), self.outside.weight)
+
+
+def compiled_by_others(stage: int) -> list[str]:
+    module, plain = twins(Decorated, stage=stage)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (module, plain)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+            module(mine(x)).backward()
+            plain(x).backward()
+            same(module, plain)
+            torch.compile(optimizers[0].step, backend="eager")()
+            optimizers[1].step()
+            for m in (module, plain):
+                m.zero_grad()
+    w = torch.ones(6, 6)  # elsewhere the function is compiled as ever
+    torch._dynamo.utils.counters.clear()
+    scaled(w, w)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1
+    return [str(warning.message) for warning in caught if "by another backend" in str(warning.message)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_function_that_others_compile_runs_uncompiled_on_sharded_weights(workers2: Workers, stage: int) -> None:
+    said, silent = workers2.run(compiled_by_others, stage)
+    assert not silent
+    names = [message.split("'")[1] for message in said]
+    step = "step" if torch.__version__ < "2.12" else "wrapper"  # the frame around it
+    assert names == ([] if stage == 0 else ["scaled", "normed", step]), said
 
 
 def test_what_reads_memory_without_asking_is_refused_and_nothing_crashes(workers2: Workers) -> None:

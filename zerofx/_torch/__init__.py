@@ -88,10 +88,14 @@ from zerofx._torch.dynamo import (
     look_at_parameters,
     oldest_version_first,
     run_while_tracing,
+    skip_call,
+    skip_calls,
+    skippable_code,
     source_name,
     static_shape,
     traced_for,
     uncompiled,
+    watch_examples,
     with_own_code,
 )
 from zerofx._torch.higher_order import (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType
-from typing import Any
+from types import CellType, CodeType, FunctionType
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo
@@ -141,6 +143,78 @@ def traced_for(is_ours: Callable[[Any], bool]) -> bool:
             if inner is not None and not any(inner is x for x in seen):
                 todo.append(inner)
     return False
+
+
+_skipped: list[bool] = []
+"""Of each frame that Dynamo compiles now, whether this call of it is to run as it reads."""
+
+
+def skip_calls() -> None:
+    """Have `skip_call` work (2.11, 2.13, 2.15).
+
+    Dynamo's own ``SkipFrame`` leaves the code uncompiled for good, whatever it is called with, and what it calls is
+    compiled. And where ``fullgraph=True`` asks for compiled code, its absence is an error (2.13).
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+
+    theirs = convert_frame._compile
+    count = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+
+    @functools.wraps(theirs)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        _skipped.append(False)
+        try:
+            result = theirs(*args, **kwargs)
+        finally:
+            skipped = _skipped.pop()
+        if not skipped:
+            return result
+        if count is not None:
+            compiled = count(-1)
+            count(compiled + 1 if compiled >= 0 else compiled)
+        return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP), apply_to_code=False)
+
+    convert_frame._compile = compile_frame
+
+
+def skippable_code() -> CodeType | None:
+    """The code of the frame that Dynamo compiles now, if `skip_call` may be called (2.11, 2.13, 2.15).
+
+    What is exported must be traced. So must a frame in which PyTorch runs ``torch.cond`` outside of any graph: as it
+    reads, it would lose the gradients of what its branches close over.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return None
+    if not _skipped or tx.export or f"torch{os.sep}_higher_order_ops" in tx.f_code.co_filename:
+        return None
+    return tx.f_code
+
+
+def watch_examples(check: Callable[[Any], None]) -> None:
+    """Have ``check`` see each input of which a trace for export is about to copy the memory (2.11, 2.13, 2.15)."""
+    from torch._dynamo.variables import builder
+
+    theirs = builder._clone_input
+
+    @functools.wraps(theirs)
+    def clone(value: Any, fake_mode: Any) -> Any:
+        check(value)
+        return theirs(value, fake_mode)
+
+    builder._clone_input = clone
+
+
+def skip_call() -> NoReturn:
+    """While Dynamo traces: this call of the frame runs as it reads, with all that it calls; the next is traced anew."""
+    from torch._dynamo.exc import SkipFrame
+
+    _skipped[-1] = True
+    raise SkipFrame("zerofx")
 
 
 def source_name(placeholder: Node) -> str | None:

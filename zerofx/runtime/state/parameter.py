@@ -40,12 +40,12 @@ from zerofx._torch import (
     inlined_alone,
     is_dtensor,
     pytree,
-    run_while_tracing,
     static_shape,
-    traced_for,
     watch_arguments,
+    watch_examples,
 )
 from zerofx.model.layout import Slot
+from zerofx.runtime.state.backends import check_backend, refuse_backend
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parts import part_of_gradient
@@ -73,7 +73,7 @@ class ShardedTensor(torch.Tensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
-            _check_backend(cls._traced_as)
+            check_backend(cls._traced_as)
             return _traced(func, args, kwargs or {}, cls._compute_dtype, cls._among_dtensors)
         if func in _QUESTIONS and (args[0]._dtensor is None or func != _SHAPE):
             # of an optimizer, a dozen per parameter and step
@@ -424,14 +424,9 @@ _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow an
 _IN_PLACE.add("__setitem__")
 
 
-@run_while_tracing
-def _check_backend(what: str) -> None:
-    if not traced_for(DOORS.is_zerofx):
-        raise RuntimeError(
-            f"{what} is being compiled by another backend than zerofx, whose code would read memory that is not there. "
-            'Use zerofx.compile(module), or torch.compile(..., backend="zerofx"); keep optimizer steps out of compiled '
-            "code; if you wrap zerofx's backend in a function of your own, mark it with functools.wraps."
-        )
+def _refuse_example(x: Any) -> None:
+    if isinstance(x, ShardedTensor):
+        refuse_backend(x._traced_as)
 
 
 def _refuse_argument(x: Any) -> None:
@@ -453,6 +448,7 @@ def _mapped(x: Any) -> Any:
 
 
 watch_arguments(_refuse_argument, _mapped)
+watch_examples(_refuse_example)
 
 
 def _dress(tensor: Any, group: ShardGroup, slot: Slot, local: torch.Tensor) -> Any:
