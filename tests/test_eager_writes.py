@@ -99,6 +99,17 @@ def test_what_is_written_to_a_view_in_16_bits_is_in_the_master(workers2: Workers
     workers2.run(check_masters)
 
 
+def check_copies(stage: int) -> None:
+    module, plain = twins(net, stage=stage, mixed_precision=zerofx.MixedPrecision(torch.bfloat16))
+    for copied in (lambda w: w.clone().detach(), lambda w: w.detach().clone(), lambda w: w.data.clone()):
+        assert torch.equal(full(copied(module[0].weight)), plain[0].weight.detach())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_copy_of_a_weight_that_computes_in_16_bits_is_of_the_master(workers2: Workers, stage: int) -> None:
+    workers2.run(check_copies, stage)
+
+
 def check_random(stage: int) -> None:
     for init in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.trunc_normal_):
         module, plain = twins(net, stage=stage)

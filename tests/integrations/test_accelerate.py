@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,113 @@ def synchronizes(stages: list[int]) -> None:
 
 def test_a_backward_that_triggers_the_reduction_inside_of_no_sync_is_as_with_ddp(workers2: Workers) -> None:
     workers2.run(synchronizes, [0, 1, 2, 3])
+
+
+class Average:
+    """As diffusers' ``EMAModel`` computes."""
+
+    def __init__(self, parameters: Any, foreach: bool) -> None:
+        self.shadows = [p.clone().detach() for p in parameters]
+        self.foreach = foreach
+        self.stored: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def step(self, parameters: Any) -> None:
+        pairs = list(zip(self.shadows, parameters, strict=True))
+        if not self.foreach:
+            for shadow, p in pairs:
+                shadow.sub_(0.1 * (shadow - p)) if p.requires_grad else shadow.copy_(p)
+            return
+        for trained in (True, False):
+            ours, theirs = map(list, zip(*(pair for pair in pairs if pair[1].requires_grad == trained)))
+            if trained:
+                torch._foreach_sub_(ours, torch._foreach_sub(ours, theirs), alpha=0.1)
+            else:
+                torch._foreach_copy_(ours, theirs, non_blocking=True)
+
+    def _write(self, parameters: Any, values: list[torch.Tensor]) -> None:
+        parameters = [p.data for p in parameters]
+        if self.foreach:
+            torch._foreach_copy_(parameters, [value.to(p.device).data for value, p in zip(values, parameters)])
+            return
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value.to(p.device).data)
+
+    def store(self, parameters: Any) -> None:
+        self.stored = [p.detach().cpu().clone() for p in parameters]
+
+    def copy_to(self, parameters: Any) -> None:
+        self._write(parameters, self.shadows)
+
+    def restore(self, parameters: Any) -> None:
+        self._write(parameters, self.stored)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadows": self.shadows, "foreach": self.foreach}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadows = copy.deepcopy(state)["shadows"]
+
+
+def averaged(cls: Any, folder: str, foreach: bool, **options: Any) -> list[torch.Tensor]:
+    """An average over steps, what the model says with it, and both behind a folder."""
+
+    def whole(tensors: Any) -> list[torch.Tensor]:
+        return [t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone() for t in tensors]
+
+    with as_torchrun_would():
+        accelerator = cls(cpu=True, **options)
+        model: Any = gan()[1]
+        model[2].bias.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.5))
+        parameters = list(accelerator.unwrap_model(model).parameters())
+        average = Average(parameters, foreach)
+        accelerator.register_for_checkpointing(average)
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+
+        def step() -> None:
+            accelerator.backward(model(torch.randn(2, 4, generator=generator)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            average.step(parameters)
+
+        step()
+        step()
+        found = whole(average.shadows)
+        kinds = [type(shadow) for shadow in average.shadows]
+        average.store(parameters)
+        average.copy_to(parameters)
+        with torch.no_grad():
+            found.append(model(torch.ones(2, 4)).clone())
+        average.restore(parameters)
+        accelerator.save_state(folder)
+        state = generator.get_state()
+        step()
+        found += whole([*average.shadows, *parameters])
+        accelerator.load_state(folder)
+        assert [type(shadow) for shadow in average.shadows] == kinds
+        generator.set_state(state)
+        step()
+        torch.testing.assert_close(whole([*average.shadows, *parameters]), found[-2 * len(parameters) :])
+        return found
+
+
+def averages(folder: str, stages: list[int]) -> None:
+    import accelerate
+
+    from zerofx.integrations.accelerate import Accelerator
+
+    for foreach in (False, True):
+        wanted = averaged(accelerate.Accelerator, f"{folder}/{foreach}", foreach)
+        for stage in stages:
+            options = {"stage": stage, "executor": "eager"}
+            found = averaged(Accelerator, f"{folder}/{foreach}{stage}", foreach, zerofx=options)
+            torch.testing.assert_close(found, wanted, msg=lambda m, stage=stage: f"stage {stage}: {m}")
+
+
+def test_an_average_of_prepared_weights_follows_evaluates_and_is_saved(workers2: Workers, tmp_path: Path) -> None:
+    workers2.run(averages, str(tmp_path), [0, 1, 3])
 
 
 def saves_two(folder: str, stage: int) -> None:

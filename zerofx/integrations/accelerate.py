@@ -15,7 +15,8 @@ What it does otherwise than its parent:
 hooks of states       get the models; those for saving also whole weights, on rank 0. Taking one out of a list changes
                       nothing: what zerofx saves is saved, and what a hook loads counts
 ``get_state_dict``    whole weights on rank 0
-``save_state``        weights and optimizers by `zerofx.save`, each rank its shards; the rest as ever
+``save_state``        weights and optimizers by `zerofx.save`, each rank its shards; the rest as ever, with whole
+                      tensors where a registered object has sharded ones
 ``load_state``        the same back, on any number of ranks; folders of a plain ``Accelerator``, too
 ====================  ==========================================================================================
 """
@@ -32,6 +33,7 @@ import torch
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
+from zerofx._torch import pytree
 from zerofx.checkpoint import full_state_dict, load, save
 from zerofx.compiler.api import synchronizing
 from zerofx.integrations.peft import checkpointed
@@ -44,6 +46,7 @@ from zerofx.integrations.states import (
     pairs,
     unwrapped_optimizer,
 )
+from zerofx.runtime.state.parameter import ShardedTensor
 
 FOLDER = "zerofx"
 """Where in a folder of ``save_state`` zerofx's own are."""
@@ -189,13 +192,36 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _set_aside(self: Any) -> Iterator[None]:
-        """The parent sees neither models nor optimizers, and cares for schedulers, samplers and generators alone."""
-        models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        """The parent sees neither models nor optimizers, and of registered objects whole states."""
+        before = self._models, self._optimizers, self._custom_objects
+        self._models, self._optimizers, self._custom_objects = [], [], [_Whole(each) for each in self._custom_objects]
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models, self._optimizers, self._custom_objects = before
+
+
+class _Whole:
+    """A registered object, an average of weights say: its sharded tensors are whole in a file, and shards again."""
+
+    def __init__(self, registered: Any) -> None:
+        self._registered = registered
+
+    def state_dict(self) -> Any:
+        """A collective."""
+        state = self._registered.state_dict()
+        return pytree.tree_map_only(ShardedTensor, lambda x: x.full_tensor(), state)
+
+    def load_state_dict(self, state: Any) -> None:
+        there = self._registered.state_dict()
+        if pytree.tree_structure(there) == pytree.tree_structure(state):
+            state = pytree.tree_map(_as_there, there, state)
+        self._registered.load_state_dict(state)
+
+
+def _as_there(there: Any, whole: Any) -> Any:
+    """``whole``, sharded as what is ``there``."""
+    return torch.empty_like(there).copy_(whole) if isinstance(there, ShardedTensor) else whole
 
 
 @contextlib.contextmanager

@@ -90,8 +90,9 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
             full = _Unshard.apply(tensor)
         else:
             full = _whole(tensor)
-    # Code of the model that was not compiled sees what compiled code sees (`precision`, DTensors).
-    full = full if tensor._compute_dtype is None else full.to(tensor._compute_dtype)
+    # Code of the model that was not compiled sees what compiled code sees (`precision`, DTensors). A copy is to keep:
+    # an average of weights in 16 bits would not move.
+    full = full if tensor._compute_dtype is None or func_name == "clone" else full.to(tensor._compute_dtype)
     return full if tensor._dtensor is None else as_dtensor(full, tensor._dtensor)
 
 
