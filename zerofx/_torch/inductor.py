@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import math
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx._torch.code_cache import drop_cut_off
 from zerofx._torch.tensors import pytree
 
 
-def inductor_config() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def inductor_config() -> Iterator[None]:
     """Inductor's settings while zerofx compiles: keep what the passes decided (2.11, 2.13, 2.15).
 
     ``reorder_for_peak_memory`` sinks each gather to its wait, ``reorder_for_locality`` moves producers to their users;
     ``allow_buffer_reuse`` holds the memory of a gathered buffer until some later buffer of that size takes it over,
     and does not know that `zerofx.passes.ops.all_to_all_pairwise` still sends what it was given after it has returned.
+
+    Code is cached by its graph and these settings. `pin_order`'s operator is written in both, so it may be cached, and
+    what this file changes of Inductor is in the key.
     """
     import torch._inductor.config
+    import torch.compiler.config
+    from torch._inductor.fx_passes.control_dependencies import control_deps
 
-    return torch._inductor.config.patch(
-        reorder_for_peak_memory=False,
-        reorder_for_locality=False,
-        reorder_for_compute_comm_overlap=False,
-        allow_buffer_reuse=False,
-    )
+    cached = {**torch._inductor.config.unsafe_marked_cacheable_functions}
+    cached[f"{control_deps.__module__}.{control_deps.__name__}"] = "by its arguments and its subgraph"
+    settings: dict[str, Any] = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        "reorder_for_compute_comm_overlap": False,
+        "allow_buffer_reuse": False,
+        "unsafe_marked_cacheable_functions": cached,
+    }
+    tag: Any = f"{torch.compiler.config.cache_key_tag} zerofx: {_changes()}"
+    with torch._inductor.config.patch(settings), torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        yield
+
+
+@functools.cache
+def _changes() -> str:
+    """A digest of what zerofx changes of Inductor: this file."""
+    return hashlib.blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
 
 
 def compile_with_inductor(
@@ -61,6 +83,7 @@ def compile_with_inductor(
         def uuid(self) -> Any:
             return "zerofx"  # what it decides shows in the graphs, which are in every cache's key
 
+    drop_cut_off()
     with torch._inductor.config.patch(joint_custom_post_pass=OnJoint()):
         decompositions = _but_lookups() if whole_lookups else None
         return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, decompositions=decompositions)  # type: ignore[return-value]
@@ -134,19 +157,6 @@ class _Written(Exception):
     """The code is written: nothing else is to be done."""
 
 
-@contextlib.contextmanager
-def _changed(owner: type, name: str, method: Any, what: str) -> Iterator[None]:
-    """Inductor has ``method`` inside, and keeps apart in its caches the code that it writes so (2.11, 2.13, 2.15)."""
-    import torch.compiler.config
-
-    tag = f"{torch.compiler.config.cache_key_tag} zerofx: {what}"  # code is cached by graph and by this
-    with (
-        unittest.mock.patch.object(owner, name, method),
-        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-    ):
-        yield
-
-
 def products_in_packs() -> contextlib.AbstractContextManager[None]:
     """Where a matrix product is a part of a flat ``cat``, Inductor writes it there, as it does pointwise results.
 
@@ -168,7 +178,7 @@ def products_in_packs() -> contextlib.AbstractContextManager[None]:
     def realize_into(cls: type, src: Any, dst: Any, *more: Any, **named: Any) -> Any:
         return _product_in_pack(src, dst) or theirs(src, dst, *more, **named)
 
-    return _changed(ir.ConcatKernel, "realize_into", classmethod(realize_into), "products in packs")
+    return unittest.mock.patch.object(ir.ConcatKernel, "realize_into", classmethod(realize_into))
 
 
 def dependences_kept() -> contextlib.AbstractContextManager[None]:
@@ -198,7 +208,7 @@ def dependences_kept() -> contextlib.AbstractContextManager[None]:
             by_hand = OrderedSet(dep for dep in known.reads if isinstance(dep, (StarDep, WeakDep)))
             self.set_read_writes(self.read_writes.with_read(by_hand).rename(self.mutation_renames))
 
-    return _changed(SchedulerNode, "_compute_attrs", compute, "dependences kept")
+    return unittest.mock.patch.object(SchedulerNode, "_compute_attrs", compute)
 
 
 def sent_kept() -> contextlib.AbstractContextManager[None]:
@@ -225,7 +235,7 @@ def sent_kept() -> contextlib.AbstractContextManager[None]:
                 found += [each for each in tree_leaves(start.inputs) if isinstance(each, ir.IRNode)]
         return found
 
-    return _changed(ir._WaitKernel, "get_volatile_reads", reads, "sent kept")
+    return unittest.mock.patch.object(ir._WaitKernel, "get_volatile_reads", reads)
 
 
 @contextlib.contextmanager
@@ -264,8 +274,8 @@ def operands_of_branches() -> Iterator[None]:
         scheduler.buffer_names_to_free |= later
 
     with (
-        _changed(ir.Conditional, "create", classmethod(created), "operands as traced"),
-        _changed(PythonWrapperCodegen, "codegen_conditional", written, "operands deleted behind both branches"),
+        unittest.mock.patch.object(ir.Conditional, "create", classmethod(created)),
+        unittest.mock.patch.object(PythonWrapperCodegen, "codegen_conditional", written),
     ):
         yield
 
