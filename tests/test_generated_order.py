@@ -45,8 +45,6 @@ def test_a_kernel_waits_for_what_it_reads_though_its_loops_were_made_anew(functi
 def test_inductor_by_itself_reads_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, a version does without `dependences_kept`."""
     monkeypatch.setattr(inductor, "dependences_kept", contextlib.nullcontext)
-    monkeypatch.setattr(
-        torch._inductor.config, "fx_graph_cache", False
-    )  # the key knows this file's text, not the patch
-    _, code = generated(other_loops, *CASES[other_loops])
+    with torch._inductor.config.patch(fx_graph_cache=False):  # the key does not know that something was taken out
+        _, code = generated(other_loops, *CASES[other_loops])
     FileCheck().check("cpp_fused").check("wait_tensor").run(code)

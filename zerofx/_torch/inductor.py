@@ -157,7 +157,7 @@ class _Written(Exception):
     """The code is written: nothing else is to be done."""
 
 
-def products_in_packs() -> contextlib.AbstractContextManager[None]:
+def products_in_packs() -> contextlib.AbstractContextManager[Any]:
     """Where a matrix product is a part of a flat ``cat``, Inductor writes it there, as it does pointwise results.
 
     By itself it writes the product to memory of its own and copies it, since a product's layout is fixed early. But the
@@ -181,7 +181,7 @@ def products_in_packs() -> contextlib.AbstractContextManager[None]:
     return unittest.mock.patch.object(ir.ConcatKernel, "realize_into", classmethod(realize_into))
 
 
-def dependences_kept() -> contextlib.AbstractContextManager[None]:
+def dependences_kept() -> contextlib.AbstractContextManager[Any]:
     """A kernel whose loops are made anew before it is fused with another still comes after the wait that it came after.
 
     A wait is an operator that writes to the gathered buffer, so who reads what has come depends on a name that the wait
@@ -211,7 +211,7 @@ def dependences_kept() -> contextlib.AbstractContextManager[None]:
     return unittest.mock.patch.object(SchedulerNode, "_compute_attrs", compute)
 
 
-def sent_kept() -> contextlib.AbstractContextManager[None]:
+def sent_kept() -> contextlib.AbstractContextManager[Any]:
     """What a collective of ours sends stays as it is until the wait for it, which counts as a reader.
 
     Inductor holds to that where it knows the collective. Ours are operators like any other to it, done when they
