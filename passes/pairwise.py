@@ -75,7 +75,7 @@ SHORTCUTS: list[Shortcut] = []
 WATCHERS: list[Watcher] = []
 """`zerofx.runtime.ranks.watch` puts itself here."""
 
-ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG, COMPARISON_TAG = 0x66, 0x67, 0x68, 0x69, 0x6A
+ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG, COMPARISON_TAG, OFFER_TAG = 0x66, 0x67, 0x68, 0x69, 0x6A, 0x6B
 """The lower 8 bits of a tag. The upper 23 go by size and by subject."""
 
 

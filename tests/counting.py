@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx import _torch
-from zerofx.passes.pairwise import ALL_GATHER_TAG, ALL_TO_ALL_TAG, COMPARISON_TAG, MEETING_TAG, USED_TAG
+from zerofx.passes.pairwise import ALL_GATHER_TAG, ALL_TO_ALL_TAG, COMPARISON_TAG, MEETING_TAG, OFFER_TAG, USED_TAG
 from zerofx.runtime.ranks import same_host
 
 
@@ -144,6 +144,7 @@ _PAIRWISE = {
     MEETING_TAG: "meeting",
     USED_TAG: "used",
     COMPARISON_TAG: "comparison",
+    OFFER_TAG: "offer",
 }
 """What messages with these tags are parts of."""
 

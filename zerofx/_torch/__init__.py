@@ -45,6 +45,7 @@ from zerofx._torch.aot import (
     written_behind,
 )
 from zerofx._torch.autograd import (
+    backward_number,
     end_of_backward,
     gradient_edge,
     inside_backward,

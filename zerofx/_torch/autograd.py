@@ -17,7 +17,12 @@ def end_of_backward(callback: Callable[[], None]) -> None:
 
 def inside_backward() -> bool:
     """Whether the engine runs a backward pass on this thread (2.11, 2.13, 2.15)."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Of the backward pass that the engine runs on this thread; -1: none (2.11, 2.13, 2.15)."""
+    return torch._C._current_graph_task_id()
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> int:

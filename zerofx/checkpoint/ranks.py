@@ -24,7 +24,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ from zerofx._torch import default_store, resolve_process_group
 from zerofx.runtime.ranks.agree import OutOfStepError
 from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.ranks.steps import times
+from zerofx.runtime.ranks.turns import Turns, common
 from zerofx.runtime.ranks.watch import call
 from zerofx.runtime.state.group import groups_of
 
@@ -56,6 +57,7 @@ class Ranks:
     def __init__(self, group_name: str | None) -> None:
         self._name = group_name  # see `zerofx.runtime.ranks.sharing.RankGroup`
         self._watched: set[str] = set()
+        self._turns: Turns | None = None
         self.rank: int = 0 if group_name is None else self._group.rank()
         self.size: int = 1 if group_name is None else self._group.size()
 
@@ -67,12 +69,15 @@ class Ranks:
         groups = groups_of(module)
         shared = groups[0].sharing.whole if groups else RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
         ranks = Ranks(None if shared.size == 1 else shared.name)
-        ranks._watched = groups[0].sharing.watched if groups else set()
+        if groups:
+            ranks._watched, ranks._turns = groups[0].sharing.watched, groups[0].family.turns
         return ranks
 
-    def call(self, what: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def call(self, what: str) -> Iterator[None]:
         """The call ``what``, which every rank must make, runs inside: `zerofx.runtime.ranks.watch.call`."""
-        return call(self._watched, what)
+        with common(self._turns, what), call(self._watched, what):
+            yield
 
     @property
     def _group(self) -> dist.ProcessGroup:

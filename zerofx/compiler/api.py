@@ -13,6 +13,7 @@ from zerofx._torch import compile_module
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, Trace, records_of
+from zerofx.compiler.shadow import end_forwards
 from zerofx.compiler.shard import shard_module
 from zerofx.runtime.state.group import ShardGroup, groups_of
 
@@ -35,8 +36,10 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
     checked = Options.of(options)
     if fullgraph and checked.leaf_modules is not None:
         raise ValueError("fullgraph=True with leaf_modules: leaf modules run outside of any graph. Leave one out.")
-    shard_module(module, checked)
+    groups = shard_module(module, checked)
     compile_module(module, backend=Backend(checked), dynamic=dynamic, fullgraph=fullgraph)
+    if (turns := groups[0].family.turns if groups else None) is not None:
+        end_forwards(module, turns)
     return module
 
 

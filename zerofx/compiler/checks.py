@@ -179,6 +179,7 @@ _ALIKE = (
     "wire",
     "offload",
     "sharding",
+    "uneven",
 )
 """The options that all ranks must agree on."""
 

@@ -96,6 +96,8 @@ class Options:
             arena. No step but the first allocates any. See `zerofx.passes.pool`.
         timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
             long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
+        uneven: ranks may run different layers, or fewer micro-batches than others: each takes part in the collectives
+            of the others' graphs (docs/models.md).
         progress: whether rank 0 says what is compiled, how far it is and how long it took. None: as ``ZEROFX_PROGRESS``
             says (0 or 1), or if there is a terminal; see `zerofx.compiler.progress`.
         passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
@@ -124,6 +126,7 @@ class Options:
     pool: bool = False
     timeout: float | None = None
     passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
+    uneven: bool = False
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -158,12 +161,23 @@ class Options:
         object.__setattr__(self, "passes", Pass.all_of(self.passes))
         pipeline(self.stage, self.passes)  # type: ignore[arg-type]  # it refuses a place that is not there
         check_environment()
+        self._check_uneven()
         if self.progress not in (True, False, None):
             raise ValueError(f"progress={self.progress!r}: expected True, False or None.")
         wanted(self.progress)
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         self._check_ranks()
+
+    def _check_uneven(self) -> None:
+        if not self.uneven:
+            return
+        for name in _NOT_UNEVEN:
+            if getattr(self, name) not in (None, False, ()):
+                raise ValueError(
+                    f"uneven=True with {name}={getattr(self, name)!r}: ranks do not take part in each other's graphs "
+                    "with that yet. Leave one of both out."
+                )
 
     def _check_numbers(self) -> None:
         """Budgets and seconds."""
@@ -315,6 +329,12 @@ def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
                     f"offload={offload!r} with {name}={value!r}: {part}= is not built for that yet. "
                     "Leave one of both out."
                 )
+
+
+_NOT_UNEVEN = (
+    "lookups", "leaf_modules", "one_copy", "mesh", "reduce_group", "wire", "offload", "pool", "partition_activations",
+    "memory", "passes",
+)  # fmt: skip
 
 
 def _check_sharding(options: Options) -> None:

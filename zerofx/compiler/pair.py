@@ -31,6 +31,7 @@ from zerofx.compiler.progress import Progress, progress_of, wanted
 from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
+from zerofx.compiler.shadow import shadow_of
 from zerofx.compiler.written import check_unwritten
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
@@ -56,7 +57,8 @@ from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
 from zerofx.runtime.ranks.agree import Schedule, identity
-from zerofx.runtime.ranks.watch import watch_of, watch_together, watched, watched_beside
+from zerofx.runtime.ranks.watch import watch_of, watch_together
+from zerofx.runtime.ranks.watched import watched, watched_beside
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
@@ -247,6 +249,7 @@ class CompiledGraph:
             counted=self._counting(trace, {*saved, *gathered}) if phase == "forward" else None,
             carries=bool(ctx.weights_away),
             stows=self.family.stows if self.stowed and phase == "forward" else None,
+            shadow=trace.shadow,
         )
 
     def _counting(self, trace: Trace, others: set[int]) -> Callable[[list[Any]], None] | None:
@@ -320,6 +323,7 @@ class CompiledGraph:
             publish=self.family.published.update,
             names=names if ctx.parts else (),
             alike=self.alike,
+            shadow=trace.shadow,
         )
 
     def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
@@ -348,6 +352,9 @@ class CompiledGraph:
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
         schedule, between = Schedule.of(gm, ctx), Schedule.of(gm, ctx, second=True)
         self._publish(schedule, trace, ctx.process_group)
+        if self.pretend is None and self.family.turns is not None:
+            number, timeout = self.family.number, self.options.timeout
+            trace.shadow = shadow_of(gm, trace.before, ctx, number, schedule, timeout)
         if ctx.second_group:
             self._publish(between, trace, ctx.second_group)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
@@ -391,7 +398,8 @@ class CompiledGraph:
     def _publish(self, schedule: Schedule, trace: Trace, process_group: str) -> None:
         """Compare with the other ranks of a process group what was compiled."""
         if self.pretend is None and schedule.collectives and (watch := watch_of(process_group)) is not None:
-            watch.publish(schedule, identity(trace.before, trace.context, self.family.number))
+            same = self.family.turns is None
+            watch.publish(schedule, identity(trace.before, trace.context, self.family.number) if same else None)
 
     def context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         output = gm.graph.output_node()

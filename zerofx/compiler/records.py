@@ -10,11 +10,18 @@ from zerofx.compiler.explain import explain, has_words, purpose
 from zerofx.compiler.listing import difference, python_of
 from zerofx.compiler.printing import format_trace
 from zerofx.compiler.rewriting import Rewriting
+from zerofx.runtime.ranks.turns import Shadow
 from zerofx.runtime.state.group import ShardGroup
 
 
 class Trace(Rewriting):
-    """One graph of a pair (forward or backward), to be read: what the passes did to it, and why."""
+    """One graph of a pair (forward or backward), to be read: what the passes did to it, and why.
+
+    Attributes:
+        shadow: what ranks do that do not run it (``uneven=True``).
+    """
+
+    shadow: Shadow | None = None
 
     def diff(self, name: str) -> str:
         """What the pass ``name`` changed, node by node; `zerofx.compiler.listing` says how to read it."""

@@ -31,6 +31,7 @@ from zerofx.passes.context import Sync
 from zerofx.passes.feedback import feeding
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
+from zerofx.runtime.ranks.turns import Shadow
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.ranks.watch import skip_collective
 from zerofx.runtime.state.carriage import Carriage, carried, noting
@@ -56,6 +57,7 @@ def forward_runner(
     counted: Callable[[list[Any]], None] | None = None,
     carries: bool = False,
     stows: Stows | None = None,
+    shadow: Shadow | None = None,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
@@ -71,11 +73,12 @@ def forward_runner(
     def forward(args: list[Any]) -> list[Any]:
         for group in used:
             group().use(trained=trained)  # type: ignore[union-attr]
-        for group in live:
-            group().weights.refresh()  # type: ignore[union-attr]
         carriage = Carriage(live, stows) if carries or stows is not None else None
-        with carried(carriage), _reading(live, "forward", written=True):
-            outputs = list(compiled(_inputs(args, kept, live)))
+        with _turn(used, shadow):
+            for group in live:
+                group().weights.refresh()  # type: ignore[union-attr]
+            with carried(carriage), _reading(live, "forward", written=True):
+                outputs = list(compiled(_inputs(args, kept, live)))
         if carriage is not None and not trained:
             carriage.agree()
         if published:
@@ -133,6 +136,7 @@ class BackwardCode:
         alike: what they have to say of that.
         marks: of which parameters it computes a gradient, as ranks tell each other.
         used: while it runs, of which parameters ranks have a gradient.
+        shadow: what ranks do that do not run it.
     """
 
     compiled: Callable
@@ -152,8 +156,16 @@ class BackwardCode:
     alike: Alike | None = None
     marks: torch.Tensor | None = None
     used: UsedMap | None = None
+    shadow: Shadow | None = None
 
     def __call__(self, args: list[Any], n_outputs: int) -> list[Any]:
+        if self.shadow is not None and not self.keeps:
+            for ref, slots, _ in self.reductions:
+                ref().gradients.check_all_accumulate(slots)  # type: ignore[union-attr]
+        with _turn(self.uses, self.shadow, backward=True):
+            return self._run(args, n_outputs)
+
+    def _run(self, args: list[Any], n_outputs: int) -> list[Any]:
         if self.alike is not None and self.alike.tangents and self.names:
             self.alike.check(dict(zip(self.names, args, strict=True)))
         self.used = self._tell_used()
@@ -251,6 +263,18 @@ class BackwardCode:
         for i, group in self.gathered:
             group().gathered.check(args[i])  # type: ignore[union-attr]
         return [args[i] for i, _ in self.gathered]
+
+
+def _turn(
+    uses: Sequence[weakref.ref[ShardGroup]], shadow: Shadow | None, *, backward: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """A graph runs inside: by turns, where ranks take them (``uneven=True``)."""
+    family = uses[0]().family  # type: ignore[union-attr]
+    if family.turns is None:
+        return contextlib.nullcontext()
+    if backward:
+        family.turns.end_backward(family)
+    return contextlib.nullcontext() if shadow is None else family.turns.graph(shadow)
 
 
 def _stand_in(parameter: Any) -> torch.Tensor:

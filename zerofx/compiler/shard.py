@@ -29,6 +29,7 @@ from zerofx.compiler.apart import Apart
 from zerofx.compiler.checks import Planned, plan_alike
 from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
+from zerofx.compiler.shadow import take_turns
 from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
@@ -131,6 +132,9 @@ class _Conversion:
             self.family.number = watch.families
         if self.options.stage:
             self.sharing.meet(self.device)
+        if self.options.uneven:
+            take_turns(self.family, self.sharing.weights.name)
+            self.family.held.apart = self.options.memory_budget is None
         return [
             self._convert_group(layout, parameters, part)
             for (layout, parameters), part in zip(planned, self._memory(planned), strict=True)

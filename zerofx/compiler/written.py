@@ -64,6 +64,12 @@ def check_unwritten(gm: GraphModule, unit: Any) -> None:
             users = {user: None for view in views for user in view.users if isinstance(user.target, _torch.OpOverload)}
             if any(view in edit.written_by(user) for user in users for view in views):
                 written.add(place)
+    if written and unit.family.turns is not None:
+        raise RuntimeError(
+            f"uneven=True with a forward that writes to {sharded[min(written)].slot.name!r}: each rank takes its slice "
+            "of what it has computed, and a rank that runs another graph computes nothing. Write to weights between "
+            "steps, or leave uneven= out."
+        )
     if written:
         forget(unit.groups.values(), unit.record)
         raise Written(sorted(written))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx._torch import DTensorLayout, call_plainly, gradient_edge, is_dtensor, pytree
-from zerofx.runtime.eager.norms import all_reduce, everywhere, norm, norms
+from zerofx.runtime.eager.norms import all_reduce, complete, everywhere, norm, norms
 from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.eager.unshard import readonly, unshard, version_of
 from zerofx.runtime.eager.writes import BY_POSITION, write
@@ -341,9 +341,12 @@ def _on_lists(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], sh
     local_args, local_kwargs = pytree.tree_map(
         lambda x: x._local if isinstance(x, ShardedTensor) else x, (args, kwargs)
     )
-    result = func(*local_args, **local_kwargs)
     if name.startswith("_amp_foreach_non_finite_check"):
-        everywhere(args[1], dist.ReduceOp.MAX, sharded[0])
+        with complete(sharded):
+            result = func(*local_args, **local_kwargs)
+            everywhere(args[1], dist.ReduceOp.MAX, sharded[0])
+    else:
+        result = func(*local_args, **local_kwargs)
     if name.endswith("_"):
         for x in sharded:
             count_write(x)
@@ -394,10 +397,15 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
         order = 2.0 if given in (None, "fro") else float(given)
         return norm(tensor, order, kwargs.get("dtype")) if order > 0 else NotImplemented
-    if len(args) > 1 or kwargs:
+    if len(args) > 1 or kwargs or name not in (*LARGEST, "mean", "any", "all", "sum"):
         return NotImplemented
     if name == "mean":
         return tensor.sum() / tensor.numel()
+    with complete([tensor]):
+        return _scalar(tensor, name)
+
+
+def _scalar(tensor: ShardedTensor, name: str) -> Any:
     if name in ("any", "all"):
         wrong = tensor._local.logical_not() if name == "all" else tensor._local
         found = wrong.any().to(torch.int32)
@@ -406,7 +414,7 @@ def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "sum":
         all_reduce(total := tensor._local.sum(), dist.ReduceOp.SUM, tensor)
         return total
-    return _extreme(tensor, LARGEST[name]) if name in LARGEST else NotImplemented
+    return _extreme(tensor, LARGEST[name])
 
 
 def _extreme(tensor: ShardedTensor, sign: int) -> torch.Tensor:

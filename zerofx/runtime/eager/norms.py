@@ -7,6 +7,7 @@ the others are answered from there: once each, and only while the gradient is th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.state.home import at_hand_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -43,7 +45,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
     Raises:
         ValueError: an order that is not above 0.
     """
-    with at_hand_of(tensors):
+    with complete(tensors), at_hand_of(tensors):
         return _norms(tensors, float(order), dtype)
 
 
@@ -59,8 +61,8 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
         else:
             part = torch.linalg.vector_norm(local, order, dtype=dtype)
             parts.append(part if largest else part**order)
-    common = functools.reduce(torch.promote_types, [part.dtype for part in parts])
-    wholes = [part.to(common) for part in parts]
+    wide = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    wholes = [part.to(wide) for part in parts]
     sharded = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
     # Stacked from lists: an index or a mask made here would be copied to the device, and the host would wait.
     counted = [largest or tensors[i]._group.sharing.counts(tensors[i]._dtensor) for i in sharded]  # type: ignore[attr-defined]
@@ -68,7 +70,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
         [wholes[i] if of else wholes[i].new_zeros(()) for i, of in zip(sharded, counted, strict=True)]
     )
     if largest:  # a NaN gets lost when ranks compare: whether there is one travels beside
-        pair = torch.stack([reduced.nan_to_num(nan=0.0, posinf=torch.inf), reduced.isnan().to(common)])
+        pair = torch.stack([reduced.nan_to_num(nan=0.0, posinf=torch.inf), reduced.isnan().to(wide)])
         everywhere(pair, dist.ReduceOp.MAX, tensors[sharded[0]])
         reduced = torch.where(pair[1] > 0, torch.nan, pair[0])
     else:
@@ -78,6 +80,16 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | N
     stacked = torch.stack(wholes)
     stacked = stacked if largest else stacked ** (1.0 / order)
     return [value.to(part.dtype) for value, part in zip(stacked.unbind(), parts, strict=True)]
+
+
+def complete(tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """All ranks ask the same, inside, of sharded ``tensors``: gradients must be complete (``uneven=True``)."""
+    first = next((x for x in tensors if isinstance(x, ShardedTensor)), None)
+    if first is None:
+        return contextlib.nullcontext()
+    group = first._group
+    reads = not group.weights.holds(first._local)
+    return common(group.family.turns, "a norm, sum, extreme or scaling of sharded tensors", reads=reads)
 
 
 def all_reduce(value: torch.Tensor, op: Any, like: Any) -> None:

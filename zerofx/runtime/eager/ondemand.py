@@ -7,6 +7,9 @@
 
 A parameter's slice ends where its group's shard ends, so the slices of one tensor are few: one to M. This is the slow
 path: a collective for each use, nothing overlapped.
+
+By turns (``uneven=True``) ranks use other parameters so. Each use is offered as a graph is
+(`zerofx.runtime.ranks.turns`). Who does not use the parameter takes part in its gather, or reduces what it has kept.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from zerofx.model.layout import Slot
 from zerofx.passes.reduce import check_dense
 from zerofx.runtime.ranks.agree import ON_DEMAND
 from zerofx.runtime.ranks.tracing import region
+from zerofx.runtime.ranks.turns import SHADOWS, Shadow, common
 from zerofx.runtime.ranks.watch import alone
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.gradients import averaged
@@ -39,8 +43,16 @@ from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
-    if group.weights.holds(tensor._local):
-        group.use(trained=False)
+    if not group.weights.holds(tensor._local):
+        with common(group.family.turns, f"a gather of what is no weight, of {slot.name!r}"):
+            return _gathered(tensor)
+    group.use(trained=False)
+    with _turn(group, "gather", slot, group.weights.dtype):
+        return _gathered(tensor)
+
+
+def _gathered(tensor: ShardedTensor) -> torch.Tensor:
+    group, slot = tensor._group, tensor._slot
     replica = group.weights.own_replica
     if replica is not None and group.weights.exact and group.weights.holds(tensor._local):
         group.weights.refresh()
@@ -98,7 +110,9 @@ def leaf_of(group: ShardGroup) -> Any:
 
 def reduce_rest(family: Family) -> None:
     """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced."""
-    if family.unreduced:
+    if family.turns is not None:
+        family.turns.end_backward(family)
+    elif family.unreduced:
         family.unreduced = False
         end_of_backward(lambda: reduce_kept(family))
 
@@ -114,12 +128,17 @@ def reduce_kept(family: Family) -> None:
     for group in groups:
         anywhere = kept[group] if told is None else family.used_anywhere(told, group, group.layout.slots)
         if anywhere:
-            group.reduce({}, checked=True)
+            group.gradients.reduce({}, group.accumulate, checked=True)
         group.gradients.kept_unevenly = False
 
 
 def _average(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     """The average of ``flat`` over the ranks as `ShardGroup.accumulate` takes it; ``flat`` is used up."""
+    with _turn(group, "reduction", slot, flat.dtype):
+        return _averaged(group, slot, flat)
+
+
+def _averaged(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     with alone(group.group_name, ON_DEMAND, "reduction", slot.name, flat.nbytes, flat.dtype):
         return _reduced(group, slot, flat)
 
@@ -142,6 +161,41 @@ def _reduced(group: ShardGroup, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
         sharing.sum_over_replicas_(mine, ON_DEMAND, slot.name)
     group.local(slot, shard).copy_(averaged(mine, shard.dtype, sharing.averaged_over))
     return shard
+
+
+def _turn(group: ShardGroup, kind: str, slot: Slot, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """One parameter's collective runs inside: by turns, where ranks take them (``uneven=True``)."""
+    family = group.family
+    if family.turns is None or (kind == "gather" and not group.weights.sends):
+        return contextlib.nullcontext()
+    if kind == "reduction" and family.stage:
+        group.gradients.check_all_accumulate((slot,))
+    family.turns.end_backward(family)
+    what = group.layout.name, slot.name, dtype
+    return family.turns.graph(Shadow(kind, family.number, what, reduces=kind == "reduction"))
+
+
+def _member(family: Family, what: tuple[str, str, torch.dtype]) -> tuple[ShardGroup, Slot]:
+    group = next(group for group in family.groups() if group.layout.name == what[0])
+    return group, next(slot for slot in group.layout.slots if slot.name == what[1])
+
+
+def _take_part_in_gather(family: Family, what: tuple[str, str, torch.dtype]) -> None:
+    group, slot = _member(family, what)
+    _gathered(group.parameter(slot))
+
+
+def _take_part_in_reduction(family: Family, what: tuple[str, str, torch.dtype]) -> None:
+    group, slot = _member(family, what)
+    kept = group.gradients.take_kept(slot)
+    flat = torch.zeros(slot.numel, dtype=what[2], device=group.device)
+    if kept is not None:
+        flat += kept.reshape(-1)
+    group.accumulate((slot,), _averaged(group, slot, flat), checked=True)
+
+
+SHADOWS["gather"], SHADOWS["reduction"] = _take_part_in_gather, _take_part_in_reduction
+SHADOWS["kept"] = lambda family, _: reduce_kept(family)
 
 
 def average_by_hook(parameter: ReplicatedParameter) -> None:

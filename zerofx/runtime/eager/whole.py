@@ -35,6 +35,7 @@ from torch import nn
 from zerofx._torch import as_dtensor, uncompiled
 from zerofx.model.hugging_face import each_by_itself
 from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import call
 from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter, ShardedTensor
 
@@ -83,7 +84,8 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
     if not sharded and not any(isinstance(p, WholeParameter) or hasattr(p, _WHOLE) for p in places):
         raise ValueError(f"no parameter of this {type(what).__name__} is sharded: call zerofx.compile on it first.")
     watched = set().union(*(p._group.sharing.watched for p in sharded if p._group.family.stage))
-    with call(watched, "zerofx.unsharded"):
+    turns = next((p._group.family.turns for p in sharded if p._group.family.stage), None)
+    with common(turns, "zerofx.unsharded"), call(watched, "zerofx.unsharded"):
         wholes = {p: whole_of(p) for p in sharded}
     versions = {p: (p._version, wholes[p]._version) for p in sharded}
     families = {p._group.family for p in sharded}
@@ -101,7 +103,8 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
             given = [wholes.get(p, p) for p in places]
             yield given[0] if isinstance(what, torch.Tensor) else given
         if writeback and sharded:
-            with call(watched, "the end of zerofx.unsharded"), torch.no_grad():
+            end = "the end of zerofx.unsharded"
+            with common(turns, end), call(watched, end), torch.no_grad():
                 _agree(places, wholes, versions)
                 for p in sharded:
                     value: Any = wholes[p].detach()

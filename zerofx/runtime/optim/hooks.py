@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerofx._torch import DisableTorchFunction
 from zerofx.runtime.eager.unshard import not_elementwise
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -103,6 +104,11 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     groups = _groups_in(optimizer)
     for name in _watched(groups):
         check(name)
+    for turns in dict.fromkeys(shards.family.turns for shards in groups):
+        with common(
+            turns, f"{type(optimizer).__name__}.step()"
+        ):  # no rank runs a graph any more that adds to gradients
+            pass
     for stows in dict.fromkeys(shards.family.stows for shards in groups):
         if stows is not None:
             stows.file.compare("The gradients are not right, on any rank.")

@@ -78,6 +78,11 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
     check_home(optimizer)
     stepper = Stepper(optimizer)
     for family in stepper.families:
+        if family.turns is not None:
+            raise ValueError(
+                "zerofx.step_in_backward with uneven=True: a group gets a gradient of each graph that some rank runs. "
+                "Call optimizer.step() after backward."
+            )
         if family.stepper is not None:
             raise RuntimeError("zerofx.step_in_backward inside of another for the same module: one at a time.")
     for family in stepper.families:

@@ -5,8 +5,10 @@ sharing       who shares what: a seam
 agree         the collectives of a graph, compared over ranks
 used          which parameters any rank has a gradient of
 watch         the watchdog: a hang becomes an error that says who is missing
+watched       graphs whose collectives are under watch
 lookout       what the watchdog makes of what the other ranks tell
 steps         what optimizers did, as ranks tell each other
+turns         ranks that take part in graphs which they do not run
 place         where a rank is while others wait for it
 tracing       names in profiler traces
 two_levels    a corner: replicas on one dimension of a mesh, shards on the other

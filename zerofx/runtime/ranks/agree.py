@@ -173,14 +173,18 @@ def identity(gm: GraphModule, ctx: Context, family: int) -> str:
     return hashlib.sha256(repr((family, ctx.name, names, operators, shapes)).encode()).hexdigest()[:16]
 
 
-def publish(store: dist.Store, schedule: Schedule, what: str, rank: int, world_size: int) -> None:
+def publish(store: dist.Store, schedule: Schedule, what: str | None, rank: int, world_size: int) -> None:
     """Say what this rank compiled, and compare it with what others have said. Waits for nobody.
+
+    ``what``: its `identity`; None: others may have another one.
 
     Raises:
         OutOfStepError: another rank has compiled the same operators, for the same parameters, to another schedule.
     """
     digest = schedule.digest
     store.set(f"schedule/{digest}", schedule.to_json())
+    if what is None:
+        return
     store.set(f"compiled/{what}/{rank}", digest)
     for other in range(world_size):
         key = f"compiled/{what}/{other}"

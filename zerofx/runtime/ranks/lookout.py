@@ -34,7 +34,12 @@ _NOT_CAPTURED = (
     "One of them runs this outside of any graph: next to a graph break Dynamo may capture code for inputs of one "
     "shape and not for those of another. Mend the graph break, or give all ranks inputs of the same shapes."
 )
-BY_DATA = "If data decide which layers a rank runs, as in a mixture of experts: leaf_modules= (docs/models.md)."
+BY_DATA = "If data decide which layers a rank runs: uneven=True, or leaf_modules= for experts (docs/models.md)."
+
+UNEVEN = (
+    "With uneven=True every rank steps as often, and timeout= is longer than one rank may compile alone "
+    "(docs/models.md)."
+)
 
 
 class Lookout:

@@ -29,7 +29,7 @@ agree, all do.
 that failed is of no more use; restart the ranks. Where a rank was killed gloo raises, and the error is completed.
 
 **Tensor-parallel ranks** (`partition_activations`) have a watch of their own group. Collectives of the model's own run
-there, whose waits are PyTorch's. So a whole graph counts as a wait (`watched_beside`). After the timeout it fails only
+there, whose waits are PyTorch's. So a whole graph counts as a wait (`Watch.inside`). After the timeout it fails only
 where a rank has not come to this graph, or was not heard of: to compute for long is no hang.
 
 The timeout is `Options.timeout`; without one, that of the process group.
@@ -44,7 +44,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,11 @@ import torch.distributed as dist
 from zerofx import _torch
 from zerofx.passes import pairwise
 from zerofx.runtime.ranks.agree import OWN_OF_BACKEND, Collective, OutOfStepError, Schedule, own_part, publish
-from zerofx.runtime.ranks.lookout import AFTER, BY_DATA, Lookout
+from zerofx.runtime.ranks.lookout import AFTER, BY_DATA, UNEVEN, Lookout
 from zerofx.runtime.ranks.place import Place
 from zerofx.runtime.ranks.steps import Steps
 from zerofx.runtime.ranks.tracing import while_profiled
+from zerofx.runtime.ranks.turns import Turns
 
 TICK = 1.0
 """Seconds between two looks."""
@@ -68,6 +69,8 @@ REMEMBERED = 256
 
 class Watch(Lookout):
     """What this rank is doing in one process group."""
+
+    turns: Turns | None = None  # of modules whose graphs differ between ranks
 
     def __init__(self, name: str) -> None:
         group = _torch.resolve_process_group(name)
@@ -135,7 +138,7 @@ class Watch(Lookout):
         if self.failure:
             raise OutOfStepError(self.failure)
 
-    def publish(self, schedule: Schedule, what: str) -> None:
+    def publish(self, schedule: Schedule, what: str | None) -> None:
         """A graph was compiled; see `zerofx.runtime.ranks.agree.publish`."""
         publish(self.store, schedule, what, self.rank, self.world_size)
 
@@ -318,8 +321,8 @@ class Watch(Lookout):
         if waiting is None and not missing:  # all are in this graph, and well
             return
         who = ", ".join(missing) or "no rank: all have started it"
-        me = self.called[self.rank]
-        self._fail(f"rank {me} has waited {self.timeout:g} s for {since[1]}; missing: {who}. {BY_DATA}")
+        me, hint = self.called[self.rank], BY_DATA if self.turns is None else UNEVEN
+        self._fail(f"rank {me} has waited {self.timeout:g} s for {since[1]}; missing: {who}. {hint}")
 
     def _fail(self, why: str) -> None:
         self.failure = why
@@ -382,53 +385,6 @@ def watch_together(watches: Sequence[Watch]) -> None:
     """This rank is in several process groups: where one fails, nobody is to wait for it in another."""
     for one in watches:
         one.others += [other for other in watches if other is not one and other not in one.others]
-
-
-def watched(compiled: Callable, schedule: Schedule, name: str, timeout: float | None) -> Callable:
-    """A compiled graph whose collectives are under watch."""
-    if not schedule.collectives or watch_of(name) is None:
-        return compiled
-    digest, agrees = schedule.digest, any(c.kind == "all-reduce" for c in schedule.collectives)
-
-    def run(args: list[Any]) -> Any:
-        watch = watch_of(name)
-        assert watch is not None
-        watch.enter(schedule, digest, timeout)
-        if agrees:
-            watch.agree(schedule, digest)
-        with watch.explaining(f"the collectives of {schedule.phase}"):
-            outputs = compiled(args)
-        watch.check()
-        return outputs
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def watched_beside(
-    compiled: Callable, schedule: Schedule, name: str, timeout: float | None, also: Collection[str]
-) -> Callable:
-    """A compiled graph in which ranks of another process group talk, too: ``name``, and ``also``, of the same ranks.
-
-    ``schedule``: what of it is zerofx's; the rest is the model's own.
-    """
-    watch = watch_of(name)
-    if watch is None:
-        return compiled
-    watch.called = dist.get_process_group_ranks(_torch.resolve_process_group(name))
-    watch.names |= {*also}
-    watch.store.set(f"schedule/{schedule.digest}", schedule.to_json())
-    what = f"the collectives of {schedule.phase} among the tensor-parallel ranks {watch.called}"
-
-    def run(args: list[Any]) -> Any:
-        watch = watch_of(name)
-        assert watch is not None
-        watch.enter(schedule, schedule.digest, timeout)
-        with watch.inside(what):
-            return compiled(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def alone(

@@ -142,6 +142,16 @@ class Gradients:
         piece = self.layout.piece(slot, self.sharing.optimizer.rank)
         return gradient.narrow(0, piece.in_shard, piece.length)
 
+    def check_all_accumulate(self, slots: tuple[Slot, ...]) -> None:
+        """Raise where this backward leaves out one of ``slots``: others will add its gradient (``uneven=True``)."""
+        for slot in slots:
+            parameter = self.members.get(slot)
+            if parameter.requires_grad and not _is_accumulated(parameter):
+                raise RuntimeError(
+                    f"backward(inputs=...) without {slot.name!r}, with uneven=True: ranks that take part in this "
+                    "backward do not know its inputs. Leave inputs= out; requires_grad_(False) freezes a parameter."
+                )
+
     # ---- outside of graphs ------------------------------------------------------------------------------------------
 
     def reduce(self, gradients: dict[Slot, torch.Tensor], add: Callable[..., None], *, checked: bool = False) -> None:

@@ -30,6 +30,7 @@ from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.model.wire import Wire
 from zerofx.passes.context import Buckets, OnDisk
 from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.ranks.turns import Turns
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
@@ -60,6 +61,7 @@ class Family:
         number: of the module among those of its process group, the same on every rank.
         norms: norms of gradients that were computed ahead, see `zerofx.runtime.eager.norms`.
         casts: the module's hooks under mixed precision.
+        turns: how ranks take part in each other's graphs (``uneven=True``); None: all run the same.
         rewritable: whether an operation that needs the whole of a parameter may write it
             (`zerofx.compiler.initialize`).
         published: what a user's passes published when their graphs ran last, by name.
@@ -89,6 +91,7 @@ class Family:
         self._sync = True
         self.unreduced: bool = False
         self.stepper: Any = None
+        self.turns: Turns | None = None
         self.number = 0
         self.norms: dict[Any, Any] = {}
         self.casts: Casts | None = None

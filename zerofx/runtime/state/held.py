@@ -41,10 +41,12 @@ class Held:
 
     Attributes:
         limit: the bytes that `memory=` gives them; None: it was not given.
+        apart: no graph asks what others leave gathered: each rank may have compiled others so far (``uneven=True``).
     """
 
     def __init__(self) -> None:
         self.limit: int | None = None
+        self.apart: bool = False
         self._warned = False
         self._gathered: dict[Names, int] = {}
         self._saved: dict[Names, int] = {}
@@ -114,7 +116,7 @@ class Held:
 
     def gathered_elsewhere(self, names: Names, phase: str) -> int:
         """Bytes that graphs of other groups than ``names`` leave gathered, as ``phase`` of these was to know it."""
-        return self._answers.setdefault((names, phase), _others(self._gathered, names))
+        return 0 if self.apart else self._answers.setdefault((names, phase), _others(self._gathered, names))
 
     def saved_elsewhere(self, names: Names) -> int:
         """Bytes of activations that graphs of other groups than ``names`` save."""

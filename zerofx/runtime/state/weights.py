@@ -121,6 +121,11 @@ class Weights:
         return self.code is None and self.dtype == self.layout.dtype
 
     @property
+    def sends(self) -> bool:
+        """Whether to have a weight whole takes a collective now: the same on every rank."""
+        return True
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole flat buffer, in what the model computes in."""
         return self.layout.numel * self.dtype.itemsize
@@ -245,6 +250,10 @@ class Replicated(Weights):
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole flat buffer."""
         return whole.narrow(0, self.ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+    @property
+    def sends(self) -> bool:
+        return not self.exact or self.replayed or self.shard._version != self._refreshed
 
     def mark_fresh(self) -> None:
         self._refreshed = self._stepped = self.shard._version
