@@ -468,3 +468,24 @@ def refuse_gloo_on_a_gpu() -> str:
 
 def test_gloo_with_parameters_on_a_gpu_is_refused(workers2: Workers) -> None:
     assert workers2.run(refuse_gloo_on_a_gpu) == ["refused"] * 2
+
+
+def test_another_gpu_than_the_current_one_is_refused(fake_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.compiler import checks
+
+    fake_world(2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(checks, "backend_name", lambda process_group, device: "nccl")
+    checks.check_backend(dist.group.WORLD, torch.device("cuda", 0))
+    with pytest.raises(
+        ValueError, match=r"parameters on cuda:1, while the current device is cuda:0: .*set_device\(1\)"
+    ):
+        checks.check_backend(dist.group.WORLD, torch.device("cuda", 1))
+
+
+def test_an_optimizer_over_two_devices_is_refused() -> None:
+    here, there = (nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta"))
+    for p in (here, there):
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="zerofx.AdamW: parameters on cpu and on meta: expected one device"):
+        zerofx.AdamW([here, there]).step()

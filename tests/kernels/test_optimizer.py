@@ -305,6 +305,27 @@ def test_sharded_parameters_are_one_launch_per_group(device: str) -> None:
         dist.destroy_process_group()
 
 
+def test_steps_in_backward_are_those_behind_it(device: str) -> None:
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net, other = nets(device)
+        zerofx.compile(net, stage=3, executor="eager", groups=zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0))
+        mine, theirs = zerofx.AdamW(net.parameters()), torch.optim.AdamW(other.parameters())
+        for step in range(2):
+            x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step)).to(device)
+            loss = net(x).square().mean()
+            with zerofx.step_in_backward(mine):
+                loss.backward()
+            other(x).square().mean().backward()
+            theirs.step()
+            theirs.zero_grad()
+        assert on_device(mine)
+        assert_same(net, other)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "split"])
 def test_a_whole_step_is_captured_in_a_graph_and_copies_nothing_to_the_host(kind: str) -> None:

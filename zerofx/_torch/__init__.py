@@ -10,6 +10,7 @@ aot                  forward apart from backward; what each input and output of 
 partition            what forward saves, and what backward recomputes
 higher_order         operators whose arguments are graphs
 inductor             code for a graph, in the order that the passes decided
+code_cache           the folder of that code, and what was cut off there
 autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
 tensors              tensors, the memory behind them, and who gets to see them

@@ -279,9 +279,16 @@ def _check_init(module: nn.Module, options: Options) -> None:
 
 
 def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuse what gloo cannot do: it sends from and receives into host memory alone."""
+    """Refuse what gloo cannot do, which moves host memory alone, and a GPU that is not this rank's."""
     if device.type != "cpu" and backend_name(process_group, device) == "gloo":
         raise ValueError(
             f"parameters on {device.type} with the backend gloo: expected one that works on that device. Call "
             'torch.distributed.init_process_group("nccl"), or keep the module on the CPU.'
+        )
+    if device.type != "cuda" or device.index is None:
+        return
+    if device.index != (current := torch.cuda.current_device()):
+        raise ValueError(
+            f"parameters on {device}, while the current device is cuda:{current}: NCCL and kernels run on the current "
+            f"one. Call torch.cuda.set_device({device.index}) before torch.distributed.init_process_group."
         )

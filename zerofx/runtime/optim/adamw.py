@@ -320,7 +320,12 @@ class AdamW(torch.optim.AdamW):
         for span in spans:
             if span.group is not None:
                 self._spans_of[span.group].append(span)
-        device = next(iter(spans)).whole.device
+        device, *others = dict.fromkeys(span.whole.device for span in spans)
+        if others:
+            raise ValueError(
+                f"zerofx.AdamW: parameters on {device} and on {others[0]}: expected one device. Move the module to it, "
+                "or make an optimizer for the parameters of each."
+            )
         self._device_step = None
         self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
         if _runs_triton(device):
