@@ -130,10 +130,10 @@ def train(
         for p in frozen:
             p.requires_grad_(recipe.thaw and step % 2 == 1)
         last = [call for call in calls if call not in ("eval", "dropped")][-1:]
-        calls = (*calls, "plain") if last == ["keep"] else calls
+        calls = (*calls, "plain") if last in (["keep"], ["fewer"]) else calls
         final = max((i for i, call in enumerate(calls) if call not in ("eval", "dropped")), default=len(calls))
         for i, call in enumerate(calls[: final + 1] if inside else calls):
-            with no_sync() if call == "keep" else contextlib.nullcontext():
+            with no_sync() if call in ("keep", "fewer") else contextlib.nullcontext():
                 if call == "eval":
                     with torch.no_grad():
                         parts = [loss(step, call)]
@@ -144,7 +144,7 @@ def train(
                 values |= {f"loss {step}.{i}.{k} ({call})": part.detach().double() for k, part in enumerate(parts)}
                 if call == "two_forwards":
                     parts = [parts[0] + parts[1]]
-                if call not in ("eval", "dropped"):
+                if call not in ("eval", "dropped") and (call != "fewer" or parts[0].requires_grad):
                     for k in reversed(range(len(parts))):
                         with stepping() if stepping and inside and (i, k) == (final, 0) else contextlib.nullcontext():
                             parts[k].backward()
@@ -228,10 +228,13 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
         mixed_precision=precision_of(recipe),
         buckets=recipe.buckets if recipe.stage == 0 else "group",
         pool=recipe.pool,
+        uneven=recipe.by_turns,
     )
     zerofx.compile(net, **options)
 
     def loss(step: int, call: str) -> torch.Tensor:
+        if rank and call == "fewer" and recipe.by_turns:
+            return torch.zeros(())
         return loss_of(net, recipe.penalty, net, *inputs(recipe, step, call, rank), recipe.uses_sometimes(call, rank))
 
     def whole(tensor: Any) -> torch.Tensor | None:
@@ -291,7 +294,7 @@ def alone(recipe: Recipe) -> Values:
             q.requires_grad_(p.requires_grad)
         total = torch.zeros((), dtype=torch.float64)
         before = {name: b.clone() for name, b in net.named_buffers()}
-        for rank in range(world):
+        for rank in range(1 if call == "fewer" and recipe.by_turns else world):
             for name, b in net.named_buffers():
                 b.data = before[name].clone()  # a rank's own buffers count its own calls alone
             x, tokens = inputs(recipe, step, call, rank)

@@ -69,6 +69,7 @@ CALLS = (
     "longer",  # more rows than usual
     "uneven",  # more rows on rank 0 alone
     "branches",  # rank 0 alone uses the layers "sometimes", where that is not another collective; else all ranks
+    "fewer",  # as "keep", by turns on rank 0 alone
 )
 
 
@@ -130,6 +131,7 @@ class Recipe:
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
         pool: what graphs make for collectives lies in frames.
+        turns: ranks may run other graphs, or fewer (``uneven=True``).
         buckets: of stage 0.
         optimizer: "sgd" (with momentum), "adamw", "before" (adamw, made before the model is sharded).
         inside: the last backward of a step does the step (`zerofx.step_in_backward`); not where gradients are clipped.
@@ -157,6 +159,7 @@ class Recipe:
     budget: str = "none"
     precision: str = "full"
     pool: bool = False
+    turns: bool = False
     buckets: str = "group"
     optimizer: str = "sgd"
     inside: bool = False
@@ -176,12 +179,20 @@ class Recipe:
 
         What is not compiled, and in stage 0 a bucket for each parameter, has collectives of each layer's own.
         """
+        if self.by_turns:
+            return True
         alone = self.penalty or (self.stage == 0 and self.buckets == "parameter")
         return self.grouping == "merged" and not alone and not (UNCOMPILED & kinds(self.layers) or _frozen(self.layers))
 
     def uses_sometimes(self, call: str, rank: int) -> bool:
         """Whether a rank uses the layers "sometimes" in a call."""
         return call == "sometimes" or (call == "branches" and (rank == 0 or not self.branches))
+
+    @property
+    def by_turns(self) -> bool:
+        """Whether it runs by turns: not with what is refused then."""
+        refused = self.lookups or self.one_copy or self.pool or self.inside or self.wire != "none" or self.rows > 1
+        return self.turns and not refused
 
     @property
     def scheme_of_mesh(self) -> str:

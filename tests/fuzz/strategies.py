@@ -77,6 +77,9 @@ def recipes(
         pool=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
+    if draw(st.sampled_from([False, False, False, True])):
+        alone = {"lookups": False, "one_copy": False, "pool": False, "inside": False, "wire": "none", "rows": 1}
+        recipe = replace(recipe, turns=True, **alone)
     broken = {"broken"} if BREAKS & kinds(recipe.layers) else set()
     return replace(recipe, layers=allowed(recipe.layers, without(recipe), frozenset(broken)))
 
@@ -115,6 +118,8 @@ def allowed(
 def without(recipe: Recipe) -> frozenset[str]:
     """What does not go with the rest of a recipe.
 
+    Where ranks run other numbers of calls: what counts them.
+
     With two forwards before a backward, a batch normalisation that runs in a graph and outside of one (called again
     there, or checkpointed): the graph writes its statistics, which the other has saved for backward, and PyTorch
     refuses, under plain ``torch.compile`` too.
@@ -124,7 +129,7 @@ def without(recipe: Recipe) -> frozenset[str]:
     a weight and a number, which is in the master's dtype; weight norm, for Dynamo shows nobody its operator, so its
     weights are not cast.
     """
-    left_out = set()
+    left_out = {*COUNTERS} if recipe.by_turns and any("fewer" in calls for calls in recipe.steps) else set()
     two_forwards = any({"two_forwards", "crossed"} & set(calls) for calls in recipe.steps)
     if two_forwards and {"again", "reentrant"} & kinds(recipe.layers):
         left_out |= {"batch_norm"}
