@@ -487,5 +487,5 @@ def test_an_optimizer_over_two_devices_is_refused() -> None:
     here, there = (nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta"))
     for p in (here, there):
         p.grad = torch.zeros_like(p)
-    with pytest.raises(ValueError, match="zerofx.AdamW: parameters on cpu and on meta: expected one device"):
+    with pytest.raises(ValueError, match=r"zerofx\.AdamW: parameters on cpu and on meta: expected one device"):
         zerofx.AdamW([here, there]).step()
