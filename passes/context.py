@@ -316,8 +316,8 @@ class Context:
     gradients: dict[int, ParameterRef] = field(default_factory=dict)
     """Backward: output position -> the parameter whose gradient it is."""
     trained: tuple[ParameterRef, ...] = ()
-    """Stage 0, backward: the parameters that require a gradient, of all groups of which ``gradients`` has some. The
-    graph of another rank may have a gradient of each."""
+    """Stage 0, backward: the parameters that require a gradient, of each bucket of which this graph has some. The graph
+    of another rank may have a gradient of each."""
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3

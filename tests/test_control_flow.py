@@ -204,6 +204,50 @@ def check_custom(stage: int) -> None:
     compare(module, plain, lambda m, x: m(x), torch.randn(12, 10))
 
 
+class Filled(torch.autograd.Function):
+    """A fused loss: forward fills the gradients, rows by rows, and backward scales them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        gradients = [torch.zeros_like(each) for each in (x, weight, bias)]
+        loss = x.new_zeros(())
+        for rows, of_x in zip(x.split(4), gradients[0].split(4)):
+            out = torch.tanh(torch.addmm(bias, rows, weight.t()))
+            loss += out.sum()
+            slope = 1 - out * out
+            of_x.copy_(slope @ weight)
+            gradients[1].addmm_(slope.t(), rows)
+            torch.add(gradients[2], slope.sum(0), out=gradients[2])
+        ctx.save_for_backward(*gradients)
+        return loss / x.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        scale = gradient / ctx.saved_tensors[0].shape[0]
+        return tuple(each.mul_(scale) for each in ctx.saved_tensors)
+
+
+class Fused(nn.Module):
+    """One such loss in the graph, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = (nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.body(x))
+        return Filled.apply(x, self.head.weight, self.head.bias) + self.outside(x)
+
+    @torch.compiler.disable
+    def outside(self, x: torch.Tensor) -> torch.Tensor:
+        return Filled.apply(x, self.other.weight, self.other.bias)
+
+
+def check_fused(stage: int, executor: str = "eager") -> None:
+    module, plain = twins(Fused, stage=stage, executor=executor)
+    compare(module, plain, lambda m, x: m(x), torch.randn(12, 10))
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +285,7 @@ def check_functional_call(stage: int) -> None:
 
 
 CHECKS = [check_nested, check_checkpointing, check_buffers, check_custom, check_dropout, check_functional_call]
-CHECKS += [check_branches, check_regions]
+CHECKS += [check_branches, check_regions, check_fused]
 
 
 SLOW = {(check_checkpointing, 2), *((check, 0) for check in CHECKS)}
@@ -259,7 +303,7 @@ def test_a_model_with(workers2: Workers, check: Callable[[int], None], stage: in
     workers2.run(check, stage)
 
 
-@pytest.mark.parametrize("check", [check_branches, check_regions])
+@pytest.mark.parametrize("check", [check_branches, check_regions, check_fused])
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_with_inductor_a_model_with(workers2: Workers, check: Callable[[int, str], None], stage: int) -> None:
     workers2.run(check, stage, "inductor")

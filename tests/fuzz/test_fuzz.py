@@ -174,6 +174,10 @@ FOUND = {
         executor="inductor",
         precision="low",
     ),
+    # Stage 0: a graph that reads a group without gradients made zeros for all of it, and there was nothing beside them.
+    "a_group_of_stage_0_of_which_a_graph_has_no_gradient": Recipe(
+        (Layer("no_grad", children=(Layer("weight_norm", width=2),)), LINEAR), stage=0
+    ),
     # The graph stepped a group whose other weight a custom function's backward, outside of graphs, had still to read.
     "a_step_in_backward_of_a_group_that_an_autograd_function_reads": Recipe(
         (Layer("unused"), Layer("branch", children=(Layer("break"), Layer("stash"), Layer("complex")))),

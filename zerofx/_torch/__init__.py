@@ -129,6 +129,7 @@ from zerofx._torch.tensors import (
     before_conversions,
     call_plainly,
     fake_mode,
+    initialise_by,
     is_wrapped,
     outside_of_transforms,
     put_tensor,

@@ -132,6 +132,23 @@ def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def initialise_by(initialise: Callable[..., Any]) -> None:
+    """Have ``torch.nn.init`` call ``initialise(function, tensor, ...)`` where it computes besides ``tensor`` itself.
+
+    These are ``orthogonal_`` and ``sparse_``, in 2.11, 2.13 and 2.15. The others do nothing but operations on it.
+    """
+
+    def adapted(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return initialise(function, tensor, *args, **kwargs)
+
+        return call
+
+    for name in ("orthogonal_", "sparse_"):
+        setattr(torch.nn.init, name, adapted(getattr(torch.nn.init, name)))
+
+
 def adapt_arguments(adapt: Callable[[str, Any], Any]) -> None:
     """Have what is handed to a user's ``torch.autograd.Function`` go through ``adapt(name, x)`` (2.11, 2.13, 2.15).
 

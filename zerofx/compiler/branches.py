@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -29,11 +30,22 @@ def by_rank(before: GraphModule, ctx: Context) -> Iterator[tuple[GroupLayout, Sl
 
 
 def trained_beside(
-    gradients: Iterable[ParameterRef], groups: Mapping[GroupLayout, ShardGroup]
+    gm: GraphModule, gradients: Mapping[int, ParameterRef], groups: Mapping[GroupLayout, ShardGroup], buckets: str
 ) -> tuple[ParameterRef, ...]:
-    """`Context.trained`"""
+    """`Context.trained` of a backward that returns ``gradients``, or None in their places.
+
+    Of a bucket of which it has none it sends nothing.
+    """
+
+    def bucket(layout: GroupLayout) -> Any:
+        return layout.dtype if buckets == "all" else layout.name
+
+    outputs = edit.output_values(gm.graph)
+    sent = {bucket(ref.layout) for i, ref in gradients.items() if isinstance(outputs[i], Node)}
     found = []
-    for layout in dict.fromkeys(ref.layout for ref in gradients):
+    for layout in dict.fromkeys(ref.layout for ref in gradients.values()):
+        if bucket(layout) not in sent:
+            continue
         group = groups[layout]
         if group.family.stage or group.sharing.everyone.size == 1:
             return ()

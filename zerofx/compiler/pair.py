@@ -409,7 +409,7 @@ class CompiledGraph:
             parameters=self.parameters(gm.graph),
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients=(found := {position: self.sharded[i] for position, i in gradients.items() if i in self.sharded}),
-            trained=trained_beside(found.values(), self.groups),
+            trained=trained_beside(gm, found, self.groups, self.family.buckets),
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
             parts=self.parts,

@@ -27,7 +27,6 @@ from zerofx._torch import (
     is_wrapped,
     outside_of_transforms,
     pytree,
-    saved_tensors_are_hooked,
 )
 from zerofx.model.units import format_bytes
 from zerofx.runtime.eager.ondemand import gather_tensor, leaf_of, reduce_gradient
@@ -54,21 +53,17 @@ class _Unshard(torch.autograd.Function):
         reduce_gradient(ctx.parameter, gradient)
 
 
-def _whole_where_hooked(function: str, x: Any) -> Any:
-    """What a ``torch.autograd.Function`` outside of any graph gets for ``x`` where hooks keep what it saves.
+@inlined_alone
+def _whole_argument(function: str, x: Any) -> Any:
+    """What a ``torch.autograd.Function`` outside of any graph gets for ``x``.
 
-    That is so in a checkpoint. Autograd takes what such a hook brings back for an ordinary tensor: a sharded one would
-    be read in backward as if it had memory. Elsewhere the function gets the parameter, see `reduce_by_hook`; and a use
-    of it is counted, for its backward may read it.
+    Whole weights: what it makes like one (``zeros_like``) and fills with a gradient is this rank's own, all of it. And
+    a hook for saved tensors, as a checkpoint has, brings a sharded one back as if it had memory.
     """
-    if isinstance(x, ShardedTensor) and saved_tensors_are_hooked():
-        return unshard(x, function)
-    if isinstance(x, ShardedParameter) and x.requires_grad and torch.is_grad_enabled():
-        x._group.use(trained=True)
-    return x
+    return unshard(x, function) if isinstance(x, ShardedTensor) else x
 
 
-adapt_arguments(_whole_where_hooked)
+adapt_arguments(_whole_argument)
 
 
 def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:

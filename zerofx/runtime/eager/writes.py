@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerofx._torch import pytree
+from zerofx._torch import initialise_by, pytree
 from zerofx.runtime.eager.unshard import unshard
 from zerofx.runtime.eager.whole import take_from_rank_0
 from zerofx.runtime.state.parameter import ShardedTensor, count_write
@@ -34,6 +34,8 @@ _RANDOM = frozenset(
     """.split()
 )
 
+_COPY = "compute the full tensor and copy it: `tensor.copy_(full)`"
+
 _RESHAPING = frozenset(
     "as_strided_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_ resize_ resize_as_ set_ data_".split()
 )
@@ -49,7 +51,7 @@ def write(
 ) -> ShardedTensor:
     """Run ``func``, which writes to ``written``. A collective, but where it is ``by_position``."""
     if name in _RESHAPING or written._dtensor is not None:
-        written._refuse(f"the in-place operation {name!r}", "compute the full tensor and copy it: `tensor.copy_(full)`")
+        written._refuse(f"the in-place operation {name!r}", _COPY)
     if name in _RANDOM:
         whole = torch.empty(written.shape, dtype=written._local.dtype, device=written._local.device)
     elif by_position or "out" in kwargs:
@@ -71,6 +73,21 @@ def write(
             written._local.copy_(_own_slice(written, whole))
             count_write(written)
     return written
+
+
+def _initialise(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What of ``torch.nn.init`` draws numbers beside the tensor: each rank's would be its own."""
+    if not isinstance(tensor, ShardedTensor):
+        return function(tensor, *args, **kwargs)
+    if tensor._dtensor is not None:
+        tensor._refuse(f"torch.nn.init.{function.__name__}", _COPY)
+    with torch.no_grad():
+        whole = torch.empty(tensor.shape, dtype=tensor._local.dtype, device=tensor._local.device)
+        take_from_rank_0(tensor, function(whole, *args, **kwargs))
+    return tensor
+
+
+initialise_by(_initialise)
 
 
 def _own_slice(tensor: ShardedTensor, whole: torch.Tensor) -> torch.Tensor:
