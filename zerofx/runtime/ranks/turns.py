@@ -60,7 +60,10 @@ class Shadow:
     """
 
     def __init__(self, kind: str, family: int, what: Any, *, reduces: bool, same: Any = None) -> None:
-        self.kind, self.family, self.what, self.reduces = kind, family, what, reduces
+        self.kind: str = kind
+        self.family: int = family
+        self.what: Any = what
+        self.reduces: bool = reduces
         self.number: int = _number_of(repr((kind, family, what if same is None else same)))
 
 
