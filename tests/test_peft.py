@@ -92,3 +92,32 @@ def check_merging(stage: int) -> None:
 @pytest.mark.slow
 def test_an_adapter_of_peft_is_merged_in_place(workers2: Workers) -> None:
     workers2.run(check_merging, 3)
+
+
+def prompted(kind: str) -> Any:
+    import peft
+
+    options = {"PromptEncoderConfig": {"encoder_hidden_size": 8}}.get(kind, {})
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
+    torch.manual_seed(0)
+    return peft.get_peft_model(ARCHITECTURES["llama"].build(0), config)
+
+
+def check_prompts(kind: str) -> None:
+    model, plain = prompted(kind), prompted(kind)
+    zerofx.compile(model, stage=3)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
+    for step in range(2):
+        batches = [make_batch("text", 2, seed=10 * step + rank) for rank in range(2)]
+        model(**batches[dist.get_rank()]).loss.backward()
+        torch.stack([plain(**b).loss for b in batches]).mean().backward()
+        same(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_a_learned_prompt_trains_as_in_one_process(workers2: Workers, kind: str) -> None:
+    workers2.run(check_prompts, kind, timeout=280)
