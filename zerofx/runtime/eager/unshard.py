@@ -224,13 +224,14 @@ def _caller() -> FrameType | None:
 
 def _enclosing_optimizer(frame: FrameType | None) -> str | None:
     """The optimizer whose step computes here: not one that has called a closure, in which a model runs."""
-    inside: set[Any] = set()
+    inside: set[int] = set()  # by identity: code that Dynamo has made may have constants that cannot be hashed
     while frame is not None:
         owner = _optimizer_of(frame)
         if owner is not None and "step" in frame.f_code.co_name:
-            given = (code for x in frame.f_locals.values() if x is not owner and callable(x) for code in _codes_of(x))
+            others = (x for x in frame.f_locals.values() if x is not owner and callable(x))
+            given = (id(code) for x in others for code in _codes_of(x))
             return type(owner).__name__ if inside.isdisjoint(given) else None
-        inside.add(frame.f_code)
+        inside.add(id(frame.f_code))
         frame = frame.f_back
     return None
 
