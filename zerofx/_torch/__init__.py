@@ -84,6 +84,7 @@ from zerofx._torch.dynamo import (
     call_instead,
     chosen_by_data,
     compile_module,
+    compiles_now,
     frame_locals_and_globals,
     inlined_alone,
     look_at_hooks,

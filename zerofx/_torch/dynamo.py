@@ -178,6 +178,11 @@ def skip_calls() -> None:
     convert_frame._compile = compile_frame
 
 
+def compiles_now() -> bool:
+    """Whether Dynamo compiles a frame, in whatever thread, once `skip_calls` was called."""
+    return bool(_skipped)
+
+
 def skippable_code() -> CodeType | None:
     """The code of the frame that Dynamo compiles now, if `skip_call` may be called (2.11, 2.13, 2.15).
 

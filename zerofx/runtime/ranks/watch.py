@@ -273,7 +273,8 @@ class Watch(Lookout):
 
     def _tell(self, *, ended: bool = False) -> None:
         self._beat += 1
-        now, place = time.monotonic(), Place.of(self._thread)
+        # Of a thread in which Dynamo builds frames the stack is not safe to walk, and it has not left its line.
+        now, place = time.monotonic(), self._place[1] if _torch.compiles_now() else Place.of(self._thread)
         if place != self._place[1]:
             self._place = now, place
         since, doing = self._calls[-1] if self._calls else next(iter(list(self._waiting.values())), self._place)
