@@ -269,8 +269,8 @@ def _turn(
     uses: Sequence[weakref.ref[ShardGroup]], shadow: Shadow | None, *, backward: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
     """A graph runs inside: by turns, where ranks take them (``uneven=True``)."""
-    family = uses[0]().family  # type: ignore[union-attr]
-    if family.turns is None:
+    family = uses[0]().family if uses else None  # type: ignore[union-attr]
+    if family is None or family.turns is None:
         return contextlib.nullcontext()
     if backward:
         family.turns.end_backward(family)
