@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -86,12 +87,13 @@ def test_collectives_and_their_order_are_the_same_for_every_batch(net: str, opti
         assert schedules(net, shape, **options) == expected
 
 
-def train(net: str, stage: int, executor: str, rows: list[tuple[int, ...]]) -> float:
+def train(net: str, stage: int, executor: str, rows: list[tuple[int, ...]], **options: Any) -> float:
     """The largest error, relative to DistributedDataParallel's, of a parameter's gradient over steps; of this rank."""
     ours, theirs = NETS[net](), NETS[net]()
     theirs.load_state_dict(ours.state_dict())
     ddp = DistributedDataParallel(theirs)
-    zerofx.compile(ours, stage=stage, executor=executor, groups=zerofx.Grouping(min_bytes=0), timeout=30)
+    groups = zerofx.Grouping(min_bytes=0)
+    zerofx.compile(ours, stage=stage, executor=executor, groups=groups, timeout=30, **options)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     torch.manual_seed(1 + dist.get_rank())
     worst = 0.0
@@ -114,6 +116,12 @@ def train(net: str, stage: int, executor: str, rows: list[tuple[int, ...]]) -> f
 def test_a_rank_whose_batch_has_one_row_trains_as_with_ddp(workers2, stage: int, executor: str) -> None:
     rows = [(4, 4), (4, 1), (1, 4), (3, 1)]
     assert max(workers2.run(train, "scaled", stage, executor, rows)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [{"activation_budget": 0.5}, {"memory": 10**9}], ids=["activations", "memory"])
+def test_so_does_one_within_a_budget(workers2, budget: dict[str, Any]) -> None:
+    assert max(workers2.run(train, "scaled", 3, "inductor", [(4, 4), (4, 1), (1, 4), (3, 1)], **budget)) < 1e-5
 
 
 @pytest.mark.parametrize("net", ["post-norm", "skips"])
