@@ -17,9 +17,9 @@ from tests.test_predict import INSTANT, mlp
 from tests.test_zero_table import blocks_and_the_rest
 from zerofx.inspect.predict import cost, shapes
 from zerofx.inspect.predict.flops import flops_per_token
-from zerofx.inspect.predict.predict import on_the_clock
-from zerofx.inspect.predict.rehearsal import rehearse
 from zerofx.runtime.state.group import groups_of
+from zerofx.simulate.clock import on_the_clock
+from zerofx.simulate.rehearsal import rehearse
 
 # ------------------------------------------------------------------ by hand
 

@@ -23,10 +23,10 @@ from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.test_offload_costs import offload
 from tests.workers import Workers
 from zerofx.compiler.runners import BackwardCode
-from zerofx.inspect.predict import price
-from zerofx.inspect.predict.files import Files
 from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.state.group import groups_of
+from zerofx.simulate import price
+from zerofx.simulate.files import Files
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16)
 PLENTY = 10**9
@@ -275,7 +275,7 @@ def test_what_cannot_fit_is_refused_with_what_would_and_how_long_it_takes(fake_w
 
 def test_generated_code_that_takes_more_is_refused(fake_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(2)
-    monkeypatch.setattr("zerofx.compiler.division.PRICES.of_code", lambda record: PLENTY)
+    monkeypatch.setattr("zerofx.compiler.division.of_code", lambda record: PLENTY)
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"the code that Inductor wrote takes [0-9,]+ bytes"):
         built(lambda: nn.Linear(8, 2), PLENTY, "inductor")(torch.ones(2, 8))

@@ -15,9 +15,9 @@ import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
 from tests.workers import Workers
-from zerofx.inspect.predict.predict import on_the_clock
-from zerofx.inspect.predict.recorder import Phase
-from zerofx.inspect.predict.rehearsal import rehearse
+from zerofx.simulate.clock import on_the_clock
+from zerofx.simulate.recorder import Phase
+from zerofx.simulate.rehearsal import rehearse
 
 LAYERS, VOCAB, LENGTH = 4, 61, 12
 

@@ -21,11 +21,11 @@ from tests.test_offload_costs import Counter, offload
 from tests.test_predict import INSTANT, ONE_PER_PRODUCT, mlp
 from tests.test_report import Page, place, value
 from tests.workers import Workers
-from zerofx.inspect.predict.predict import on_the_clock
-from zerofx.inspect.predict.rehearsal import rehearse, rehearse_micro_batches
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.runtime.state import state_file
+from zerofx.simulate.clock import on_the_clock
+from zerofx.simulate.rehearsal import rehearse, rehearse_micro_batches
 
 NOWHERE = "/no/such/folder"
 WHOLE = {"chunk": state_file.CHUNK, "buffer": state_file.BUFFER}

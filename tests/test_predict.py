@@ -25,10 +25,10 @@ from tests.passes.graphs import mlp_backward, mlp_forward
 from tests.workers import Workers
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, Trace
-from zerofx.inspect.predict import inductor_code
-from zerofx.inspect.predict.predict import on_the_clock
-from zerofx.inspect.predict.recorder import Operation, Phase, Recorder
-from zerofx.inspect.predict.rehearsal import rehearse
+from zerofx.simulate import inductor_code
+from zerofx.simulate.clock import on_the_clock
+from zerofx.simulate.recorder import Operation, Phase, Recorder
+from zerofx.simulate.rehearsal import rehearse
 
 Rates = zerofx.Rates
 BF16 = zerofx.MixedPrecision(torch.bfloat16)

@@ -18,9 +18,9 @@ import zerofx
 from tests.models import GPT
 from zerofx.compiler.explain import Reasons
 from zerofx.compiler.listing import graph_lines
-from zerofx.inspect.predict.recorder import KINDS
 from zerofx.model.units import format_bytes
 from zerofx.runtime.state.group import groups_of
+from zerofx.simulate.recorder import KINDS
 
 RATES = zerofx.Rates(1e10, 1e10, 1e8, 1e-4)
 VOID = {"meta", "input", "br"}

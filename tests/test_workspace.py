@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofx import _torch
-from zerofx.inspect.predict.recorder import Recorder
-from zerofx.inspect.predict.workspace import Workspaces
+from zerofx.simulate.recorder import Recorder
+from zerofx.simulate.workspace import Workspaces
 
 
 def test_what_is_taken_and_given_back_is_told_and_what_is_left_is_not() -> None:

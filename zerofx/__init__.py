@@ -20,11 +20,10 @@ from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_di
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
 from zerofx.inspect.memory import MemorySummary, memory_summary
-from zerofx.inspect.predict import price as _price  # what zerofx.compiler.division divides by
 from zerofx.inspect.predict.calibrate import calibrate
 from zerofx.inspect.predict.dry_run import dry_run
 from zerofx.inspect.predict.plan import plan
-from zerofx.inspect.predict.predict import Prediction, Rates, predict
+from zerofx.inspect.predict.predict import predict
 from zerofx.inspect.report import report
 from zerofx.model.grouping import Grouping
 from zerofx.model.memory import Memory
@@ -42,6 +41,7 @@ from zerofx.runtime.optim.step import step_in_backward
 from zerofx.runtime.ranks.agree import OutOfStepError
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor
 from zerofx.runtime.state.state_file import OffloadError
+from zerofx.simulate.clock import Prediction, Rates
 
 __version__ = "0.1.0"
 __all__ = [
@@ -84,4 +84,4 @@ __all__ = [
     "verify",
 ]
 _corners.furnish()
-del _ops, _corners, _price
+del _ops, _corners

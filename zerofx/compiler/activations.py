@@ -38,6 +38,7 @@ from zerofx.passes import edit
 from zerofx.passes.context import Activations
 from zerofx.passes.saved import Stows
 from zerofx.passes.stow import leaving
+from zerofx.simulate.clock import Rates, ordinary
 
 ASKED = 7
 """How many fractions the partitioner is asked for, beside the least."""
@@ -49,18 +50,12 @@ _BALANCE = {"cpu": 10}
 """Flops that a device does while it moves a byte; others do `_BALANCE_ELSEWHERE`."""
 _BALANCE_ELSEWHERE = 100
 
-FLOPS_PER_S = {"cpu": 5e10}
-"""Of an ordinary machine, as in `zerofx.inspect.predict.price`; others do `FLOPS_PER_S_ELSEWHERE`."""
-FLOPS_PER_S_ELSEWHERE = 2e14
-DISK_BYTES_PER_S = 1e9
-"""What an ordinary disk reads and writes."""
-
 
 class Away(NamedTuple):
-    """What may leave the device, and how fast: ``rates`` are `zerofx.Rates`, or None."""
+    """What may leave the device, and how fast; None: as on an ordinary machine."""
 
     stows: Stows
-    rates: Any
+    rates: Rates | None
 
 
 class _Answer(NamedTuple):
@@ -183,8 +178,7 @@ def _answers(asked_for: Sequence[list[Node]], cut: _torch.Cut, away: Away) -> li
     found = []
     for saved in asked_for:
         device = next((x.device.type for node in saved for x in _tensors([node.meta.get("val")])), "cpu")
-        flops_per_s = (away.rates and away.rates.flops_per_s) or FLOPS_PER_S.get(device, FLOPS_PER_S_ELSEWHERE)
-        compute_s = (work + sum(map(cost, cut.recomputed(saved)))) / flops_per_s
+        compute_s = (work + sum(map(cost, cut.recomputed(saved)))) / (away.rates or ordinary(device)).flops_per_s
         found.append(_Answer(saved, _nbytes(saved, cut), _movable(saved, cut, away.stows), compute_s))
     return found
 
@@ -198,7 +192,7 @@ def _taken_away(answer: _Answer, target: float, away: Away) -> _Option:
         nbytes = edit.hinted_nbytes(whole.meta["val"])
         kept, gone = kept - nbytes, gone + nbytes
         leaves |= {node.name for node in nodes}
-    disk = (away.rates and away.rates.disk_bytes_per_s) or DISK_BYTES_PER_S
+    disk = (away.rates and away.rates.disk_bytes_per_s) or ordinary("cpu").of_disk()
     return _Option(answer.saved, frozenset(leaves), gone, kept, max(answer.compute_s, 2 * gone / disk))
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,9 +45,8 @@ from torch.fx import GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import ladders
-from zerofx.compiler.rewriting import Rewriting, copy_graph
+from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Rung, named, through_passes
-from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes.context import Division, Sync
@@ -57,29 +56,10 @@ from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.ranks.watch import watch_of
 from zerofx.runtime.state.held import Taken
 from zerofx.runtime.state.state_file import KEPT
+from zerofx.simulate.price import Price, at_rest, of_code, price
 
 STEPS = 2
 """How many budgets for gathered weights there are between the default one and all of them."""
-
-
-class Price(NamedTuple):
-    """What a division takes: live bytes by class at the peak, those left behind forward, seconds of a step."""
-
-    peak: Mapping[Any, int]  # by `zerofx.inspect.predict.recorder.Kind`
-    left: int
-    step_s: float
-
-
-class Prices:
-    """What `zerofx.inspect` foretells: it is a room above this one, and fills these in."""
-
-    price: Callable[[Rewriting, Sequence[Rewriting], Memory, dict[Any, int] | None], Price]
-    at_rest: Callable[[Rewriting, Sequence[tuple[GroupLayout, GroupLayout]], Memory], int]
-    of_code: Callable[[Any], int]
-    """Of a record whose code Inductor has written: the most bytes that its step allocates."""
-
-
-PRICES = Prices()
 
 
 class Tried(NamedTuple):
@@ -200,9 +180,9 @@ class Trials:
                 self.tried[key] = None
                 return None
             layouts = [(group.graph_layout, group.layout) for group in self.unit.family.groups()]
-            rest = PRICES.at_rest(forward, layouts, self.memory)
-            price = PRICES.price(forward, backwards, self.memory, self._workspaces)
-            self.tried[key] = Tried(rung, memory_budget, rest, price, self._elsewhere(rest, price))
+            rest = at_rest(forward, layouts, self.memory)
+            found = price(forward, backwards, self.memory, self._workspaces)
+            self.tried[key] = Tried(rung, memory_budget, rest, found, self._elsewhere(rest, found))
         return self.tried[key]
 
     def _elsewhere(self, at_rest: int, price: Price) -> int:
@@ -309,11 +289,11 @@ def divide(
     nodes, unit.activations = rungs[tried.rung]
     unit.memory_budget = tried.memory_budget
     price = tried.price
-    at_peak, count = dict(price.peak), len(trials.found())
+    count = len(trials.found())
     unit.division = Division(
         memory.nbytes,
         tried.at_rest,
-        at_peak,
+        price.peak,
         price.left,
         tried.memory_budget,
         price.step_s,
@@ -342,7 +322,7 @@ def check_code(unit: Any) -> None:
     division = unit.division
     if division is None or unit.options.executor != "inductor" or unit.pretend is not None:
         return
-    needs = division.at_rest + PRICES.of_code(unit.record) + division.elsewhere
+    needs = division.at_rest + of_code(unit.record) + division.elsewhere
     if needs > division.nbytes:
         raise RuntimeError(
             f"memory={division.nbytes:,}: the code that Inductor wrote takes {needs:,} bytes, where the graphs that it "

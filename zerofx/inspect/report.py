@@ -31,12 +31,13 @@ from zerofx.compiler.api import _groups
 from zerofx.compiler.explain import History, Reasons, purpose
 from zerofx.compiler.listing import node_line
 from zerofx.compiler.records import GraphRecord, Trace
-from zerofx.inspect.predict.predict import PhasePrediction, Prediction, Rates, layouts_of, predict, ranks_of, step_of
-from zerofx.inspect.predict.recorder import KINDS
+from zerofx.inspect.predict.predict import layouts_of, predict, ranks_of, step_of
 from zerofx.inspect.report_timeline import chart
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes.context import Context
+from zerofx.simulate.clock import PhasePrediction, Prediction, Rates
+from zerofx.simulate.recorder import KINDS
 
 MOST_LINES = 500
 """Lines of one pass's changes that the page shows; the rest is said to be there."""

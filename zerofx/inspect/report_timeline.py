@@ -19,9 +19,9 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from zerofx.inspect.predict.predict import LiveBytes, PhasePrediction
-from zerofx.inspect.predict.recorder import KINDS, Operation
 from zerofx.model.units import format_bytes, format_seconds
+from zerofx.simulate.clock import LiveBytes, PhasePrediction
+from zerofx.simulate.recorder import KINDS, Operation
 
 WIDTH, HEIGHT = 1000, 160
 """Units of the drawing of live bytes, which is stretched to its place."""

@@ -26,7 +26,7 @@ class Memory:
         micro_batches: how many forwards and backwards there are per optimizer step.
         no_sync: whether all but the last of these run in `zerofx.no_sync`, which keeps whole gradients.
         rates: of `zerofx.calibrate`, for the times by which divisions are compared. None: those of an ordinary machine
-            (`zerofx.inspect.predict.price.ORDINARY`); then the times that a refusal names are those.
+            (`zerofx.simulate.clock.ordinary`); then the times that a refusal names are those.
     """
 
     nbytes: int

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from zerofx._torch import backend_name
 from zerofx.inspect.predict.disk import seconds_per_byte
-from zerofx.inspect.predict.predict import Rates
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.simulate.clock import Rates
 
 _c10d = torch.ops._c10d_functional
 SIZES = (1 << 16, 1 << 20, 1 << 23)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from zerofx.inspect.predict.recorder import Recorder
+from zerofx.simulate.recorder import Recorder
 
 
 def load(code: str, recorder: Recorder) -> Callable[[list[Any]], Any]:

@@ -5,7 +5,7 @@
     operations    kernel mm, start all-gather, kernel gelu, wait, ...      what ran, with flops and bytes
     changes       buffer made before 3, freed before 7, ...                 what memory it took
 
-`zerofx.inspect.predict.rehearsal` runs graphs on fake tensors under a `Recorder`.
+`zerofx.simulate.rehearsal` runs graphs on fake tensors under a `Recorder`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
-from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.passes.carry import (
     FETCH,
     PUT,
@@ -38,6 +37,7 @@ from zerofx.passes.carry import (
 from zerofx.passes.kinds import PICKING
 from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state.raw_file import padded
+from zerofx.simulate.workspace import Workspaces
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "temporary")

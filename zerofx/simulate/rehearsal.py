@@ -24,31 +24,59 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from zerofx import _torch
-from zerofx.compiler.records import GraphRecord, Trace
-from zerofx.compiler.rewriting import Rewriting
-from zerofx.inspect.predict import inductor_code
-from zerofx.inspect.predict.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
-from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes import edit
 from zerofx.passes.coded import flattened, row_nbytes
-from zerofx.passes.context import ParameterRef
+from zerofx.passes.context import Context, Executor, ParameterRef
 from zerofx.passes.kinds import KINDS, travelling
 from zerofx.passes.ops import discard
 from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state import state_file
 from zerofx.runtime.state.raw_file import padded
+from zerofx.simulate import inductor_code
+from zerofx.simulate.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
+from zerofx.simulate.workspace import Workspaces
+
+
+class Graph(Protocol):
+    """A graph that went through the passes, as a rehearsal reads it: a `zerofx.compiler.rewriting.Rewriting`."""
+
+    context: Context
+    code: str | None
+    pretended: bool
+    before: GraphModule
+
+    @property
+    def passes(self) -> Sequence[Any]:
+        """In order."""
+
+    def after(self, name: str, *, executor: Executor | None = None) -> GraphModule:
+        """The graph after the pass of that name, as an executor would have got it."""
+
+    def before_lower(self) -> GraphModule:
+        """The graph in front of `zerofx.passes.lower`."""
+
+
+class Pair(Protocol):
+    """A graph's forward and backward, as far as there are: a `zerofx.compiler.records.GraphRecord`."""
+
+    @property
+    def forward(self) -> Graph | None: ...
+    @property
+    def backward(self) -> Graph | None: ...
+    @property
+    def backward_step(self) -> Graph | None: ...
 
 
 def rehearse(
-    records: list[GraphRecord],
+    records: Sequence[Pair],
     probe: bool = False,
     *,
     updates: Mapping[str, Moved] | None = None,
@@ -95,7 +123,7 @@ def rehearse(
 
 
 def rehearse_micro_batches(
-    forward: Rewriting, backwards: Sequence[Rewriting], workspaces: Workspaces | None = None
+    forward: Graph, backwards: Sequence[Graph], workspaces: Workspaces | None = None
 ) -> list[Phase]:
     """One graph's forward and backward, once for each of ``backwards``, which accumulate gradients.
 
@@ -117,13 +145,13 @@ def rehearse_micro_batches(
     return phases
 
 
-def _backward(record: GraphRecord, step_in_backward: bool = False) -> Trace | None:
+def _backward(record: Pair, step_in_backward: bool = False) -> Graph | None:
     """The variant that a step ran which accumulated nothing."""
     first, second = record.backward, record.backward_step
     return second or first if step_in_backward else first or second
 
 
-def updated_inside(records: list[GraphRecord], step_in_backward: bool) -> frozenset[str]:
+def updated_inside(records: Sequence[Pair], step_in_backward: bool) -> frozenset[str]:
     """The groups that the backwards of such a step update."""
     traces = [trace for record in records if (trace := _backward(record, step_in_backward)) is not None]
     return frozenset(r.layout.name for trace in traces if trace.context.steps for r in trace.context.reductions)
@@ -141,7 +169,7 @@ _BRINGS: dict[str, Kind] = {
 class _Code:
     """One graph as its executor gets it."""
 
-    def __init__(self, trace: Rewriting) -> None:
+    def __init__(self, trace: Graph) -> None:
         self.text, self.context = trace.code, trace.context
         self.updates: Mapping[str, Moved] = {}
         # What a dry run wrote for Inductor was never generated: the graph as the other executor would get it.

@@ -1,4 +1,4 @@
-"""What one division of `memory=` would take: live bytes, and seconds. Foretold while the model is compiled.
+"""What one division of `memory=` would take: live bytes, and seconds. Predicted while the model is compiled.
 
 ::
 
@@ -11,31 +11,32 @@ would run them. What kernels take inside of themselves is found by running each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from zerofx.compiler.division import PRICES, Price
-from zerofx.compiler.records import GraphRecord
-from zerofx.compiler.rewriting import Rewriting
-from zerofx.inspect.predict.files import Files
-from zerofx.inspect.predict.predict import Rates, held_by_layouts, on_the_clock
-from zerofx.inspect.predict.rehearsal import rehearse, rehearse_micro_batches
-from zerofx.inspect.predict.workspace import Workspaces
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes import edit
 from zerofx.passes.context import Context
+from zerofx.runtime.state.account import held_by_layouts
 from zerofx.runtime.state.raw_file import padded
 from zerofx.runtime.state.state_file import BUFFER
+from zerofx.simulate.clock import on_the_clock, ordinary
+from zerofx.simulate.files import Files
+from zerofx.simulate.rehearsal import Graph, Pair, rehearse, rehearse_micro_batches
+from zerofx.simulate.workspace import Workspaces
 
-ORDINARY = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4, disk_bytes_per_s=1e9)}
-"""The rates of an ordinary machine, by device, for who gives none: a processor's core or two, 8 Gbit/s, an SSD."""
-ORDINARY_ELSEWHERE = Rates(2e14, 2e12, 5e10, 2e-5)
-"""Of a GPU in bfloat16, and a link between GPUs of one machine."""
+
+class Price(NamedTuple):
+    """What a division takes: live bytes by class at the peak, those left behind forward, seconds of a step."""
+
+    peak: dict[str, int]
+    left: int
+    step_s: float
 
 
-def price(forward: Rewriting, backwards: Sequence[Rewriting], memory: Memory, found: dict[Any, int] | None) -> Price:
+def price(forward: Graph, backwards: Sequence[Graph], memory: Memory, found: dict[Any, int] | None) -> Price:
     """Of one optimizer step's micro-batches: each of ``backwards`` follows a ``forward``.
 
     Args:
@@ -44,17 +45,17 @@ def price(forward: Rewriting, backwards: Sequence[Rewriting], memory: Memory, fo
     """
     workspaces = None if found is None else Workspaces(found)
     phases = rehearse_micro_batches(forward, backwards, workspaces)
-    rates = memory.rates or ORDINARY.get(_device(forward), ORDINARY_ELSEWHERE)
+    rates = memory.rates or ordinary(_device(forward))
     prediction = on_the_clock(phases, rates)
     seconds = [phase.time_s or 0.0 for phase in prediction.phases]
     in_step = [a + b for a, b in zip(seconds[::2], seconds[1::2], strict=True)]
     again = memory.micro_batches - len(in_step)  # of the one before the last, or of a last one that is like it
     step_s = sum(in_step) + again * in_step[-2 if len(in_step) > 2 else -1]
     left = sum(prediction.phases[0].live[-1].values())
-    return Price(prediction.peak, left, step_s)
+    return Price({**prediction.peak}, left, step_s)
 
 
-def at_rest(forward: Rewriting, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
+def at_rest(forward: Graph, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
     """Bytes of memory that are there before a step and after it.
 
     Weights, what the optimizer keeps, and the graph's other inputs. And what stands for each parameter and for its
@@ -90,14 +91,11 @@ def passing(files: Files | None, context: Context) -> int:
     return max(passing, padded(min(BUFFER, largest)))
 
 
-def of_code(record: GraphRecord) -> int:
+def of_code(record: Pair) -> int:
     """The most bytes that a step allocates with the code that Inductor wrote for ``record``; it runs kernels, too."""
     return on_the_clock(rehearse([record], probe=True)).peak_bytes
 
 
-def _device(forward: Rewriting) -> str:
+def _device(forward: Graph) -> str:
     values = (node.meta.get("val") for node in forward.before.graph.find_nodes(op="placeholder"))
     return next((x.device.type for x in values if isinstance(x, torch.Tensor)), "cpu")
-
-
-PRICES.price, PRICES.at_rest, PRICES.of_code = price, at_rest, of_code
