@@ -52,7 +52,7 @@ def price(forward: Graph, backwards: Sequence[Graph], memory: Memory, found: dic
     again = memory.micro_batches - len(in_step)  # of the one before the last, or of a last one that is like it
     step_s = sum(in_step) + again * in_step[-2 if len(in_step) > 2 else -1]
     left = sum(prediction.phases[0].live[-1].values())
-    return Price({**prediction.peak}, left, step_s)
+    return Price({str(kind): n for kind, n in prediction.peak.items()}, left, step_s)
 
 
 def at_rest(forward: Graph, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
