@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests import slow
 from tests.workers import Processes, Workers
 
 
@@ -55,18 +55,11 @@ def fake_world() -> Iterator[Callable[..., None]]:
         leave()
 
 
-SLOW = Path(__file__).with_name("slow.txt")
+def pytest_itemcollected(item: pytest.Item) -> None:
+    slow.mark(item)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what tests/slow.txt names. A line that names nothing of a file that was collected whole is an error."""
-    lines = {line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")}
-    found = set[str]()
-    for item in items:
-        named = lines & {item.nodeid, item.nodeid.partition("[")[0]}
-        found |= named
-        if named:
-            item.add_marker(pytest.mark.slow)
-    whole = {item.nodeid.partition("::")[0] for item in items} if not any("::" in arg for arg in config.args) else set()
-    if stale := sorted(line for line in lines - found if line.partition("::")[0] in whole):
-        raise pytest.UsageError(f"{SLOW} names tests that are not there: {stale}. Take these lines out.")
+    whole = not any("::" in arg for arg in config.args)
+    if whole and (names := slow.without_effect(items)):
+        raise pytest.UsageError(f"conditions that tell no case from another: {names}")

@@ -159,6 +159,7 @@ def in_bytes() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_budget_in_bytes_is_never_exceeded_and_the_least_possible_is_said(workers2: Workers) -> None:
     found = workers2.run(in_bytes, timeout=300)[0]
     least, whole = found.pop("said")
@@ -200,6 +201,7 @@ def two_graphs() -> tuple[int, list[int], str]:
     return budget, with_bytes, ""
 
 
+@pytest.mark.slow
 def test_graphs_of_one_module_share_a_budget_in_bytes(workers2: Workers) -> None:
     budget, saved, refused = workers2.run(two_graphs, timeout=120)[0]
     assert len(saved) == 2 and sum(saved) <= budget
@@ -257,6 +259,7 @@ print(chosen.saved_bytes, sorted(chosen.recomputed))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_hash_differently_choose_alike() -> None:
     """Ranks that torchrun starts do; PyTorch's cut walks over sets of names."""
     runs = [

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
+from tests.slow import quick_if, slow_if
 from tests.workers import Workers
 from zerofx.runtime.optim.spans import find_runs
 
@@ -418,6 +419,7 @@ def trained_like_torch(stage: int) -> float:
     return worst
 
 
+@slow_if(lambda stage: stage == 0)
 @pytest.mark.parametrize("stage", STAGES)
 def test_sharded_it_does_what_torch_does_on_the_whole_batch(workers3: Workers, stage: int) -> None:
     assert max(workers3.run(trained_like_torch, stage, timeout=200)) < 1e-5
@@ -499,6 +501,7 @@ def bytes_of_state(stage: int, master: Any) -> tuple[int, int, int]:
     return sum(t.nbytes for t in tensors), sum(g.nbytes for g in gradients), sum(p.numel() for p in net.parameters())
 
 
+@slow_if(lambda stage, master: stage == 2 and master == "float32")
 @pytest.mark.parametrize(("master", "each"), [("float32", 12), ("split", 10), (None, 8)])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_of_bfloat16_weights_a_rank_holds_its_part_of_the_papers_14_bytes(
@@ -522,6 +525,7 @@ def resumed(stage: int) -> bool:
     return train(a, first, range(3, 6)) == train(b, second, range(3, 6))
 
 
+@quick_if(lambda stage: stage in (0, 3))
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_goes_on_from_a_state_dict(workers2: Workers, stage: int) -> None:
     assert workers2.run(resumed, stage, timeout=120) == [True, True]

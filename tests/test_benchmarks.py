@@ -23,6 +23,7 @@ def run(tmp_path: Path, name: str, *args: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_optimizers_step_is_timed(tmp_path: Path) -> None:
     names = ["copy", "fused kernel", "zerofx", "zerofx unclipped", "torch foreach", "torch fused mixed", "fsdp2"]
     found = run(tmp_path, "optimizer", "--warmup=1", f"--contenders={','.join(names)}")
@@ -32,6 +33,7 @@ def test_the_optimizers_step_is_timed(tmp_path: Path) -> None:
     assert found["contenders"]["zerofx"]["times_as_long_as"]["zerofx"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_training_step_is_timed_and_losses_agree(tmp_path: Path) -> None:
     names = "zerofx-eager,ddp,fsdp2,alone+bytes-3"
     found = run(tmp_path, "step", f"--contenders={names}", "--length=8", "--batch=1", "--warmup=1")
@@ -55,6 +57,7 @@ def test_held_out_losses_are_taken_with_and_without_codes(tmp_path: Path) -> Non
     assert 0 < abs(coded[1] / plain[1] - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_saving_and_loading_are_timed(tmp_path: Path) -> None:
     found = run(tmp_path, "checkpoint", f"--folder={tmp_path}")
     assert {name: set(row) for name, row in found["contenders"].items()} == {

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import slow
 from tests.workers import Workers
 
 STAGES = [0, 1, 2, 3]
@@ -109,9 +110,7 @@ def test_branches_by_rank_train_as_data_parallelism(workers2: Workers, stage: in
     workers2.run(compare, "plain", stage=stage, groups=GROUPS[groups], executor="eager")
 
 
-@pytest.mark.parametrize(
-    "stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stage", [0, 1, slow(2), slow(3)])
 @pytest.mark.parametrize("way", ["no_sync", "hooks", "step_in_backward"])
 def test_in_every_way_of_treating_gradients(workers2: Workers, stage: int, way: str) -> None:
     workers2.run(compare, way, stage=3 - stage, groups=GROUPS["two groups"], executor="eager")

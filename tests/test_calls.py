@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.slow import slow
 from tests.test_watch import EACH_LAYER, build, outcome, train
 from tests.workers import ROOT, Workers
 from zerofx.runtime.ranks import lookout
@@ -47,10 +48,10 @@ def call_alone(what: str, stage: int, path: str, other: str) -> tuple[str, str, 
     [
         ("zerofx.full_state_dict", 3),
         ("zerofx.save", 0),
-        pytest.param("zerofx.full_state_dict", 1, marks=pytest.mark.slow),
-        pytest.param("zerofx.save", 3, marks=pytest.mark.slow),
-        pytest.param("zerofx.export_safetensors", 2, marks=pytest.mark.slow),
-        pytest.param("zerofx.unsharded", 3, marks=pytest.mark.slow),
+        slow("zerofx.full_state_dict", 1),
+        slow("zerofx.save", 3),
+        slow("zerofx.export_safetensors", 2),
+        slow("zerofx.unsharded", 3),
     ],
 )
 def test_a_call_on_one_rank_alone_is_an_error_on_both_that_names_it(
@@ -64,7 +65,7 @@ def test_a_call_on_one_rank_alone_is_an_error_on_both_that_names_it(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, slow(0)])
 def test_a_rank_that_waits_in_a_collective_of_its_own_meanwhile_is_named(
     stage: int, workers2: Workers, tmp_path: Path
 ) -> None:
@@ -113,7 +114,7 @@ def skip_the_last(stage: int, path: str) -> list[tuple[str, str, float]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, slow(1), 3])
 def test_no_checkpoint_is_made_of_two_different_steps(stage: int, workers2: Workers, tmp_path: Path) -> None:
     for found in workers2.run(skip_the_last, stage, str(tmp_path / "checkpoint"), timeout=60):
         assert len(found) == (4 if stage else 1)
@@ -171,7 +172,7 @@ def freeze_alone(stage: int, executor: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(
     ("stage", "executor"),
-    [(3, "eager"), *(pytest.param(stage, "inductor", marks=pytest.mark.slow) for stage in (1, 2, 3))],
+    [(3, "eager"), *(slow(stage, "inductor") for stage in (1, 2, 3))],
 )
 def test_a_parameter_that_is_frozen_on_one_rank_alone_is_named(stage: int, executor: str, workers2: Workers) -> None:
     for kind, message, _ in workers2.run(freeze_alone, stage, executor, timeout=90):
@@ -220,7 +221,7 @@ def ran(folder: Path, skips: bool, destroys: bool) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("destroys", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("destroys", [False, slow(True)])
 def test_a_program_that_ends_at_two_different_steps_says_so(destroys: bool, tmp_path: Path) -> None:
     for said in ran(tmp_path, True, destroys):
         assert re.search("the program ends, and rank . has stepped its optimizers . times and rank . . times", said)
@@ -258,7 +259,7 @@ def by_turns(executor: str) -> tuple[str, str, float]:
     return outcome(steps)
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
 def test_in_stage_0_heads_by_turns_are_an_error_before_gloo_compares_sizes(executor: str, workers2: Workers) -> None:
     for kind, message, _ in workers2.run(by_turns, executor, timeout=90):
         assert kind == "OutOfStepError" and re.search(r"rank \d has .*; rank \d has .*", message), (kind, message)
@@ -286,7 +287,7 @@ def break_alone(stage: int, executor: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(
     ("stage", "executor"),
-    [(0, "eager"), (1, "eager"), *(pytest.param(s, "inductor", marks=pytest.mark.slow) for s in (0, 1, 2, 3))],
+    [(0, "eager"), (1, "eager"), *(slow(s, "inductor") for s in (0, 1, 2, 3))],
 )
 def test_a_graph_break_on_one_rank_alone_is_an_error_on_both(stage: int, executor: str, workers2: Workers) -> None:
     for kind, message, _ in workers2.run(break_alone, stage, executor, timeout=90):

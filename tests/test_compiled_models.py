@@ -22,10 +22,11 @@ from torch._dynamo.utils import counters
 import zerofx
 from tests import models
 from tests.counting import count_collectives
+from tests.slow import slow
 from tests.workers import Workers
 
 EACH_GROUP = zerofx.Grouping(min_bytes=0)
-executors = pytest.mark.parametrize("executor", ["eager", "inductor"])
+executors = pytest.mark.parametrize("executor", ["eager", slow("inductor")])
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -341,6 +342,7 @@ if sys.argv[4] == "error":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("executor", "end"), [("eager", "return"), ("eager", "error"), ("inductor", "return")])
 def test_leaving_without_destroying_the_process_group_leaves_nothing_hanging(
     tmp_path: Path, executor: str, end: str
@@ -389,6 +391,6 @@ def check_layouts(executor: str) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
-@executors
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_a_kernel_that_lays_out_its_result_in_another_way_than_was_foretold(workers2: Workers, executor: str) -> None:
     workers2.run(check_layouts, executor)

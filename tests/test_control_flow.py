@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests import models
+from tests.slow import quick_if, slow
 from tests.test_parameters import full, mine, same, twins
 from tests.workers import Workers
 
@@ -288,23 +289,15 @@ CHECKS = [check_nested, check_checkpointing, check_buffers, check_custom, check_
 CHECKS += [check_branches, check_regions, check_fused]
 
 
-SLOW = {(check_checkpointing, 2), *((check, 0) for check in CHECKS)}
-
-
-@pytest.mark.parametrize(
-    ("check", "stage"),
-    [
-        pytest.param(check, stage, marks=[pytest.mark.slow] * ((check, stage) in SLOW))
-        for check in CHECKS
-        for stage in (0, 2, 3)
-    ],
-)
+@quick_if(lambda check, stage: stage > 0 and check is not check_checkpointing)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("check", CHECKS)
 def test_a_model_with(workers2: Workers, check: Callable[[int], None], stage: int) -> None:
     workers2.run(check, stage)
 
 
 @pytest.mark.parametrize("check", [check_branches, check_regions, check_fused])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_with_inductor_a_model_with(workers2: Workers, check: Callable[[int, str], None], stage: int) -> None:
     workers2.run(check, stage, "inductor")
 

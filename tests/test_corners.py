@@ -79,6 +79,7 @@ os._exit(0)
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", CORNERS)
 def test_without_a_corner_a_model_trains_as_before(tmp_path: Path, corner: str) -> None:
     command = [sys.executable, "-c", WITHOUT, corner]

@@ -112,7 +112,8 @@ MARGIN = 0.06
 for at the ends of a phase is theirs, and not 1/n of all."""
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_compiled_model_is_predicted_what_the_formulas_say(fake_world, stage: int) -> None:
     fake_world(8)
     model, x = GPT(6, 128, 4, 512, 64), torch.randint(512, (4, 64))

@@ -17,6 +17,7 @@ from torch import nn
 import zerofx
 import zerofx.passes
 from tests.models import GPT
+from tests.slow import quick_if, slow
 from zerofx._torch import inductor
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.passes import edit
@@ -30,6 +31,7 @@ SEPARATE = zerofx.Grouping(min_bytes=0)
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 
 
+@quick_if(lambda options: options == {"stage": 2})
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,7 +172,7 @@ def llama_405b(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(126, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [2, slow(126)])
 def test_llama_405b_is_planned_and_rewritten_for_1024_ranks(layers: int) -> None:
     model, batch = llama_405b(layers)
     if layers == 126:
@@ -260,6 +262,7 @@ def work_of(act: Callable[[], Any]) -> Counter[str]:
     return work
 
 
+@pytest.mark.slow
 def test_no_function_of_the_passes_works_more_than_n_log_n_in_the_number_of_layers() -> None:
     work: dict[int, Counter[str]] = {2: Counter(), 4: Counter(), 8: Counter()}
     for layers, done in work.items():

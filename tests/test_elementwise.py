@@ -111,6 +111,7 @@ def check_table() -> None:
     assert not failures, "\n".join(dict.fromkeys(failures))
 
 
+@pytest.mark.slow
 def test_every_operation_of_the_table_agrees_with_plain_tensors(workers3: Workers) -> None:
     workers3.run(check_table)
 

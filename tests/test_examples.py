@@ -60,6 +60,7 @@ def test_train_gpt_launches_its_own_ranks_and_reports_what_it_did(out: str) -> N
     assert "\ndef " in out  # the sample
 
 
+@pytest.mark.slow
 def test_train_gpt_gives_the_same_losses_under_torchrun_and_in_other_stages(out: str, program: list[str]) -> None:
     torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     # Stage 1 runs stage 2's graphs: tests/parity/test_stages.py compares the two bit by bit.
@@ -84,12 +85,14 @@ def tuned(tmp_path_factory, text: Path) -> tuple[str, Path]:
     return run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *program]), folder
 
 
+@pytest.mark.slow
 def test_finetune_hf_learns(tuned: tuple[str, Path]) -> None:
     losses = re.search(r"^held-out loss ([\d.]+) before, ([\d.]+) after$", tuned[0], re.M)
     assert losses and float(losses[2]) < float(losses[1]) - 0.05
     assert re.search(r"^written: '.+'$", tuned[0], re.M)
 
 
+@pytest.mark.slow
 def test_finetune_hf_saves_what_transformers_and_peft_load(tuned: tuple[str, Path]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -113,7 +116,8 @@ def test_a_launch_file_is_a_program_of_bash(file: Path) -> None:
     assert subprocess.run(["bash", "-n", file], capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", pytest.param("torchrun_static.sh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchrun.sh", "torchrun_static.sh"])
 def test_a_launch_file_joins_two_nodes(name: str, tmp_path: Path) -> None:
     """Both are this machine, with one rank each."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -157,12 +161,14 @@ def example(name: str, *arguments: str) -> str:
     return run([*torchrun, f"examples/{name}", "--executor", "eager", *arguments], timeout=280)
 
 
+@pytest.mark.slow
 def test_own_pass_prints_norms_and_what_its_pass_did() -> None:
     out = example("own_pass.py", "--steps", "10", "--dim", "16", "--layers", "2")
     assert re.search(r"^step +10 +loss [\d.]+ +gradient norms: blocks.0 [\d.]+, blocks.1 [\d.]+, embedding", out, re.M)
     assert "backward: gradient_norms changed" in out and "all_reduce(stack_default" in out
 
 
+@pytest.mark.slow
 def test_own_precision_is_nearer_to_float64() -> None:
     out = example("own_precision.py", "--dim", "512")
     plain, wide = map(float, re.findall(r"in float\d+: ([\d.e-]+) from float64", out))
@@ -170,6 +176,7 @@ def test_own_precision_is_nearer_to_float64() -> None:
     assert "forward: wide_sums changed" in out
 
 
+@pytest.mark.slow
 def test_own_collective_keeps_an_average_of_every_weight() -> None:
     out = example("own_collective.py", "--steps", "10", "--dim", "16")
     assert len(re.findall(r"^\d\.(?:weight|bias) +is 0\.\d+ of its norm from its average", out, re.M)) == 6
@@ -215,6 +222,7 @@ def test_the_launch_file_for_gpus_says_that_there_is_none(tmp_path: Path) -> Non
     assert done.returncode == 1 and "no GPU found" in done.stderr
 
 
+@pytest.mark.slow
 def test_offload_trains_with_its_state_on_a_disk(tmp_path: Path) -> None:
     program = ["examples/offload.py", "--scratch", str(tmp_path), "--steps", "10", "--dim", "64", "--executor", "eager"]
     out = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *program])

@@ -88,6 +88,7 @@ def hammer(steps: int, same_host: bool) -> float:
     return y.sum().item()
 
 
+@pytest.mark.slow
 @same_host
 @pytest.mark.parametrize("world_size", [2])
 def test_many_steps_with_all_gathers_in_flight_leave_the_heap_whole(

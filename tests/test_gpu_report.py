@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu import KINDS, report
 from benchmarks.gpu.__main__ import module_of, run_apart
 from benchmarks.gpu.lines import Line, Setting, at_least, at_most, attempt
+from tests.slow import slow_if
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -49,6 +50,7 @@ def test_every_kind_runs_small_without_a_gpu(tmp_path: Path, ranks: int) -> None
         assert lines and not [line for line in lines if line.verdict in ("otherwise", "failed")], (kind, lines)
 
 
+@slow_if(lambda kind: kind == "hangs")
 @pytest.mark.parametrize(
     ("kind", "found"),
     [("raises", "ZeroDivisionError"), ("crashes", "died: SIGKILL"), ("hangs", "hung: ended after 8 s")],

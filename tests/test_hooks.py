@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.slow import slow
 from tests.test_parameters import Layers, mine, same, twins
 from tests.workers import Workers
 
@@ -64,7 +65,7 @@ def check_hooks(stage: int, executor: str, place: str, kinds: list[str]) -> None
         (2, "eager", "inner", list(HOOKS)),
         (3, "eager", "inner.layers.1", list(HOOKS)),
         (3, "eager", "", ["forward_pre", "forward", "backward_pre"]),  # its input needs no gradient
-        (3, "inductor", "inner.layers.1", list(HOOKS)),
+        slow(3, "inductor", "inner.layers.1", list(HOOKS)),
         (3, "inductor", "", ["forward"]),
         (1, "inductor", "inner.layers.1", ["forward_pre", "backward"]),
     ],

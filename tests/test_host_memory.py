@@ -87,6 +87,7 @@ def test_losses_and_weights_are_bitwise_those_of_state_on_the_device(workers2: W
     assert workers2.run(both_ways, few("eager")) == [[], []]
 
 
+@pytest.mark.slow
 def test_with_inductor_too(workers2: Workers) -> None:
     assert workers2.run(both_ways, [({"stage": 3, "executor": "inductor"}, "added")]) == [[], []]
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerofx
+from tests.slow import slow_if
 from tests.workers import Workers
 from zerofx import ShardedTensor
 
@@ -98,6 +99,13 @@ def check(name: str, **options: Any) -> None:
             optimizer.zero_grad()
 
 
+DEAR = [
+    *((name, stage, "inductor") for name in ("convnext", "resnet") for stage in range(4)),
+    ("filter", 0, "inductor"),
+]
+
+
+@slow_if(lambda name, stage, executor: (name, stage, executor) in DEAR)
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)

@@ -21,17 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if, slow
 from tests.test_parameters import full, mine, same, twins
 from tests.workers import Workers
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.base import make_batch
 
 NONE = -1
-
-
-def slow(*values: Any) -> Any:
-    """A case for ``make slow``."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 ROUTES = [  # the first half is rank 0's. Nobody uses expert 3
@@ -109,7 +105,8 @@ def check_training(stage: int, **options: Any) -> None:
         torch.testing.assert_close(module.eval()(x, route), plain.eval()(x, route))
 
 
-@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
+@quick_if(lambda stage: stage == 0)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_that_use_other_experts_or_none_train_as_one_process(workers2: Workers, stage: int) -> None:
     workers2.run(check_training, stage, timeout=60)
 
@@ -187,7 +184,7 @@ def check_checkpoint(stage: int, reentrant: bool, inside: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [False, slow(True)])
 @pytest.mark.parametrize("stage", [slow(0), 3])
 def test_leaf_modules_in_checkpoints_and_with_checkpoints_inside(
     workers2: Workers, stage: int, reentrant: bool, inside: bool

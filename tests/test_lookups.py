@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofx
 from tests.counting import count_collectives
 from tests.memory import allocated_peak
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 from zerofx.passes import edit
 from zerofx.runtime.ranks.agree import OutOfStepError
@@ -98,14 +99,14 @@ def train_both_ways(
     ("world_size", "executor", "precision", "in_backward", "checkpointed"),
     [
         (2, "eager", None, False, False),
-        (3, "eager", None, False, False),
-        pytest.param(2, "inductor", None, False, False, marks=pytest.mark.slow),
-        (2, "eager", LOW, False, False),
-        pytest.param(2, "inductor", LOW, False, False, marks=pytest.mark.slow),
-        (2, "eager", None, True, False),
-        (2, "inductor", None, True, False),
-        (2, "eager", None, False, True),
-        (2, "inductor", None, False, True),
+        slow(3, "eager", None, False, False),
+        slow(2, "inductor", None, False, False),
+        slow(2, "eager", LOW, False, False),
+        slow(2, "inductor", LOW, False, False),
+        slow(2, "eager", None, True, False),
+        slow(2, "inductor", None, True, False),
+        slow(2, "eager", None, False, True),
+        slow(2, "inductor", None, False, True),
     ],
 )
 def test_it_trains_as_with_the_table_gathered(
@@ -147,6 +148,7 @@ def bytes_of_a_step(executor: str) -> list[dict[str, Any]]:
     return found
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_rows_and_indices_are_what_is_sent_instead_of_the_table_as_predicted(workers2: Workers, executor: str) -> None:
     tokens = 2 * LENGTH
@@ -190,6 +192,7 @@ def with_a_table_too_small(executor: str) -> list[tuple[torch.Tensor, torch.Tens
     return list(zip(*both, strict=True))
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_a_table_of_fewer_bytes_than_its_rows_is_gathered(workers2: Workers, executor: str) -> None:
     for pairs in workers2.run(with_a_table_too_small, executor):

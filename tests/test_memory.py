@@ -19,6 +19,7 @@ from torch import nn
 import zerofx
 from tests.memory import held_over_steps
 from tests.models import GPT, Block
+from tests.slow import slow
 from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.test_offload_costs import offload
 from tests.workers import Workers
@@ -184,7 +185,7 @@ def test_no_step_holds_more_than_the_budget_from_the_least_to_all(workers2: Work
         assert [at["said"].step_s for at in rank] == sorted((at["said"].step_s for at in rank), reverse=True)
 
 
-@pytest.mark.parametrize(("stage", "parts"), [(3, "mwg"), pytest.param(2, "mg", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "parts"), [(3, "mwg"), slow(2, "mg")])
 def test_what_is_in_a_file_is_not_in_the_budget_and_its_buffers_are(
     workers2: Workers, tmp_path: Path, stage: int, parts: str
 ) -> None:
@@ -228,9 +229,8 @@ def within_a_file(folder: str, disk: str, state: bool, budgets: list[float], **o
     return found
 
 
-@pytest.mark.parametrize(
-    ("disk", "state"), [("fast", False), ("slow", False), pytest.param("fast", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("disk", "state"), [("fast", False), ("slow", False), ("fast", True)])
 def test_activations_that_leave_for_a_file_are_taken_off(
     workers2: Workers, tmp_path: Path, disk: str, state: bool
 ) -> None:
@@ -396,7 +396,8 @@ class Broken(Small):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize("parts", ["", pytest.param("mwg", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["", "mwg"])
 def test_several_graphs_stay_within_the_budget_together(workers2: Workers, tmp_path: Path, parts: str) -> None:
     options = {"offload": offload(str(tmp_path), parts)} if parts else {}
     for rank in workers2.run(several, Broken, [0, 1], timeout=200, **options):

@@ -14,6 +14,7 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 from zerofx.simulate.clock import on_the_clock
 from zerofx.simulate.recorder import Phase
@@ -86,7 +87,7 @@ def train(executor: str, budget: float | None, small: bool = False) -> dict[str,
 GROUPS = ["tokens", *(f"blocks.{i}" for i in range(LAYERS)), "norm"]
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
 def test_an_unlimited_budget_gathers_every_group_once_and_changes_no_number(workers2: Workers, executor: str) -> None:
     for result in workers2.run(train, executor, math.inf, timeout=250):
         got, wanted = result["losses"]
@@ -175,6 +176,7 @@ def keep_in_two_graphs(groups_in_budget: int) -> list[dict[str, Any]]:
     ]
 
 
+@quick_if(lambda budget: budget == 3)
 @pytest.mark.parametrize("budget", [2, 3, 4, 5])
 def test_what_two_graphs_keep_is_within_one_budget(workers2: Workers, budget: int) -> None:
     for traces in workers2.run(keep_in_two_graphs, budget, timeout=120):

@@ -14,6 +14,7 @@ from torch import nn
 import zerofx
 from tests import models
 from tests.memory import allocated_peak
+from tests.slow import quick_if, slow_if
 from tests.workers import Workers
 from zerofx import ShardedTensor
 
@@ -150,6 +151,7 @@ def check_hugging_face(name: str) -> None:
     torch.testing.assert_close(loss, models.loss_of(plain, models.make_batch(name, 2)))
 
 
+@slow_if(lambda name: name == "gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
 def test_hugging_face_models_have_the_values_of_init_weights(workers2: Workers, name: str) -> None:
     workers2.run(check_hugging_face, name)
@@ -195,6 +197,7 @@ def check_checkpoint(name: str, folder: str, stage: int) -> None:
     torch.testing.assert_close(models.loss_of(module, batch), models.loss_of(plain, batch))
 
 
+@quick_if(lambda stage: stage == 0)
 @pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), ("llama", 3), ("llama", 2), ("gpt2", 0)])
 def test_a_hugging_face_folder_is_loaded_as_from_pretrained_loads_it(
     workers2: Workers, tmp_path: Path, name: str, stage: int

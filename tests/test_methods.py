@@ -14,6 +14,7 @@ from torch import nn
 
 import zerofx
 from tests import models
+from tests.slow import quick_if, slow, slow_if
 from tests.workers import Workers
 from zerofx import ShardedTensor
 from zerofx.runtime.eager import unshard
@@ -67,9 +68,10 @@ def check_generate(name: str, stage: int, inside: bool) -> None:
     dist.barrier()
 
 
-CASES = [("llama", 3, False), ("gpt2", 3, True), pytest.param("gpt2", 2, False, marks=pytest.mark.slow)]
+CASES = [("llama", 3, False), ("gpt2", 3, True), ("gpt2", 2, False)]
 
 
+@quick_if(lambda inside: inside)
 @pytest.mark.parametrize(("name", "stage", "inside"), CASES)
 def test_generate_gives_the_tokens_of_one_process_on_ranks_that_stop_at_different_steps(
     workers2: Workers, name: str, stage: int, inside: bool
@@ -116,6 +118,7 @@ def check_method(stage: int, compiled: bool) -> int:
     return len(zerofx.graphs(module))
 
 
+@slow_if(lambda stage: stage == 0)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_method_besides_forward_trains_uncompiled_and_compiled(workers2: Workers, stage: int) -> None:
     assert workers2.run(check_method, stage, False) == [1, 1]
@@ -135,7 +138,7 @@ def save_on_every_rank(stage: int, folder: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, slow(1)])
 def test_save_pretrained_on_every_rank_writes_whole_weights(stage: int, workers2: Workers, tmp_path: Path) -> None:
     workers2.run(save_on_every_rank, stage, str(tmp_path / "model"))
     assert (tmp_path / "model alone").is_dir()

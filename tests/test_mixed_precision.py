@@ -13,6 +13,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if, slow
 from zerofx.passes import edit
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -99,6 +100,7 @@ def wire(stage: int, executor: str, precision: zerofx.MixedPrecision | None) -> 
     return {name: nbytes for name, nbytes in log.bytes.items() if nbytes}
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize(("stage", "executor"), [*((s, "eager") for s in STAGES), (2, "inductor"), (3, "inductor")])
 def test_weights_travel_in_param_dtype_and_gradients_in_reduce_dtype(workers2, stage: int, executor: str) -> None:
     full = workers2.run(wire, stage, executor, None, timeout=200)[0]
@@ -205,7 +207,7 @@ def autocast(stage: int, executor: str) -> tuple[float, float, list[torch.dtype]
     return worst, abs(loss - wanted).item(), gathered
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
 @stages
 def test_autocast_inside_of_the_model_works_and_its_weight_casts_move_before_the_gather(
     workers2, stage: int, executor: str
@@ -265,6 +267,7 @@ def train_blocks(executor: str, enabled: bool) -> tuple[list[float], list[float]
     return losses[net], losses[plain], gathered, calls
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_a_block_under_autocast_gathers_its_normalisation_alone_in_float32(workers2, executor: str) -> None:
     full = workers2.run(train_blocks, executor, False, timeout=200)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx.kernels.split import join
 
@@ -185,6 +186,7 @@ def test_maximizing_is_minimizing_the_negative() -> None:
     assert_same_state(a, b)
 
 
+@quick_if(lambda dtype: dtype == torch.float32)
 @pytest.mark.parametrize(
     ("dtype", "master"),
     [(torch.float32, None), (BF16, None), (BF16, "float32"), (BF16, "split"), (torch.float16, "float32")],
@@ -270,6 +272,7 @@ def state_of_rank(stage: int, master: Any, dtype: torch.dtype) -> dict[str, torc
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("master", "dtype"), [("float32", torch.float32), ("split", BF16)])
 def test_equal_gradients_give_equal_codes_on_1_2_and_3_ranks(
     make_workers: Callable[[int], Workers], master: Any, dtype: torch.dtype
@@ -343,6 +346,7 @@ def trained_beside_torch(stage: int) -> tuple[list[float], list[float]]:
     return losses
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sharded_training_stays_beside_torchs_float32(workers3: Workers, stage: int) -> None:
     for mine, theirs in workers3.run(trained_beside_torch, stage, timeout=200):
@@ -371,6 +375,7 @@ def resumed(stage: int, regroup: bool) -> None:
             assert torch.equal(state[name].full_tensor(), loaded[index][name].full_tensor())
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize(("stage", "regroup"), [(0, False), (1, False), (3, False), (3, True)])
 def test_training_goes_on_from_a_state_dict_and_in_other_groups(workers2: Workers, stage: int, regroup: bool) -> None:
     workers2.run(resumed, stage, regroup, timeout=200)

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch import nn
 
 import zerofx
+from tests.slow import slow
 from tests.workers import Workers
 from zerofx.runtime.optim import through_file
 from zerofx.runtime.state import raw_file, state_file
@@ -139,9 +140,7 @@ CASES = {
 FAST = ("3 decayed in part", "3 in backward torch", "2 bf16", "1 torch")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", [case if case in FAST else slow(case) for case in CASES])
 def test_state_in_files_gives_the_same_numbers(workers2: Workers, tmp_path: Path, case: str) -> None:
     assert workers2.run(both_ways, str(tmp_path), *CASES[case]) == [True, True]
     assert not list(tmp_path.iterdir())  # a run that ends leaves nothing

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofx
 from tests.memory import allocated_peak
 from tests.models import GPT
+from tests.slow import quick_if
 from tests.test_offload import no_space, small, spoil
 from tests.workers import Workers
 from zerofx.runtime.state.group import groups_of
@@ -125,12 +126,10 @@ CASES: dict[str, Any] = {
     "stage 0": ({"stage": 0}, "no_sync"),
     "stage 0, sizes that change": ({"stage": 0, "dynamic": True}, "dynamic"),
 }
-FAST = ("stage 3, twice", "stage 3, sizes that change", "stage 3, all in files", "stage 2", "stage 0")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@quick_if(lambda case: case in ("stage 2", "stage 0"))
+@pytest.mark.parametrize("case", CASES)
 def test_activations_in_files_give_the_same_numbers(workers2: Workers, tmp_path: Path, case: str) -> None:
     assert workers2.run(both_ways, str(tmp_path), *CASES[case], timeout=200) == [[True] * 3] * 2
     gc.collect()
@@ -389,6 +388,7 @@ def check_within(found: dict[str, Any], fused: bool = False) -> None:
     assert chosen.offloaded_bytes < found["bytes, a fast disk"][1][0].offloaded_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_moves_what_a_fast_disk_can_take_and_computes_again_what_a_slow_one_cannot(
     workers2: Workers, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as checkpoint
 
 import zerofx
 from tests.seams.copies import AtOnce, staged
+from tests.slow import slow_if
 from tests.test_offload import BF16, EACH_LAYER, OPTIMIZERS, Net, give, named, sharded, steps, whole
 from tests.workers import Workers
 from zerofx.compiler import checks
@@ -74,6 +75,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@slow_if(lambda case: case in ("3 bf16 moments", "3 low", "2 low split", "3 inductor"))
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_state_on_the_device_bit_for_bit(workers2: Workers, case: str) -> None:
     assert workers2.run(both_ways, *CASES[case]) == ["", ""]

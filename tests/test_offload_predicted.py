@@ -15,6 +15,7 @@ import zerofx
 from tests import models
 from tests.memory import allocated_peak
 from tests.models import GPT
+from tests.slow import quick_if
 from tests.test_explain import said as answers_of
 from tests.test_offload import EACH_LAYER, Net, small
 from tests.test_offload_costs import Counter, offload
@@ -66,12 +67,13 @@ def facts(prediction: Any) -> list[Any]:
 
 
 CASES = [
-    pytest.param(stage, parts, executor, marks=pytest.mark.slow if executor == "inductor" or parts == "m" else ())
+    (stage, parts, executor)
     for stage, parts in [(1, "m"), (1, "mg"), (2, "mg"), (3, "m"), (3, "mw"), (3, "mwg")]
     for executor in ("eager", "inductor")
 ]
 
 
+@quick_if(lambda stage, parts, executor: (stage, parts, executor) == (2, "mg", "eager"))
 @pytest.mark.parametrize(("stage", "parts", "executor"), CASES)
 def test_bytes_through_a_file_are_those_that_it_moves_and_live_bytes_the_allocators(
     workers2: Workers, tmp_path: Path, stage: int, parts: str, executor: str
@@ -114,18 +116,16 @@ def step_inside(folder: str, stage: int, parts: str, executor: str) -> tuple[dic
 
 
 INSIDE = [
-    pytest.param(stage, parts, executor, marks=pytest.mark.slow if executor == "inductor" else ())
-    for stage, parts, executor in [
-        (1, "m", "eager"),
-        (2, "mg", "eager"),
-        (2, "mg", "inductor"),
-        (3, "mw", "eager"),
-        (3, "mwg", "eager"),
-        (3, "mwg", "inductor"),
-    ]
+    (1, "m", "eager"),
+    (2, "mg", "eager"),
+    (2, "mg", "inductor"),
+    (3, "mw", "eager"),
+    (3, "mwg", "eager"),
+    (3, "mwg", "inductor"),
 ]
 
 
+@quick_if(lambda stage: stage == 1)
 @pytest.mark.parametrize(("stage", "parts", "executor"), INSIDE)
 def test_updates_inside_of_backward_move_what_is_predicted_and_no_gradient(
     workers2: Workers, tmp_path: Path, stage: int, parts: str, executor: str
@@ -225,6 +225,7 @@ def accumulated(folder: str, stage: int, parts: str, kept: int) -> list[tuple[di
     return found
 
 
+@quick_if(lambda stage, kept: (stage, kept) in [(3, 50_000), (2, 32 << 20)])
 @pytest.mark.parametrize(("stage", "parts"), [(2, "mg"), (3, "mwg")])
 @pytest.mark.parametrize("kept", [0, 50_000, 32 << 20])
 def test_sums_of_micro_batches_stay_in_memory_as_long_as_there_is_room(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zerofx
+from tests.slow import quick_if, slow
 from tests.test_offload import BF16, EACH_LAYER, OPTIMIZERS, Net, in_files, small, spoil, steps, whole
 from tests.workers import Workers
 from zerofx.runtime.state.group import groups_of
@@ -82,12 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, bool]] = {
     "2 masters": (TWO, "zerofx", "", "g", True),
     "1": ({**TWO, "stage": 1}, "zerofx", "accumulation", "g", False),
 }
-FAST = ("3", "2", "3 in backward", "3 masters")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@quick_if(lambda case: case == "2")
+@pytest.mark.parametrize("case", CASES)
 def test_weights_and_gradients_in_files_give_the_same_numbers(workers2: Workers, tmp_path: Path, case: str) -> None:
     assert workers2.run(both_ways, str(tmp_path), *CASES[case]) == [[True] * 3] * 2
     assert not list(tmp_path.iterdir())
@@ -132,7 +131,7 @@ def resumed(folder: str, optimizer: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["zerofx", pytest.param("torch AdamW", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["zerofx", slow("torch AdamW")])
 def test_a_run_goes_on_from_a_checkpoint_of_files(workers2: Workers, tmp_path: Path, optimizer: str) -> None:
     assert workers2.run(resumed, str(tmp_path), optimizer) == [[True] * 5] * 2
 

@@ -18,6 +18,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if, slow_if
 from tests.workers import Workers
 from zerofx.runtime.ranks import watch
 from zerofx.runtime.ranks.agree import OutOfStepError
@@ -74,6 +75,7 @@ def train_both_ways(executor: str, precision: zerofx.MixedPrecision | None, in_b
     return {event.name.rpartition("_")[0] for event in log.events} - {""}  # `full_tensor` broadcasts
 
 
+@slow_if(lambda world_size: world_size == 3)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_numbers_are_those_of_gathered_weights_and_nothing_is_gathered(make_workers, world_size: int) -> None:
     for kinds in make_workers(world_size).run(train_both_ways, "eager", None, False):
@@ -83,6 +85,7 @@ def test_numbers_are_those_of_gathered_weights_and_nothing_is_gathered(make_work
 LOW = zerofx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@quick_if(lambda in_backward: in_backward)
 @pytest.mark.parametrize(
     ("executor", "precision", "in_backward"),
     [("inductor", None, False), ("eager", LOW, False), ("inductor", LOW, False), ("eager", None, True)],

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
+from tests.slow import quick_if
 from zerofx.runtime.ranks.agree import Schedule
 from zerofx.runtime.ranks.watch import watch_of
 from zerofx.runtime.state.group import groups_of
@@ -111,6 +112,7 @@ def train(net: str, stage: int, executor: str, rows: list[tuple[int, ...]], **op
     return worst
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("executor", ["inductor", "eager"])
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_a_rank_whose_batch_has_one_row_trains_as_with_ddp(workers2, stage: int, executor: str) -> None:
@@ -124,6 +126,7 @@ def test_so_does_one_within_a_budget(workers2, budget: dict[str, Any]) -> None:
     assert max(workers2.run(train, "scaled", 3, "inductor", [(4, 4), (4, 1), (1, 4), (3, 1)], **budget)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", ["post-norm", "skips"])
 def test_so_does_one_whose_layers_reach_over_others(workers2, net: str) -> None:
     assert max(workers2.run(train, net, 3, "inductor", [(4, 1), (1, 4)])) < 1e-5

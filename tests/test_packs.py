@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.memory import allocated_peak
+from tests.slow import slow
 from zerofx import _torch
 
 
@@ -77,7 +78,7 @@ def inputs(n: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("function", "wanted"),
     [
-        (pack, [True, True]),
+        slow(pack, [True, True]),
         (read_beside, [True, True]),
         (twice, [True]),
         (transposed, [False]),

@@ -13,6 +13,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if, slow_if
 from tests.workers import Workers
 from zerofx import ShardedTensor
 
@@ -86,6 +87,7 @@ def check_kinds(stage: int, executor: str) -> None:
         step(module, plain, optimizers, seed=int(use))
 
 
+@quick_if(lambda stage, executor: executor == "eager" and stage > 0)
 @pytest.mark.parametrize(("stage", "executor"), [(0, "eager"), (2, "eager"), (3, "eager"), (3, "inductor")])
 def test_parameters_of_every_kind_train_and_unused_ones_have_no_gradient(
     workers3: Workers, stage: int, executor: str
@@ -127,6 +129,7 @@ def check_freezing(stage: int, start_frozen: bool) -> None:
 UNNOTICED = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch.compile does not notice it")
 
 
+@quick_if(lambda stage, start_frozen: (stage, start_frozen) in [(0, True), (1, False)])
 @pytest.mark.parametrize("start_frozen", [False, pytest.param(True, marks=UNNOTICED)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layers_are_frozen_and_unfrozen_in_the_middle_of_a_run(
@@ -177,6 +180,7 @@ def check_lora(stage: int) -> None:
     assert gradients <= thin
 
 
+@slow_if(lambda stage: stage == 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_frozen_base_of_lora_has_no_gradients_and_none_are_reduced(workers2: Workers, stage: int) -> None:
     workers2.run(check_lora, stage)

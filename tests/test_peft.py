@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import slow
 from tests.test_parameters import full, same
 from tests.workers import Workers
 from tests.zoo.architectures import ARCHITECTURES
@@ -73,7 +74,7 @@ def check_peft(stage: int, folder: str) -> None:
             torch.testing.assert_close(full(p), q, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, slow(2), slow(0)])
 def test_an_adapter_of_peft_trains_as_in_one_process(workers2: Workers, stage: int, tmp_path: Path) -> None:
     workers2.run(check_peft, stage, str(tmp_path), timeout=100)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 20_000

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zerofx
+from tests.slow import slow
 from tests.workers import Workers
 from zerofx._torch import memory_profile
 from zerofx.compiler.pooled import check_pool
@@ -261,7 +262,7 @@ def test_numbers_are_the_same_and_nothing_large_is_allocated_any_more(workers2: 
     check(workers2.run(train_with_and_without, cases, timeout=280))
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
 def test_what_comes_from_a_file_lies_in_the_frame(workers2: Workers, tmp_path: Path, executor: str) -> None:
     where = str(tmp_path)
     away = zerofx.Offload(where, weights=where, activations=where)

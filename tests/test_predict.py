@@ -22,6 +22,7 @@ from tests import models
 from tests.counting import count_collectives
 from tests.memory import allocated_peak
 from tests.passes.graphs import mlp_backward, mlp_forward
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord, Trace
@@ -79,9 +80,7 @@ ZOO = [
     *((name, "eager", 3, 2) for name in ("mlp", "tied", "gpt2", "gpt2_two_graphs", "llama", "bert", "vit")),
     ("llama", "inductor", 3, 2),
 ]
-# Stage 1 runs the graphs of stage 2, to the bit: tests/parity/test_stages.py.
-LONG = [ZOO[1], ZOO[4], ZOO[-1]]
-CASES = [pytest.param(*case, marks=pytest.mark.slow if case in LONG else ()) for case in ZOO]
+CASES = [case if case[0] in ("mlp", "tied") else slow(*case) for case in ZOO]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +115,7 @@ def test_peak_live_bytes_are_within_3_percent_of_those_measured(
         assert rank["predicted peak"] == pytest.approx(rank["peak"], rel=0.03)
 
 
+@quick_if(lambda stage: stage == 0)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_in_mixed_precision_too(run_step, stage: int) -> None:
     """oneDNN's products in bfloat16 take memory of their own, more than their results in a model this small."""
@@ -125,6 +125,7 @@ def test_in_mixed_precision_too(run_step, stage: int) -> None:
         assert rank["predicted peak"] == pytest.approx(rank["peak"], rel=0.03)
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize(("name", "executor"), [("gpt", "inductor"), ("gpt", "eager")])
 def test_all_ranks_predict_the_same(run_step, name: str, executor: str) -> None:
     first, second = (rank["prediction"] for rank in run_step(name, executor, 3, 2))
@@ -374,6 +375,7 @@ def test_parameters_at_rest_are_what_the_rank_holds(fake_world) -> None:
             assert held == n
 
 
+@quick_if(lambda stage, precision: stage == 3 and precision is not None)
 @pytest.mark.parametrize("precision", [None, zerofx.MixedPrecision(torch.bfloat16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_record_is_predicted_as_the_module_that_it_is_of(fake_world, stage: int, precision: Any) -> None:
@@ -383,6 +385,7 @@ def test_a_record_is_predicted_as_the_module_that_it_is_of(fake_world, stage: in
     assert zerofx.predict(record, rates) == zerofx.predict(model, rates)
 
 
+@pytest.mark.slow
 def test_sizes_that_are_symbols_count_as_they_were_captured(fake_world) -> None:
     fake_world(2)
     fixed, free = zerofx.predict(trained(dynamic=False)), zerofx.predict(trained(dynamic=True))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 ROOT = Path(__file__).resolve().parent.parent
 BEFORE = """
 import sys, torch, torch.distributed as dist, torch.nn.functional as F, zerofx
@@ -52,7 +54,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
 def test_the_loop_of_the_readme_writes_nothing_to_stderr(tmp_path: Path, executor: str) -> None:
     program = tmp_path / "program.py"
     loop = loop_of_the_readme().replace("zerofx.compile(model,", f"zerofx.compile(model, executor={executor!r},")
@@ -72,6 +74,7 @@ def test_the_example_of_a_gpt_writes_nothing_to_stderr() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_warning_that_all_ranks_have_reason_for_is_printed_once(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     use = "for _ in range(3):\n    model.layers[2].weight @ torch.ones(16)\nx, y = loader[0]\n"

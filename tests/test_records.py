@@ -11,6 +11,7 @@ from torch import nn
 
 import zerofx
 from tests.models import GPT
+from tests.slow import quick_if
 from zerofx.compiler import printing
 from zerofx.passes import PIPELINE
 
@@ -104,6 +105,7 @@ def test_bytes_are_printed_in_the_largest_unit() -> None:
         assert printing.format_bytes(n) == text
 
 
+@quick_if(lambda stage: stage == 0)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_layers_that_look_alike_are_printed_once_and_no_line_is_wide(stage: int) -> None:
     model, x = GPT(layers=12, dim=16, heads=2, vocab=64, length=16), torch.zeros(2, 16, dtype=torch.long)

@@ -14,6 +14,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx.runtime.ranks import watch
 from zerofx.runtime.ranks.agree import OutOfStepError
@@ -54,6 +55,7 @@ def train_both_ways(stage: int, executor: str) -> dict[str, set[str]]:
     return dict(kinds)
 
 
+@quick_if(lambda stage: stage < 3)
 @pytest.mark.parametrize(("stage", "executor"), [(0, "eager"), (2, "eager"), (3, "eager"), (3, "inductor")])
 def test_numbers_are_the_same_and_only_reductions_run_there(workers2: Workers, stage: int, executor: str) -> None:
     for kinds in workers2.run(train_both_ways, stage, executor):

@@ -173,6 +173,7 @@ def test_a_bar_names_the_nodes_that_it_stands_for(fake_world, tmp_path: Path) ->
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_without_rates_the_timeline_counts_operations_in_every_stage(fake_world, tmp_path: Path, stage: int) -> None:
     fake_world(4)
@@ -244,6 +245,7 @@ def test_a_dry_run_is_reported_as_the_module_would_be(fake_world, tmp_path: Path
     assert "executor eager" in dry.find("p")[0]["text"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_for_a_thousand_ranks_has_a_page_without_any_of_them(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = GPT(layers=2, dim=32, heads=2, vocab=64, length=16)

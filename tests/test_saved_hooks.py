@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from tests.slow import slow_if
 from tests.test_control_flow import Custom, Normalised, Squared, compare
 from tests.test_parameters import mine, same, twins
 from tests.workers import Workers
@@ -99,6 +100,7 @@ def test_a_hook_may_read_what_is_saved(workers2: Workers, stage: int, hook: str)
     workers2.run(check_hooks, build_mlp, hook, stage=stage)
 
 
+@slow_if(lambda options: options.get("executor") == "inductor")
 @pytest.mark.parametrize(
     "options", [{"executor": "inductor"}, {"memory_budget": 1000}, {"memory_budget": 10**9}], ids=str
 )

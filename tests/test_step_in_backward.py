@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if, slow_if
 from tests.workers import Workers
 from zerofx.runtime.state.group import groups_of
 
@@ -109,6 +110,7 @@ def test_numbers_are_those_of_backward_and_step(workers2: Workers, stage: int, o
     assert updated == [ALL if stage else []] * 2
 
 
+@quick_if(lambda precision, no_sync, stage: stage == 2 if no_sync else precision is None)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("precision", [None, MIXED])
@@ -122,6 +124,7 @@ def test_a_group_of_two_graphs_is_updated_in_that_which_brings_the_rest_of_its_g
     assert workers2.run(both_ways, "zerofx.AdamW", 1, False, True, {"stage": stage}) == [ALL] * 2
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_inductor_does_the_same(workers2: Workers, stage: int) -> None:
     options = {"stage": stage, "executor": "inductor"}
@@ -161,6 +164,7 @@ def what_waits_for_the_end(reason: str) -> tuple[list[str], bool]:
     return updated, all(a.equal(b) for a, b in zip(wanted, got, strict=True))
 
 
+@slow_if(lambda reason: reason == "two forwards")
 @pytest.mark.filterwarnings("ignore:.*outside of a compiled graph")
 @pytest.mark.parametrize(
     ("reason", "updated"),

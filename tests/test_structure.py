@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zerofx
 from tests import counting
 from tests.models import GPT
+from tests.slow import quick_if
 from zerofx._torch import memory_profile
 from zerofx.passes import edit, pairwise
 from zerofx.passes.pairwise import ALL_GATHER_TAG
@@ -138,14 +139,9 @@ def one_step(executor: str, steps: int = 1, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("world", "executor"),
-    [
-        *((world, "eager") for world in (1, 2, 3)),
-        (1, "inductor"),
-        *(pytest.param(world, "inductor", marks=pytest.mark.slow) for world in (2, 3)),
-    ],
-)
+@quick_if(lambda world, executor: (world, executor) == (1, "eager"))
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_one_gather_per_group_and_phase_one_reduction_and_the_bytes_of_the_zero_paper(
     make_workers, world: int, executor: str
 ) -> None:
@@ -211,6 +207,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
     return most, said, full, sum(s.nbytes() for s in storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_gathered_bytes_stay_within_the_budget(workers2, executor: str) -> None:
     block = 12 * DIM * DIM * 4  # roughly; the two norms and the biases come on top
@@ -223,6 +220,7 @@ def test_gathered_bytes_stay_within_the_budget(workers2, executor: str) -> None:
             assert said < 3.4 * block  # three neighbouring groups and a quarter, not four
 
 
+@quick_if(lambda world: world == 3)
 @pytest.mark.parametrize("world", [2, 3])
 def test_at_rest_each_rank_holds_its_part_and_under_one_percent_of_padding(make_workers, world: int) -> None:
     n = sum(p.numel() for p in GPT(LAYERS, DIM, 4, VOCAB, LENGTH).parameters()) * 4

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zerofx
 from tests.models import GPT
+from tests.slow import quick_if, slow
 from zerofx.passes import edit
 
 
@@ -45,6 +46,7 @@ def regions(stage: int) -> Counter[str]:
     return Counter(name for name in names if name.startswith(("zerofx: ", "Optimizer.step")))
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trace_names_graphs_refreshes_gathers_on_demand_and_the_step(workers2, stage: int) -> None:
     for found in workers2.run(regions, stage, timeout=120):
@@ -81,7 +83,7 @@ def collectives(stage: int, executor: str) -> tuple[list[str], list[str]]:
     return expected, [e.name for e in events if e.name.startswith(("zerofx: start", "zerofx: wait"))]
 
 
-@pytest.mark.parametrize(("stage", "executor"), [(2, "eager"), pytest.param(3, "inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "executor"), [(2, "eager"), slow(3, "inductor")])
 def test_a_trace_names_the_group_of_every_collective_of_a_graph_and_of_the_wait_for_it(
     workers2, stage: int, executor: str
 ) -> None:

@@ -28,6 +28,7 @@ def completeness() -> dict[str, Any]:
     return json.loads(done.stdout)["typeCompleteness"]
 
 
+@pytest.mark.slow
 def test_ninety_five_percent_of_names_are_typed(completeness: dict[str, Any]) -> None:
     assert completeness["packageName"] == "zerofx" and completeness["pyTypedPath"]
     assert completeness["completenessScore"] >= 0.95

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if
 from tests.test_leaf import Net as Experts
 from tests.test_leaf import batch as routed
 from tests.test_parameters import mine, same, twins
@@ -110,22 +111,26 @@ def check_training(stage: int, executor: str, accumulate: bool, **options: Any) 
     assert model.never.weight.grad is None and loss.isfinite()
 
 
+@quick_if(lambda stage, accumulate: accumulate and stage != 1)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_run_other_layers_and_fewer_micro_batches(workers2: Workers, stage: int, accumulate: bool) -> None:
     workers2.run(check_training, stage, "eager", accumulate)
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_so_they_do_with_inductor(workers2: Workers, stage: int) -> None:
     workers2.run(check_training, stage, "inductor", True, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"memory_budget": float("inf")}, {"activation_budget": 0.5}], ids=str)
 def test_so_they_do_within_budgets(workers2: Workers, options: dict[str, Any]) -> None:
     workers2.run(check_training, 3, "eager", True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_so_do_three_ranks(workers3: Workers, stage: int) -> None:
     workers3.run(check_training, stage, "eager", True)
@@ -149,6 +154,7 @@ def check_kept(stage: int) -> None:
             optimizer.zero_grad()
 
 
+@quick_if(lambda stage: stage in (0, 3))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_a_rank_with_fewer_micro_batches_kept_is_in_the_step(workers2: Workers, stage: int) -> None:
     workers2.run(check_kept, stage)
@@ -173,6 +179,7 @@ def check_experts(stage: int, executor: str) -> None:
         same(module, plain)
 
 
+@quick_if(lambda stage, executor: (stage, executor) == (3, "eager"))
 @pytest.mark.parametrize(("stage", "executor"), [(0, "eager"), (1, "eager"), (3, "eager"), (3, "inductor")])
 def test_experts_need_no_leaf_modules(workers2: Workers, stage: int, executor: str) -> None:
     workers2.run(check_experts, stage, executor, timeout=300)
@@ -212,12 +219,14 @@ def check_hugging_face(name: str, stage: int, executor: str) -> None:
         compare(model, plain, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["llava", "mixtral", "switch_transformers"])
 def test_models_of_transformers_whose_layers_follow_from_data(workers2: Workers, name: str, stage: int) -> None:
     workers2.run(check_hugging_face, name, stage, "eager", timeout=300)
 
 
+@pytest.mark.slow
 def test_a_model_of_two_modalities_with_inductor(workers2: Workers) -> None:
     workers2.run(check_hugging_face, "llava", 3, "inductor", timeout=500)
 
@@ -257,6 +266,7 @@ def check_together(stage: int) -> None:
         compare(model, plain.module)
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_graphs_with_the_same_collectives_run_at_once(workers2: Workers, stage: int) -> None:
     workers2.run(check_together, stage)

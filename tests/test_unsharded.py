@@ -14,6 +14,7 @@ from torch import nn
 
 import zerofx
 from tests import models
+from tests.slow import slow_if
 from tests.workers import Workers
 from zerofx import MixedPrecision, ShardedParameter, ShardedTensor
 
@@ -163,6 +164,7 @@ def check_runs(stage: int, precision: MixedPrecision | None) -> int:
     return len(zerofx.graphs(module))
 
 
+@slow_if(lambda stage: stage == 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_module_runs_and_is_copied_inside_and_its_compiled_code_is_untouched(workers2: Workers, stage: int) -> None:
     assert workers2.run(check_runs, stage, None) == [1, 1]

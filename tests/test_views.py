@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx import ShardedTensor
 
@@ -207,6 +208,7 @@ def here(cases: dict[str, Any]) -> list[str]:
     return [case for case in cases if hasattr(aten, case.partition(".")[0])]
 
 
+@quick_if(lambda stage: stage == 0)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_view_of_a_parameter_trains_as_on_one_process(workers2: Workers, stage: int) -> None:
     workers2.run(check, here(CASES), stage=stage, executor="eager")
@@ -220,6 +222,7 @@ GENERATED = """
 """A selection: every way in which a kernel may find elements, once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_with_generated_code_it_does_so_too(workers2: Workers, stage: int) -> None:
     workers2.run(check, here({case.strip(): None for case in GENERATED}), stage=stage, timeout=300)

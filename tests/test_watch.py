@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.slow import slow, slow_if
 from tests.workers import Workers
 from zerofx.runtime.ranks import agree, watch
 from zerofx.runtime.ranks.agree import Collective, OutOfStepError, Schedule, difference
@@ -115,7 +116,7 @@ def skip_a_step(stage: int) -> tuple[str, str, float]:
     return outcome(steps)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_a_step_that_one_rank_does_not_take_is_an_error_that_names_it(stage: int, workers2: Workers) -> None:
     """It runs the same graphs ever after, and trains on weights that are of two steps."""
     found = workers2.run(skip_a_step, stage, timeout=60)
@@ -220,6 +221,7 @@ def astray(way: str) -> tuple[str, str, float]:
 
 
 # Under autocast weights travel in 16 bits: a gather of half the bytes.
+@slow_if(lambda way: way == "autocast")
 @pytest.mark.parametrize("way", ["no_grad", "autocast", "no_sync"])
 def test_a_rank_that_goes_astray_is_an_error_on_both_that_says_where(way: str, workers2: Workers) -> None:
     found = workers2.run(astray, way, timeout=60)

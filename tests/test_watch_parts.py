@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
+from tests.slow import quick_if
 from tests.test_partition_activations import ROWS, WIDTH, build
 from tests.test_watch import outcome
 from tests.workers import Workers
@@ -60,6 +61,7 @@ def stay_away(folder: str, stops: bool) -> tuple[str, str, float]:
     return said
 
 
+@quick_if(lambda stops: stops)
 @pytest.mark.parametrize("stops", [False, True], ids=["sleeps", "is stopped"])
 def test_a_tensor_parallel_rank_that_does_not_come_is_named(workers2: Workers, tmp_path: Path, stops: bool) -> None:
     """zerofx's own group has one rank: nobody else would notice before gloo does, after half an hour."""

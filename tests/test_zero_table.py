@@ -22,6 +22,7 @@ from torch import nn
 import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, Block
+from tests.slow import quick_if, slow_if
 from tests.workers import Processes, Workers
 from zerofx.inspect.predict import cost
 from zerofx.model.layout import GroupLayout
@@ -40,6 +41,7 @@ PARAMETERS = sum(p.numel() for p in GPT(LAYERS, DIM, 4, VOCAB, LENGTH).parameter
 
 # The dtype that gradients are reduced in has to do with no number of ranks: two are enough for that.
 WORLDS = [(world, name) for name in PRECISIONS for world in (2, 3, 4) if world == 2 or name in ("fp32", "bf16")]
+QUICK = [(2, "fp32", 0), (2, "fp32", 3), (3, "bf16", 3)]  # world, precision, stage
 
 
 # (a) the paper's table
@@ -208,6 +210,7 @@ def trained(make_workers: Callable[[int], Workers]) -> Callable[..., list[tuple[
     return run
 
 
+@quick_if(lambda world, precision, stage: (world, precision, stage) in QUICK)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "precision"), WORLDS)
 def test_live_storages_are_within_one_percent_of_the_formulas(trained, world: int, stage: int, precision: str) -> None:
@@ -240,6 +243,7 @@ def hold_in_bfloat16(stage: int) -> tuple[Held, Held]:
     return after, resident(model, optimizer)
 
 
+@quick_if(lambda world, stage: world == 2 and stage > 1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_in_bfloat16_with_masters_in_the_optimizer_a_rank_holds_the_papers_table(
@@ -330,6 +334,7 @@ def by_the_layouts(stage: int, sizes: cost.Sizes, layouts: dict[GroupLayout, boo
     return +events
 
 
+@quick_if(lambda world, precision, stage: (world, precision, stage) in QUICK)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "precision"), [(world, name) for world, name in WORLDS if world < 4])
 def test_a_step_starts_the_collectives_and_sends_the_bytes_of_the_formulas(
@@ -360,6 +365,7 @@ def count_buckets(buckets: str) -> Counted:
     return count(*build(0, None, buckets))
 
 
+@slow_if(lambda buckets: buckets == "group")
 @pytest.mark.parametrize("buckets", ["group", "parameter", "all"])
 def test_buckets_of_plain_data_parallelism_change_how_many_collectives_and_not_the_bytes(
     workers2: Workers, buckets: str

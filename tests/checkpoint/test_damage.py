@@ -21,6 +21,7 @@ from torch import nn
 
 import zerofx
 from tests.checkpoint.nets import EACH_GROUP, Net, batch, differing, digests, full_state, train
+from tests.slow import slow_if
 from tests.workers import Workers
 from zerofx.kernels.checksum import checksum_of
 
@@ -438,6 +439,7 @@ def check_recovery(stage: int) -> None:
     assert run(True) == run(False)
 
 
+@slow_if(lambda stage: stage == 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_step_after_an_exception_in_forward_or_backward_is_as_if_nothing_had_been(
     workers2: Workers, stage: int

@@ -15,11 +15,13 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.resumable import train
+from tests.slow import quick_if
 from tests.workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@quick_if(lambda sizes: len(sizes) > 1)
 @pytest.mark.parametrize(
     ("stage", "sizes", "kills", "offload"), [(3, (2,), 5, False), (2, (2, 1, 3), 5, False), (3, (2,), 10, True)]
 )
@@ -58,6 +60,7 @@ def losses(folder: Path) -> dict[int, set[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_losses_are_those_of_an_undisturbed_run_at_any_world_size(
     make_workers: Callable[[int], Workers], tmp_path: Path
 ) -> None:
@@ -78,6 +81,7 @@ def test_an_exception_in_one_ranks_step_ends_all_ranks(tmp_path: Path) -> None:
     assert said.startswith("1\n") and "this rank's data is broken" in said
 
 
+@pytest.mark.slow
 def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     options = ["--executor", "eager", "--folder", tmp_path / "c", "--steps", 20, "--save-every", 4, "--kill-at", 10]
     status, said = torchrun(2, "examples/resume.py", *options, restarts=1)

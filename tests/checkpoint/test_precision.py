@@ -11,6 +11,7 @@ import torch
 
 import zerofx
 from tests.checkpoint.nets import EACH_GROUP, Net, differing, digests, disturb
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx.kernels.split import join
 
@@ -99,6 +100,7 @@ def saved(make_workers: Callable[[int], Workers], tmp_path_factory: pytest.TempP
     return folder, {kind: make_workers(2).run(save_one, folder, kind)[0] for kind in KINDS}
 
 
+@quick_if(lambda kind: kind in ("mixed", "torch", "float32"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_and_moments_are_bitwise_those_that_were_saved(
     saved: tuple[str, dict], workers2: Workers, kind: str

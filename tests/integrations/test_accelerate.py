@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.integrations.launched import as_torchrun_would, close, converted, forget, plain, run_script
+from tests.slow import quick_if
 from tests.workers import Workers
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zerofx[transformers]")
@@ -34,9 +35,8 @@ def reference(workers2: Workers, tmp_path_factory: pytest.TempPathFactory) -> tu
     return workers2.run(results, plain("accelerator"), str(folder), [f"{folder}/ten"], timeout=280), folder
 
 
-@pytest.mark.parametrize(
-    "stage", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)]
-)
+@quick_if(lambda stage: stage == 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_line_changed_accumulates_clips_saves_and_goes_on_as_with_ddp(
     workers2: Workers, reference: tuple[list[Any], Path], stage: int, tmp_path: Path
 ) -> None:

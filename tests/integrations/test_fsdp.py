@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import zerofx
 from tests.integrations.launched import close, converted, plain, run_script
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx.integrations import fsdp
 from zerofx.integrations.fsdp import fully_shard
@@ -28,6 +29,7 @@ def changed(executor: str) -> str:
     return converted("fsdp", {IMPORT: f"import functools, zerofx.integrations.fsdp as z; fully_shard = {options}"})
 
 
+@quick_if(lambda dtype: dtype == "float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_line_changed_trains_clips_and_saves_as_fsdp2(workers2: Workers, dtype: str, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("fsdp2", "zerofx")]

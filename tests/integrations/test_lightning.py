@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.integrations.launched import as_torchrun_would, close, converted, plain, run_script
+from tests.slow import quick_if
 from tests.workers import Workers
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install zerofx[lightning]")
@@ -52,14 +53,15 @@ CASES = [
     ("fabric", 1, "sharded"),
     ("lightning_trainer", 3, "full"),
     ("lightning_trainer", 2, "sharded"),
-    pytest.param("fabric", 2, "full", marks=pytest.mark.slow),
-    pytest.param("fabric", 3, "sharded", marks=pytest.mark.slow),
-    pytest.param("lightning_trainer", 1, "full", marks=pytest.mark.slow),
-    pytest.param("lightning_trainer", 0, "full", marks=pytest.mark.slow),
-    pytest.param("lightning_trainer", 3, "sharded", marks=pytest.mark.slow),
+    ("fabric", 2, "full"),
+    ("fabric", 3, "sharded"),
+    ("lightning_trainer", 1, "full"),
+    ("lightning_trainer", 0, "full"),
+    ("lightning_trainer", 3, "sharded"),
 ]
 
 
+@quick_if(lambda name, stage: (name, stage) == ("fabric", 1))
 @pytest.mark.parametrize(("name", "stage", "kind"), CASES)
 def test_another_strategy_accumulates_clips_evaluates_saves_and_goes_on_as_with_ddp(
     workers2: Workers,

@@ -14,6 +14,7 @@ import zerofx
 from tests.counting import count_collectives
 from tests.integrations.launched import close, converted, plain, run_script
 from tests.integrations.test_transformers import IMPORT, with_options
+from tests.slow import slow
 from tests.workers import Workers
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.base import make_batch
@@ -22,7 +23,8 @@ pytest.importorskip("peft", reason="peft is not installed: pip install zerofx[tr
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install zerofx[transformers]")
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_an_adapter_under_the_trainer_trains_saves_takes_the_best_and_goes_on_as_with_ddp(
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:
@@ -70,7 +72,7 @@ def check_saving(stage: int, folder: str) -> None:
         ours.save_pretrained(torch.nn.Linear(2, 2), folder)
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, slow(2), slow(0)])
 def test_an_adapter_is_saved_whole_by_rank_0_and_nothing_but_it_travels(
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:

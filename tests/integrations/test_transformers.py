@@ -15,6 +15,7 @@ import torch
 
 import zerofx
 from tests.integrations.launched import as_torchrun_would, close, converted, forget, plain, run_script
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install zerofx[transformers]")
@@ -49,6 +50,7 @@ def run(workers2: Workers, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return once
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_line_changed_trains_evaluates_saves_and_takes_the_best_as_with_ddp(
     run: Callable[[int | None], Run], stage: int
@@ -64,7 +66,8 @@ def test_one_line_changed_trains_evaluates_saves_and_takes_the_best_as_with_ddp(
     assert (ours / "checkpoint-10" / "zerofx").is_dir() and not (ours / "checkpoint-10/optimizer.pt").exists()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_goes_on_from_a_checkpoint_with_the_losses_of_one_that_was_not_interrupted(
     workers2: Workers, run: Callable[[int | None], Run], stage: int, tmp_path: Path
 ) -> None:
@@ -106,7 +109,7 @@ def documentation() -> str:
     return page.read_text()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_generate_in_evaluation_gives_the_tokens_of_ddp_on_ranks_that_stop_at_different_steps(
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.shards import Row, Shard, assert_same_bits, torch_adamw
+from tests.slow import slow_if
 
 FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -54,6 +55,7 @@ def assert_as_close_as_torch(ours: torch.Tensor, exact: torch.Tensor, torchs: to
     assert rms(ours.double() - exact) <= 2 * rms(torchs.double() - exact) + drift
 
 
+@slow_if(lambda device, numel: device == "cpu" and numel < 1023)
 @pytest.mark.parametrize("numel, steps", [(0, 100), (1, 100), (127, 100), (1023, 100), ((1 << 20) + 3, 4)])
 def test_after_many_steps_it_is_as_close_to_float64_as_torch_is(device: str, numel: int, steps: int) -> None:
     initial, grads = torch.randn(numel), gradients(steps, numel)
@@ -65,6 +67,7 @@ def test_after_many_steps_it_is_as_close_to_float64_as_torch_is(device: str, num
     assert_as_close_as_torch(shard.weights, exact, torchs, steps)
 
 
+@slow_if(lambda device: device == "cpu")
 def test_segments_follow_their_own_rows_and_all_between_them_stays(device: str) -> None:
     initial, grads = torch.randn(1024), gradients(100, 1024)
     shard = Shard(device, initial, SEGMENTS, SEVERAL_ROWS)
@@ -84,6 +87,7 @@ def test_segments_follow_their_own_rows_and_all_between_them_stays(device: str) 
         assert not moment.cpu()[between].any()
 
 
+@slow_if(lambda device, dtype: device == "cpu" and dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_without_master_are_as_close_as_torchs(device: str, dtype: torch.dtype) -> None:
     initial, grads = torch.randn(1023).to(dtype).float(), [grad.clamp(-50, 50) for grad in gradients(50, 1023)]

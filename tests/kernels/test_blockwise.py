@@ -10,6 +10,7 @@ import torch
 import zerofx
 from tests.kernels.shards import Row, Shard, assert_same_bits, torch_adamw
 from tests.kernels.test_adamw import gradients
+from tests.slow import slow_if
 from zerofx.kernels import blockwise, cpu
 from zerofx.kernels.blockwise import BLOCK, LARGEST_FIRST, LARGEST_SECOND
 from zerofx.model import layout
@@ -207,6 +208,7 @@ ERROR = 0.06
 """Of what AdamW moves weights by in 100 steps, root mean square: what 8-bit moments may change. 0.048 was measured."""
 
 
+@pytest.mark.slow
 def test_the_cpu_may_take_the_elements_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for chunk in (1 << 19, 8 * BLOCK):
@@ -233,6 +235,7 @@ def steady_gradients(numel: int) -> list[torch.Tensor]:
     return [(signal + torch.randn(numel, generator=generator)) * sizes for _ in range(100)]
 
 
+@slow_if(lambda device: device == "cpu")
 def test_after_100_steps_the_kernel_is_near_float64(device: str) -> None:
     initial, grads, row = torch.randn(5000), steady_gradients(5000), Row(lr=1e-3, weight_decay=0.0)
     shard = Shard(device, initial, rows=[row], moments=torch.int8)

@@ -9,11 +9,13 @@ import torch
 
 from tests.kernels.shards import Row, assert_same_bits, torch_adamw
 from tests.kernels.test_adamw import KINDS, SEVERAL_ROWS, assert_as_close_as_torch, gradients
+from tests.slow import slow_if
 from zerofx.kernels import blockwise, cpu
 from zerofx.kernels.split import join, split
 
 CODED = [kind for kind in KINDS if kind[2] is torch.int8 and kind[0] is not torch.float16 and kind[1] is torch.float32]
 """A few of those with moments in 8 bits, as each is compiled by itself."""
+COMPILED_ALONE = [*CODED, *((dtype, torch.float32, torch.bfloat16, None) for dtype in (torch.float32, torch.bfloat16))]
 
 
 def hyper(row: Row, step: int) -> cpu.Hyper:
@@ -80,6 +82,7 @@ def test_both_ways_follow_the_hyper_parameters(row: Row) -> None:
     torch.testing.assert_close(compiled.param, compiled.weights.bfloat16(), rtol=0, atol=0)
 
 
+@slow_if(lambda param, grad, moments, master: (param, grad, moments, master) in COMPILED_ALONE)
 @pytest.mark.parametrize(
     "param, grad, moments, master",
     [kind for kind in KINDS if kind[2] is not torch.int8] + CODED,

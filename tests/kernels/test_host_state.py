@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import zerofx
 from tests.kernels.test_optimizer import assert_same, groups, nets, set_gradients, six_steps
 from tests.seams.copies import staged
+from tests.slow import slow_if
 
 HALF = zerofx.Offload(optimizer="cpu", groups=["2"])
 """Of the last layer."""
@@ -41,6 +42,7 @@ def on_host(optimizer: zerofx.AdamW) -> list[bool]:
     return [p._group.home.staging is not None for p in optimizer.state]  # type: ignore[attr-defined]
 
 
+@slow_if(lambda device, clip, offload: device == "cpu" and clip and offload != "cpu")
 @pytest.mark.parametrize("offload", ["cpu", HALF], ids=["all", "half"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_updates_are_torchs_where_the_state_is(device: str, offload: Any, clip: float | None) -> None:

@@ -7,9 +7,11 @@ import torch
 
 from tests.kernels.shards import Row, Shard, assert_same_bits
 from tests.kernels.test_split import patterns
+from tests.slow import slow_if
 from zerofx.kernels.split import split
 
 
+@slow_if(lambda device: device == "cpu")
 def test_a_split_master_takes_hundreds_of_steps_as_a_whole_one_does(device: str) -> None:
     steps = 1000 if device == "cuda" else 200  # of some 20 ms in the interpreter
     generator = torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
+from tests.slow import slow_if
 from zerofx.kernels import norm
 from zerofx.kernels.split import join
 from zerofx.runtime.optim.device_step import DeviceStep
@@ -233,6 +234,7 @@ def with_codes(device: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Modu
     return net, copy.deepcopy(net).float()
 
 
+@slow_if(lambda device: device == "cpu")
 @pytest.mark.parametrize(("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "split")])
 def test_moments_in_8_bits_stay_beside_torchs_and_are_saved_bit_for_bit(
     device: str, dtype: torch.dtype, master: Any

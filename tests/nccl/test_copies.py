@@ -22,6 +22,7 @@ from tests.nccl.events import Event, storage_span, under_way
 from tests.nccl.lanes import Done, Pretended, alone_on_lanes, unordered
 from tests.nccl.recording import Change, alone_with
 from tests.nccl.test_hazards import LOW, Training
+from tests.slow import slow_if
 from zerofx.passes import edit
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.state import copies
@@ -57,6 +58,7 @@ def alike(found: list[Any], wanted: list[Any]) -> bool:
     return all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(found, wanted, strict=True))
 
 
+@slow_if(lambda way, inside: way == "3" and inside)
 @pytest.mark.parametrize("inside", [False, True], ids=["", "in backward"])
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_touches_memory_that_a_copy_is_at_and_numbers_are_those_of_the_device(way: str, inside: bool) -> None:

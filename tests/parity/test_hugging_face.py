@@ -4,9 +4,8 @@ What must hold, for both executors, on 2 and 3 ranks, over 10 steps: every loss 
 process, and with SGD every parameter within 1e-5 at the end. (Adam turns a gradient that is pure rounding, such as a
 key bias's, into whole steps: there the losses decide.)
 
-``make slow`` runs every model in every stage with both executors. ``make test`` runs a selection in which they meet in
-pairs (tests/pairwise.py), all with the eager executor; the broken graph is in two stages of it. Generated code meets
-models of all kinds in tests/zoo. Numbers of ranks go in turns.
+``make slow`` runs every model in every stage with both executors, ``make test`` one of these cases. Numbers of ranks go
+in turns.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ import functools
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import zerofx
 from tests import models
 from tests.agreement import assert_ranks_agree
-from tests.pairwise import EXECUTORS, STAGES, table
+from tests.pairwise import EXECUTORS, STAGES
+from tests.slow import quick_if
 
 STEPS, BATCH = 10, 2  # per rank: on 2 and on 3 ranks Inductor finds the same shapes, and its kernels compiled
 OPTIMIZERS = {
@@ -67,13 +68,11 @@ def reference(name: str, optimizer: str, world: int) -> tuple[list[float], dict[
     return models.reference_run(name, STEPS, OPTIMIZERS[optimizer], batch=BATCH * world)
 
 
-def is_dear(name: str, stage: int, executor: str) -> bool:
-    """With a broken graph two stages are enough in ``make test``. Inductor is slow with models of this size."""
-    return executor == "inductor" or (name == "gpt2_two_graphs" and stage in (1, 2))
-
-
 # GPT-2 a second time, its graph broken once.
-@table(is_dear, name=models.HUGGING_FACE, stage=STAGES, executor=EXECUTORS)
+@quick_if(lambda name, stage, executor: (name, stage, executor) == ("gpt2", 3, "eager"))
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", models.HUGGING_FACE)
 def test_losses_and_parameters_are_those_of_one_process(make_workers, name: str, stage: int, executor: str) -> None:
     world = world_of(name, stage)
     results = make_workers(world).run(train_sharded, name, stage, executor, timeout=280)

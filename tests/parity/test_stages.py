@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
 from tests.models import GPT
+from tests.slow import quick_if
 
 STEPS, VOCAB, LENGTH = 4, 50, 16
 MODES = {"one": (1, False), "every": (4, False), "no_sync": (4, True)}  # micro-batches, whether under no_sync
@@ -139,23 +140,27 @@ def check_exact(results: list[dict[str, list[float]]], wanted: dict[str, list[fl
             assert history == pytest.approx(wanted[mode], rel=1e-5), mode
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_losses_and_norms_are_those_of_data_parallelism(full_precision, exact, world: int, stage: int) -> None:
     check_exact(full_precision(world, stage, "eager"), exact(world))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@quick_if(lambda stage: stage == 3)
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_code_that_inductor_makes_agrees_too(full_precision, exact, stage: int) -> None:
     check_exact(full_precision(2, stage, "inductor"), exact(2))
 
 
+@quick_if(lambda buckets: buckets == "all")
 @pytest.mark.parametrize("buckets", ["parameter", "all"])
 def test_all_ways_of_plain_data_parallelism_agree(make_workers, exact, buckets: str) -> None:
     results = make_workers(2).run(zerofx_runs, 0, "eager", list(MODES), buckets=buckets, timeout=200)
     check_exact(results, exact(2))
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_stages_1_and_2_agree_bitwise(full_precision, executor: str) -> None:
     assert full_precision(2, 1, executor) == full_precision(2, 2, executor)
@@ -190,6 +195,7 @@ def fsdp2_runs(make_workers) -> Callable[[int, torch.dtype], dict[str, list[floa
     return get
 
 
+@quick_if(lambda stage: stage == 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("world", "reduce_dtype"), [(2, FP32), (3, BF16)])  # three parts: a sum that rounds twice
 def test_in_bfloat16_no_stage_is_further_from_float32_than_fsdp2(
@@ -202,7 +208,8 @@ def test_in_bfloat16_no_stage_is_further_from_float32_than_fsdp2(
 
 
 # Stage 1 runs the graphs of stage 2: see above.
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_inductor_in_bfloat16_stays_as_close(make_workers, exact, fsdp2_runs, stage: int) -> None:
     precision = zerofx.MixedPrecision(BF16, FP32)
     options = {"mixed_precision": precision, "timeout": 200}

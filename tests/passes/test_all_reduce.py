@@ -28,6 +28,7 @@ from tests.passes.graphs import (
     run,
 )
 from tests.passes.test_pipeline_numerics import check_close, run_both
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx import _torch
 from zerofx.compiler.rewriting import copy_graph
@@ -552,6 +553,7 @@ CONTEXTS: list[dict[str, Any]] = [
 ]
 
 
+@quick_if(lambda model, min_cut: model in ("tied", "casts") and not min_cut)
 @pytest.mark.parametrize("min_cut", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_on_two_ranks_each_pass_leaves_the_loss_and_the_average_gradient(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.passes.blind.survey import Case, Mutant, one_thread, record
+from tests.slow import quick_if
 from zerofx.compiler.records import GraphRecord
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,6 +46,10 @@ SHORT = [
     "stage 3, merged",
 ]
 EXECUTORS = ("eager", "inductor")
+QUICK = {
+    "eager": ("stage 2, updated", "stage 3", "stage 3, lookups"),
+    "inductor": ("stage 3", "stage 3, one copy", "stage 3, merged"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +75,7 @@ def check(mutants: list[Mutant]) -> None:
     assert outcomes["refused"] > len(mutants) / 4, outcomes  # else they would prove little
 
 
+@quick_if(lambda executor, variant: variant in QUICK[executor])
 @pytest.mark.parametrize("variant", SHORT)
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_verify_accepts_computes_the_same(executor: str, variant: str) -> None:
@@ -85,6 +91,7 @@ def test_what_verify_accepts_computes_the_same_of_hundreds_of_mutants(executor: 
     check(mutants)
 
 
+@quick_if(lambda executor: executor == "eager")
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("variant", ["stage 0", "stage 3"])
 def test_a_wrong_number_that_nobody_refuses_is_seen(

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.passes.captured import MODELS, Casts, Pair, capture
 from tests.passes.graphs import Flats, Numbers, Sketch, apply, aten, run
+from tests.slow import quick_if, slow_if
 from tests.workers import Workers
 from zerofx.model.grouping import Grouping
 from zerofx.passes import PIPELINE, discard
@@ -43,6 +44,7 @@ def check_close(value: Any, want: Any, what: str) -> None:
     torch.testing.assert_close(value, want, rtol=1e-6, atol=1e-6, msg=lambda text: f"{what}: {text}")
 
 
+@slow_if(lambda model: model == "tied")
 @pytest.mark.parametrize("min_cut", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_on_one_rank_no_pass_changes_the_numbers(model: str, min_cut: bool) -> None:
@@ -81,6 +83,7 @@ CONTEXTS: list[dict[str, Any]] = [
 ]
 
 
+@quick_if(lambda model, min_cut: model in ("layers", "casts") and not min_cut)
 @pytest.mark.parametrize("min_cut", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_on_two_ranks_each_pass_leaves_the_loss_and_the_average_gradient(

@@ -37,6 +37,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     tables,
     values,
 )
+from tests.slow import slow_if
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.passes import VerificationError, edit, pipeline, verify
 from zerofx.passes.context import Stows
@@ -165,6 +166,7 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
     return wrong if tried else [f"{mutant.name}: no graph was broken in another way than by its order"]
 
 
+@slow_if(lambda rule: rule == "value")
 @pytest.mark.parametrize("rule", RULES)
 def test_what_breaks_a_rule_is_found_by_it(rule: str, graphs: dict[str, Graph]) -> None:
     wrong = [line for mutant in MUTANTS[rule] for line in found_by_another(mutant, graphs, most=2)]

@@ -15,6 +15,7 @@ from torch import nn
 
 import zerofx
 from tests.seams import halves, second_tensor, through_file
+from tests.slow import slow_if
 from tests.workers import Workers
 from zerofx.passes.travel import TRAVELS
 from zerofx.runtime.ranks.sharing import SHARINGS
@@ -80,6 +81,7 @@ def travel_both_ways(options: dict[str, Any]) -> bool:
     return all_equal(found, wanted)
 
 
+@slow_if(lambda options: options["executor"] == "inductor" or "leaf_modules" in options)
 @pytest.mark.parametrize(
     "options",
     [
@@ -109,6 +111,7 @@ def live_both_ways(options: dict[str, Any], optimizer: str) -> bool:
     return all_equal(found, wanted)
 
 
+@slow_if(lambda options: options["executor"] == "inductor")
 @pytest.mark.parametrize(
     ("options", "optimizer"),
     [
@@ -247,6 +250,7 @@ def train_in_halves(options: dict[str, Any]) -> bool:
     return all(results)
 
 
+@slow_if(lambda stage: stage == 0)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_halves_that_share_nothing_train_two_models(make_workers, stage: int) -> None:
     assert make_workers(4).run(train_in_halves, {"stage": stage, "executor": "eager"}) == [True] * 4

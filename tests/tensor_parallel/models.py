@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -225,9 +224,3 @@ def check_whole(model: Any, wanted: dict[str, torch.Tensor]) -> None:
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
-
-
-def rows(quick: list[Any], *axes: Any) -> list[Any]:
-    """All of ``axes``; those that are not ``quick`` are slow."""
-    product = list(itertools.product(*axes))
-    return [pytest.param(*row, marks=[] if row in quick else [pytest.mark.slow]) for row in product]

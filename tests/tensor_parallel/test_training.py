@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import zerofx
 from tests.pairwise import EXECUTORS, STAGES
+from tests.slow import quick_if, slow
 from tests.tensor_parallel.models import (
     HIDDEN,
     STEPS,
@@ -28,7 +29,6 @@ from tests.tensor_parallel.models import (
     check_whole,
     compiled,
     mesh_2d,
-    rows,
     skip_old,
     train,
     weights_of,
@@ -55,11 +55,10 @@ def train_beside(kind: str, stage: int, executor: str) -> None:
     assert len(zerofx.graphs(ours)) == 1
 
 
-QUICK = [("transformer", 3, "eager"), ("mlp", 2, "eager"), ("transformer", 1, "eager"), ("mlp", 0, "eager")]
-QUICK += [("mlp", 3, "inductor")]
-
-
-@pytest.mark.parametrize(("kind", "stage", "executor"), rows(QUICK, ["mlp", "transformer"], STAGES, EXECUTORS))
+@quick_if(lambda kind, stage, executor: (kind, stage, executor) == ("mlp", 2, "eager"))
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
 def test_tensor_parallel_layers_train_as_with_fsdp2_and_in_one_process(
     make_workers: Any, kind: str, stage: int, executor: str
 ) -> None:
@@ -75,10 +74,9 @@ def train_in_other_ways(kind: str, stage: int) -> None:
     check_whole(ours, weights_of(alone))
 
 
-WAYS = rows([("broken", 3), ("leaf", 2), ("uneven", 0)], ["broken", "leaf", "uneven"], STAGES)
-
-
-@pytest.mark.parametrize(("kind", "stage"), WAYS)
+@quick_if(lambda kind, stage: (kind, stage) in [("broken", 3), ("uneven", 0)])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["broken", "leaf", "uneven"])
 @pytest.mark.filterwarnings("ignore:.*outside of a compiled graph")
 def test_graph_breaks_leaf_modules_and_uneven_parts_train_as_well(make_workers: Any, kind: str, stage: int) -> None:
     make_workers(4).run(train_in_other_ways, kind, stage)
@@ -107,7 +105,7 @@ def lose_in_parallel(stage: int) -> None:
     check_whole(ours, weights_of(alone))
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, slow(0)])
 def test_a_loss_outside_of_the_model_is_computed_in_parallel(make_workers: Any, stage: int) -> None:
     make_workers(4).run(lose_in_parallel, stage)
 
@@ -134,7 +132,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cases", [[{"mixed_precision": LOW}], pytest.param(OPTIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [[{"mixed_precision": LOW}], slow(OPTIONS)])
 def test_options_go_with_dtensors(make_workers: Any, cases: list[dict[str, Any]]) -> None:
     make_workers(4).run(train_with_options, cases)
 
@@ -173,7 +171,7 @@ def accumulate(stages: list[int]) -> None:
         assert found == pytest.approx(wanted, rel=1e-5), stage
 
 
-@pytest.mark.parametrize("stages", [[3], pytest.param([0, 1, 2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [[3], slow([0, 1, 2])])
 def test_gradients_that_are_kept_back_and_steps_inside_of_backward_are_right(
     make_workers: Any, stages: list[int]
 ) -> None:
@@ -275,6 +273,8 @@ def train_experts(stage: int, executor: str) -> None:
         check_whole(model, weights_of(alone))
 
 
-@pytest.mark.parametrize(("stage", "executor"), rows([(3, "eager"), (0, "eager")], STAGES, EXECUTORS))
+@quick_if(lambda stage, executor: (stage, executor) == (3, "eager"))
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_experts_divided_over_a_dimension_train_as_in_one_process(make_workers: Any, stage: int, executor: str) -> None:
     make_workers(4).run(train_experts, stage, executor, timeout=300)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zerofx
+from tests.slow import quick_if, slow
 from tests.tensor_parallel.models import (
     MLP,
     adamw,
@@ -61,9 +62,8 @@ def clip_beside(stage: int) -> None:
                 assert first.mean().item() == pytest.approx(alone.up.weight.mean().item(), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stage", [3, 0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@quick_if(lambda stage: stage == 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_norms_are_of_the_whole_model_and_clip_it_as_fsdp2_does(make_workers: Any, stage: int) -> None:
     make_workers(4).run(clip_beside, stage)
 
@@ -80,7 +80,7 @@ def clip_in_the_step(stages: list[int]) -> None:
         assert optimizer.grad_norm.item() == pytest.approx(reference.grad_norm.item(), rel=1e-5), stage
 
 
-@pytest.mark.parametrize("stages", [[3], pytest.param([0, 1, 2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [[3], slow([0, 1, 2])])
 def test_zerofx_adamw_clips_by_the_norm_of_the_whole_model(make_workers: Any, stages: list[int]) -> None:
     make_workers(4).run(clip_in_the_step, stages)
 
@@ -117,7 +117,7 @@ def read_and_write(stage: int) -> None:
     check_whole(ours, changed)
 
 
-@pytest.mark.parametrize("stage", [3, 0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, 0, slow(2)])
 def test_weights_have_the_shape_of_the_whole_and_are_read_and_written_whole(make_workers: Any, stage: int) -> None:
     make_workers(4).run(read_and_write, stage)
 
@@ -172,7 +172,7 @@ def save_and_go_on(stages: list[int], folder: str, others: bool) -> None:
         check(again, load(f"{folder}/dcp{stage}", again), mesh["dp"])
 
 
-CHECKPOINTS = [([3], False), *(pytest.param(stages, True, marks=pytest.mark.slow) for stages in ([0], [2, 1], [3]))]
+CHECKPOINTS = [([3], False), *(slow(stages, True) for stages in ([0], [2, 1], [3]))]
 
 
 @pytest.mark.parametrize(("stages", "others"), CHECKPOINTS)
@@ -274,5 +274,6 @@ def tell(path: str) -> None:
     zerofx.predict(record)
 
 
+@pytest.mark.slow
 def test_what_tells_of_memory_counts_this_ranks_parts(make_workers: Any, tmp_path: Any) -> None:
     make_workers(4).run(tell, str(tmp_path))

@@ -15,7 +15,7 @@ from tests.zoo.run import Outcome, train
 
 # Routing by data; buffers; a recurrence that splits the graph; one layer twice.
 TELLING = ["albert", "resnet", "lstm", "mixtral"]
-CHOSEN = set(pairwise(TELLING, STAGES, EXECUTORS))
+CHOSEN = {row for row in pairwise(TELLING, STAGES, EXECUTORS) if row[0] == "lstm" or row[2] == "eager"}
 
 
 def rows() -> list:
