@@ -8,6 +8,8 @@ PYTHONS ?= $(PYTHON)
 ARGS   ?=
 # Processes that share the test files; each starts up to five ranks when a test asks for them. 0: no sharing.
 PYTEST_WORKERS ?= 2
+# Which share of the slow tests `make slow` runs.
+SHARD ?= 1/1
 # The CUDA build that code for a GPU is written with, in an environment of its own; it needs no GPU.
 CUDA_TORCH ?= 2.15.0
 MATRIX := 2.11.0 2.13.0 2.15.0
@@ -22,7 +24,7 @@ TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) PYTEST_WORKERS=$(PYTEST_WORKERS) ARGS= (for pytest, demo, bench)"
+	@echo "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) PYTEST_WORKERS=$(PYTEST_WORKERS) ARGS= (for pytest, demo, bench) SHARD=$(SHARD)"
 
 demo: $(VENV)/examples.stamp  ## train a small GPT on two local ranks
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -34,8 +36,8 @@ test-matrix: $(MATRIX:%=pytest-%)  ## run the tests with every torch version sup
 pytest: $(VENV)/dev.stamp  ## run the tests alone
 	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
 
-slow: $(VENV)/dev.stamp  ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+slow: $(VENV)/dev.stamp  ## the tests that take minutes; SHARD=2/25: the second of 25 shares
+	$(BIN)/python -m pytest -m slow -n $(PYTEST_WORKERS) --dist loadfile --shard $(SHARD) $(ARGS)
 
 faults: $(VENV)/dev.stamp  ## kill a training run a hundred times
 	$(BIN)/python -m tests.checkpoint.faults $(ARGS)

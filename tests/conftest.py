@@ -55,11 +55,20 @@ def fake_world() -> Iterator[Callable[..., None]]:
         leave()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", default="1/1", help="of the tests selected, the K-th of N shares")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     slow.mark(item)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     whole = not any("::" in arg for arg in config.args)
     if whole and (names := slow.without_effect(items)):
         raise pytest.UsageError(f"conditions that tell no case from another: {names}")
+    yield  # -m and -k deselect
+    share = slow.share(items, config.getoption("shard"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(share)])
+    items[:] = share

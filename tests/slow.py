@@ -41,6 +41,17 @@ def mark(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def share(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
+    """``2/25``: the 2nd, the 27th, ... Of each long test every share has some cases, and takes about as long.
+
+    Cases come in products of stages and executors: with an even N all of a share could be Inductor's.
+    """
+    k, n = map(int, shard.split("/"))
+    if not 1 <= k <= n or n % 2 == 0:
+        raise pytest.UsageError(f"--shard={shard}: K/N has 1 <= K <= N, and N is odd")
+    return items[k - 1 :: n]
+
+
 def without_effect(items: Iterable[pytest.Item]) -> list[str]:
     """Tests whose condition holds for none of their cases, or for all: it tells nothing apart, as behind a rename."""
     found: dict[str, set[bool]] = {}
