@@ -36,30 +36,36 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
-from zerofx.compiler.activations import ladders
+from zerofx.compiler.activations import Away, ladders
+from zerofx.compiler.alike import Alike
 from zerofx.compiler.rewriting import copy_graph
-from zerofx.compiler.trial import Rung, named, through_passes
+from zerofx.compiler.trial import Contexts, Rung, named, through_passes
 from zerofx.model.memory import Memory
 from zerofx.model.units import format_bytes, format_seconds
-from zerofx.passes.context import Division, Sync
+from zerofx.passes.context import Activations, Division, ParameterRef, Sync
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.schedule import TooLittle
 from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.ranks.watch import watch_of
+from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.held import Taken
 from zerofx.runtime.state.state_file import KEPT
 from zerofx.simulate.price import Price, at_rest, of_code, price
+from zerofx.simulate.rehearsal import Pair
 
 STEPS = 2
 """How many budgets for gathered weights there are between the default one and all of them."""
+
+Halves = tuple[GraphModule, GraphModule]
+"""Forward and backward."""
 
 
 class Tried(NamedTuple):
@@ -77,18 +83,56 @@ class Tried(NamedTuple):
         return self.at_rest + sum(self.price.peak.values()) + self.elsewhere
 
 
-class Trials:
-    """The divisions of one joint graph; ``unit``: its `zerofx.compiler.pair.CompiledGraph`.
+@dataclass(frozen=True)
+class Subject:
+    """The graph that is divided, as far as a division asks: `zerofx.compiler.pair` makes it.
 
-    Each of ``ladders`` has numbers of ``rungs``, which have less and less in memory.
+    Attributes:
+        groups: those that it reads; the first is any.
+        family: those of its module.
+        fuses: whether its executor fuses pointwise operations.
+        pretended: it is of `zerofx.dry_run`: no kernel runs, and no other rank is asked.
+        share: of all that no graph has read yet, what this one does.
+        away: what of activations may leave the device; None: nothing.
+        alike: what tensor-parallel ranks have alike of it; None: they do not share activations.
+        parameters: of a graph that is cut out of it, by the names of their placeholders.
+        contexts: makes a context of such a graph, for its phase and way.
     """
 
-    def __init__(self, unit: Any, rungs: Sequence[Rung], ladders: Sequence[Sequence[int]], memory: Memory) -> None:
-        self.unit, self.rungs, self.ladders, self.memory = unit, rungs, ladders, memory
+    groups: Sequence[ShardGroup]
+    family: Family
+    fuses: bool
+    pretended: bool
+    share: float
+    away: Away | None
+    alike: Alike | None
+    parameters: Callable[[Graph], dict[str, ParameterRef]]
+    contexts: Contexts
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The groups' names, by which `Held` knows a graph."""
+        return frozenset(group.layout.name for group in self.groups)
+
+
+class Divided(NamedTuple):
+    """What was chosen for a graph, for its contexts."""
+
+    activations: Activations
+    memory_budget: float | None
+    division: Division
+
+
+class Trials:
+    """The divisions of one joint graph. Each of ``ladders`` has numbers of ``rungs``, with less and less in memory."""
+
+    def __init__(self, of: Subject, rungs: Sequence[Rung], ladders: Sequence[Sequence[int]], memory: Memory) -> None:
+        self.of, self.rungs, self.ladders, self.memory = of, rungs, ladders, memory
+        self.family, self.held, self.names = of.family, of.family.held, of.names
         self.tried: dict[tuple[int, float | None], Tried | None] = {}
-        self._needed = max((group.gathered_nbytes for group in unit.groups.values()), default=0)
-        self._workspaces: dict[Any, int] | None = {} if unit.pretend is None else None
-        self._others: list[Taken] = unit.family.held.taken_elsewhere(unit.names)
+        self._needed = max((group.gathered_nbytes for group in of.groups), default=0)
+        self._workspaces: dict[Any, int] | None = None if of.pretended else {}
+        self._others: list[Taken] = self.held.taken_elsewhere(self.names)
 
     def choose(self) -> Tried:
         """The fastest that fits.
@@ -148,17 +192,17 @@ class Trials:
 
     def _most(self) -> float | None:
         """The budget for gathered weights with which all stay gathered; or the one that other ranks go on with."""
-        fixed = self.unit.family.held.memory_budget_of(self.unit.names)
+        fixed = self.held.memory_budget_of(self.names)
         if fixed is not None:
             return fixed[0]
-        return math.inf if any(group.weights.gathers for group in self.unit.groups.values()) else None
+        return math.inf if any(group.weights.gathers for group in self.of.groups) else None
 
     def _budgets(self, rung: int) -> list[float | None]:
         """Of gathered weights, from the least to all."""
-        most, unit = self._most(), self.unit
+        most = self._most()
         if most != math.inf:
             return [most]
-        sizes = sorted(group.gathered_nbytes for group in unit.groups.values())
+        sizes = sorted(group.gathered_nbytes for group in self.of.groups)
         least, all_, some = self._least(rung), sum(sizes), sum(sizes[-3:])
         between = [some + (all_ - some) * i // STEPS for i in range(STEPS)]
         return [least, *(n for n in between if n > least), math.inf]
@@ -174,14 +218,14 @@ class Trials:
         key = rung, memory_budget
         if key not in self.tried:
             try:
-                forward, backwards = through_passes(self.unit, self.rungs[rung], memory_budget, ways(self.memory))
+                graphs = through_passes(self.of.contexts, self.rungs[rung], memory_budget, ways(self.memory))
             except TooLittle as e:
                 self._needed = e.least
                 self.tried[key] = None
                 return None
-            layouts = [(group.graph_layout, group.layout) for group in self.unit.family.groups()]
-            rest = at_rest(forward, layouts, self.memory)
-            found = price(forward, backwards, self.memory, self._workspaces)
+            layouts = [(group.graph_layout, group.layout) for group in self.family.groups()]
+            rest = at_rest(graphs[0], layouts, self.memory)
+            found = price(*graphs, self.memory, self._workspaces)
             self.tried[key] = Tried(rung, memory_budget, rest, found, self._elsewhere(rest, found))
         return self.tried[key]
 
@@ -191,27 +235,27 @@ class Trials:
         come, waits = self._to_come(price.left), self.taken(at_rest, price).waits
         known = sum(other.waits for other in self._others)
         there = (other.at_rest + other.peak + known - other.waits + waits + come for other in self._others)
-        given = self.unit.family.held.given_elsewhere(self.unit.names)
+        given = self.held.given_elsewhere(self.names)
         return max(here + given + known + come, *there) - here if self._others else come
 
     def taken(self, at_rest: int, price: Price) -> Taken:
         """What this graph takes by a division."""
-        groups = [group for group in self.unit.family.groups() if group.layout.name in self.unit.names]
+        groups = [group for group in self.family.groups() if group.layout.name in self.names]
         return Taken(at_rest, sum(price.peak.values()), self._waits(price.left, self._gradients(groups)))
 
     def _to_come(self, left: int) -> int:
         """What is likely to wait of graphs that were not compiled yet, where this one leaves ``left``."""
-        layouts = frozenset(group.layout.name for group in self.unit.family.groups())
-        unread = self.unit.family.held.unread_elsewhere(self.unit.names, layouts)
-        groups = [group for group in self.unit.family.groups() if group.layout.name in unread]
-        return self._waits(int(left / self.unit.share()) - left, self._gradients(groups))
+        layouts = frozenset(group.layout.name for group in self.family.groups())
+        unread = self.held.unread_elsewhere(self.names, layouts)
+        groups = [group for group in self.family.groups() if group.layout.name in unread]
+        return self._waits(int(left / self.of.share) - left, self._gradients(groups))
 
     def _waits(self, left: int, gradients: int) -> int:
         """What is there of a graph while others run: a backward's gradients come when what was saved is gone."""
         return left + gradients if self.memory.micro_batches > 1 else max(left, gradients)
 
-    def _gradients(self, groups: Sequence[Any]) -> int:
-        whole = self.memory.no_sync or not self.unit.options.stage
+    def _gradients(self, groups: Sequence[ShardGroup]) -> int:
+        whole = self.memory.no_sync or not self.family.stage
         here, away = 0, 0
         for group in groups:
             layout = group.layout
@@ -251,78 +295,68 @@ def ways(memory: Memory) -> list[Sync]:
 
 
 def divide(
-    unit: Any, memory: Memory, joint: GraphModule, partition: _torch.Partition
-) -> tuple[GraphModule, GraphModule]:
-    """Cut ``joint`` by the division that is chosen, and note it in ``unit``.
+    of: Subject, memory: Memory, joint: GraphModule, partition: _torch.Partition
+) -> tuple[Halves, Divided | None]:
+    """Cut ``joint`` by the division that is chosen; None: nothing of it goes to backward.
 
     Raises:
         ValueError: ``memory`` is too small.
         OutOfStepError: another rank has chosen otherwise.
     """
-    rungs: list[tuple[list[Node], Any]] = []
+    rungs: list[tuple[list[Node], Activations]] = []
     numbers: list[range] = []
-    away = unit.away(memory.rates)
-    memory = replace(memory, rates=memory.rates or (None if away is None else away.rates))
+    held, names = of.family.held, of.names
+    memory = replace(memory, rates=memory.rates or (None if of.away is None else of.away.rates))
 
     def look(cut: _torch.Cut) -> list[Node]:
-        brought = unit.parameters(cut.graph)
-        fuses = unit.options.executor == "inductor"
-        for each in ladders(cut, memory.nbytes, fuses, lambda forward: save_entries(forward, brought), away):
+        brought = of.parameters(cut.graph)
+        for each in ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), of.away):
             numbers.append(range(len(rungs), len(rungs) + len(each)))
             rungs.extend(each)
         return rungs[0][0]
 
-    if any(group.pending for group in unit.groups.values()) and unit.family.held.saved_now(unit.names):
+    if any(group.pending for group in of.groups) and held.saved_now(names):
         raise ValueError(
             "memory= and a graph that is compiled while another that reads the same groups has activations in memory: "
             "these two are not divided yet. Mend the graph break, run each backward before the next forward, or give "
             "memory_budget= and activation_budget= instead."
         )
-    what = _identity(unit, joint)
+    what = _identity(of, joint)
     partition(copy_graph(joint), look)
-    if not rungs:  # nothing of it goes to backward
-        return partition(joint, look)
-    tries = [Rung(joint, partition, named(nodes), chosen) for nodes, chosen in rungs]
-    trials = Trials(unit, tries, numbers, memory)
+    if not rungs:
+        return partition(joint, look), None
+    trials = Trials(of, [Rung(joint, partition, named(nodes), chosen) for nodes, chosen in rungs], numbers, memory)
     with _torch.without_code():
         tried = trials.choose()
-    nodes, unit.activations = rungs[tried.rung]
-    unit.memory_budget = tried.memory_budget
-    price = tried.price
-    count = len(trials.found())
-    unit.division = Division(
-        memory.nbytes,
-        tried.at_rest,
-        price.peak,
-        price.left,
-        tried.memory_budget,
-        price.step_s,
-        count,
-        tried.elsewhere,
-    )
-    held = unit.family.held
-    held.takes(unit.names, trials.taken(tried.at_rest, price))
-    held.saves(unit.names, unit.activations.saved_bytes)
-    held.gathers_within(unit.names, tried.memory_budget)
-    group = unit.any_group().sharing.optimizer
-    choice = f"{nodes} {sorted(unit.activations.offloaded)} {tried.memory_budget}"
-    if unit.alike is not None:
-        unit.alike.agree(choice)
-    if unit.pretend is None and (watch := watch_of(group.name)) is not None:
+    (nodes, activations), price = rungs[tried.rung], tried.price
+    held.takes(names, trials.taken(tried.at_rest, price))
+    held.saves(names, activations.saved_bytes)
+    held.gathers_within(names, tried.memory_budget)
+    choice = f"{nodes} {sorted(activations.offloaded)} {tried.memory_budget}"
+    if of.alike is not None:
+        of.alike.agree(choice)
+    if not of.pretended and (watch := watch_of(of.groups[0].sharing.optimizer.name)) is not None:
         publish_choice(watch.store, what, choice, watch.rank, watch.world_size)
-    return partition(joint, named(nodes))
+    division = Division(
+        nbytes=memory.nbytes,
+        at_rest=tried.at_rest,
+        peak=price.peak,
+        left=price.left,
+        memory_budget=tried.memory_budget,
+        step_s=price.step_s,
+        tried=len(trials.found()),
+        elsewhere=tried.elsewhere,
+    )
+    return partition(joint, named(nodes)), Divided(activations, tried.memory_budget, division)
 
 
-def check_code(unit: Any) -> None:
+def check_code(division: Division, record: Pair) -> None:
     """Compare what Inductor made of both graphs with the budget, before they run.
 
     Raises:
         RuntimeError: its code takes more than the graphs themselves would have.
     """
-    division = unit.division
-    if division is None or unit.options.executor != "inductor" or unit.pretend is not None:
-        return
-    needs = division.at_rest + of_code(unit.record) + division.elsewhere
+    needs = division.at_rest + of_code(record) + division.elsewhere
     if needs > division.nbytes:
         raise RuntimeError(
             f"memory={division.nbytes:,}: the code that Inductor wrote takes {needs:,} bytes, where the graphs that it "
@@ -330,10 +364,10 @@ def check_code(unit: Any) -> None:
         )
 
 
-def _identity(unit: Any, joint: GraphModule) -> str:
+def _identity(of: Subject, joint: GraphModule) -> str:
     """What is divided: operators, shapes, parameters, module."""
     operators = [str(node.target) for node in joint.graph.nodes if node.op == "call_function"]
     values = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
     shapes = [str(x.shape) for x in values if isinstance(x, torch.Tensor)]
-    text = repr((unit.family.number, sorted(unit.names), operators, shapes))
+    text = repr((of.family.number, sorted(of.names), operators, shapes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

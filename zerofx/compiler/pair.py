@@ -23,13 +23,13 @@ from zerofx.compiler.activations import choose as choose_saved
 from zerofx.compiler.alike import Alike, Foreseen
 from zerofx.compiler.branches import by_rank, trained_beside
 from zerofx.compiler.captured import check_claimable, check_one_module
-from zerofx.compiler.division import check_code, divide
+from zerofx.compiler.division import Halves, Subject, check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
 from zerofx.compiler.pooled import pooled
 from zerofx.compiler.progress import Progress, progress_of, wanted
 from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
-from zerofx.compiler.rewriting import copy_graph
+from zerofx.compiler.rewriting import copy_graph, examples_of, fixed_inputs
 from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
 from zerofx.compiler.shadow import shadow_of
 from zerofx.compiler.written import check_unwritten
@@ -130,7 +130,7 @@ class CompiledGraph:
         """Graphs that are cut inside save what `activation_budget` or `memory` says; yields whether one does."""
         budget, memory = self.options.activation_budget, Memory.of(self.options.memory)
         if memory is not None and self.groups:
-            with _torch.partitioning(partial(divide, self, memory), cost):
+            with _torch.partitioning(partial(self._divide, memory), cost):
                 yield True
             return
         if budget is None or is_whole(budget) or not self.groups:
@@ -154,6 +154,23 @@ class CompiledGraph:
 
         with _torch.saving(choose, cost):
             yield True
+
+    def _divide(self, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> Halves:
+        """Cut ``joint`` by the division of ``memory`` that is chosen, and note that."""
+        subject = Subject(
+            groups=list(self.groups.values()),
+            family=self.family,
+            fuses=self.options.executor == "inductor",
+            pretended=self.pretend is not None,
+            share=self.share(),
+            away=self.away(memory.rates),
+            alike=self.alike,
+            parameters=self.parameters,
+            contexts=partial(self.context, foreseen=True),
+        )
+        halves, chosen = divide(subject, memory, joint, partition)
+        self.activations, self.memory_budget, self.division = chosen or (None, self.memory_budget, None)
+        return halves
 
     def _ahead(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
         """What forward must save as well, lest backward gather out of turn."""
@@ -285,7 +302,8 @@ class CompiledGraph:
 
         first: tuple[Sync, bool] = "reduce", family.stepper is not None and steps_inside
         variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
-        check_code(self)
+        if self.division is not None and self.options.executor == "inductor" and self.pretend is None:
+            check_code(self.division, self.record)
         return backward_runner(variant, family, n_outputs)
 
     def _backward_variant(
@@ -370,7 +388,8 @@ class CompiledGraph:
         promise = Promise.of(gm, ctx) if coded else None
         progress.at("code for the executor")
         with _torch.donated_inputs(theirs):
-            compiled = execute(gm, _examples(gm, ctx, placeholders, example_inputs, kept), _fixed(ctx, kept, static))
+            examples = examples_of(gm, ctx, placeholders, example_inputs, kept)
+            compiled = execute(gm, examples, fixed_inputs(ctx, kept, static))
         _torch.forget_output_strides(gm, moved)
         trace.code = _torch.source_code(compiled)
         if promise is not None:
@@ -401,7 +420,11 @@ class CompiledGraph:
             same = self.family.turns is None
             watch.publish(schedule, identity(trace.before, trace.context, self.family.number) if same else None)
 
-    def context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
+    def context(
+        self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False, *, foreseen: bool = False
+    ) -> Context:
+        """``foreseen``: of a graph that may never run, so no other rank is asked what it has alike."""
+        alike = self.foreseen if foreseen else self.alike
         output = gm.graph.output_node()
         gradients = _torch.gradient_outputs(output) if phase == "backward" else {}
         return Context(
@@ -413,7 +436,7 @@ class CompiledGraph:
             recipes=self.recipes,
             kept_gathered=self.kept_gathered,
             parts=self.parts,
-            alike=self.alike.saved(gm) if self.alike is not None and phase == "forward" else frozenset(),
+            alike=alike.saved(gm) if alike is not None and phase == "forward" else frozenset(),
             parts_group=self.alike.ranks.name if self.alike is not None else "",
             parts_ranks=self.alike.ranks.size if self.alike is not None else 1,
             stowed=self.stowed,
@@ -475,24 +498,3 @@ class CompiledGraph:
     def family(self) -> Family:
         """The family of these groups: a graph's groups are of one module."""
         return self.any_group().family
-
-
-def _examples(
-    gm: GraphModule, ctx: Context, old: Sequence[Node], example_inputs: Sequence[Any], kept: Sequence[int]
-) -> list[Any]:
-    """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
-
-    In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else. So it is of
-    what forward saved a part of, and where `stow` put a handle.
-    """
-    other = {name for part in ctx.parts.values() for name in part.views} if ctx.phase == "backward" else ()
-    other = {*ctx.parameters, *ctx.stowed, *other}
-    examples = [n.meta["val"] if n.name in other else x for n, x in zip(old, example_inputs)]
-    new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
-    return [examples[i] for i in kept] + new
-
-
-def _fixed(ctx: Context, kept: Sequence[int], static: Sequence[int]) -> list[int]:
-    """Which inputs of the rewritten graph stay where they are in memory: those that did, and the groups' buffers."""
-    fixed = [k for k, i in enumerate(kept) if i in set(static)]
-    return [*fixed, *range(len(kept), len(kept) + len(ctx.shards))]

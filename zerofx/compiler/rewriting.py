@@ -10,11 +10,12 @@ import copy
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from zerofx import _torch
 from zerofx.passes import Pass, VerificationError, before_lower, pipeline
@@ -192,3 +193,24 @@ def copy_context(ctx: Context) -> Context:
         reductions=list(ctx.reductions),
         published=list(ctx.published),
     )
+
+
+def examples_of(
+    gm: GraphModule, ctx: Context, old: Sequence[Node], example_inputs: Sequence[Any], kept: Sequence[int]
+) -> list[Any]:
+    """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
+
+    In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else. So it is of
+    what forward saved a part of, and where `stow` put a handle.
+    """
+    other = {name for part in ctx.parts.values() for name in part.views} if ctx.phase == "backward" else ()
+    other = {*ctx.parameters, *ctx.stowed, *other}
+    examples = [n.meta["val"] if n.name in other else x for n, x in zip(old, example_inputs)]
+    new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
+    return [examples[i] for i in kept] + new
+
+
+def fixed_inputs(ctx: Context, kept: Sequence[int], static: Sequence[int]) -> list[int]:
+    """Which inputs of the rewritten graph stay where they are in memory: those that did, and the groups' buffers."""
+    fixed = [k for k, i in enumerate(kept) if i in set(static)]
+    return [*fixed, *range(len(kept), len(kept) + len(ctx.shards))]

@@ -10,7 +10,6 @@ Nothing of a trial stays: its contexts are its own, and no executor gets its gra
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +19,13 @@ from torch.fx import GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.rewriting import Rewriting, copy_graph
 from zerofx.passes import Pass
-from zerofx.passes.context import Activations, Context, Executor, Meanings, Sync
+from zerofx.passes.context import Activations, Context, Executor, Meanings, Phase, Sync
 
 Choice = Callable[[_torch.Cut], Sequence[Node]]
 """Says of a joint graph what its forward saves."""
+
+Contexts = Callable[[GraphModule, Phase, Sync], Context]
+"""Makes the context of a forward or backward."""
 
 
 class Given(Rewriting):
@@ -68,31 +70,28 @@ class Rung:
 
 
 def through_passes(
-    unit: Any, rung: Rung, memory_budget: float | None, ways: Sequence[Sync]
+    contexts: Contexts, rung: Rung, memory_budget: float | None, ways: Sequence[Sync]
 ) -> tuple[Given, list[Given]]:
-    """Forward, and a backward for each of ``ways``, of a `zerofx.compiler.pair.CompiledGraph`.
+    """Forward, and a backward for each of ``ways``; ``contexts`` makes those of the graph itself.
 
     Raises:
         zerofx.passes.schedule.TooLittle: ``memory_budget`` is.
     """
-    trial = copy.copy(unit)
-    trial.options = replace(unit.options, memory=None, executor="eager")
-    trial.memory_budget, trial.activations, trial.division = memory_budget, rung.chosen, None
-    trial.recipes, trial.kept_gathered, trial.stowed, trial.parts, trial.meanings = {}, {}, {}, {}, Meanings()
-    trial.alike = unit.foreseen
-    forward, backward = rung.graphs()
+    own: Any = {name: {} for name in ("recipes", "kept_gathered", "stowed", "parts")}  # what forward tells backward
+    own |= {"meanings": Meanings(), "memory_budget": memory_budget, "activations": rung.chosen, "division": None}
 
-    def go(gm: GraphModule, ctx: Context) -> Given:
-        given = Given(gm, ctx, pretended=True)
+    def go(gm: GraphModule, phase: Phase, way: Sync = "reduce") -> Given:
+        ctx = contexts(gm, phase, way)
+        stows = ctx.stows and replace(ctx.stows, only=rung.chosen.offloaded)
+        given = Given(gm, replace(ctx, executor="eager", stows=stows, **own), pretended=True)
         given.go(gm)
         return given
 
-    done = go(forward, trial.context(forward, "forward"))
-    variants: dict[Any, Given] = {}
+    forward, backward = rung.graphs()
+    done, variants = go(forward, "forward"), dict[Sync, Given]()
     for way in ways:
         if way not in variants:
-            gm = copy_graph(backward)
-            variants[way] = go(gm, trial.context(gm, "backward", way))
+            variants[way] = go(copy_graph(backward), "backward", way)
     return done, [variants[way] for way in ways]
 
 
