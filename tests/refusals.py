@@ -36,6 +36,10 @@ class Refusal:
     error: str
     message: str
 
+    def __str__(self) -> str:
+        """File and message: where, without the line, which changes with what is above it."""
+        return f"{self.place.partition(':')[0]}: {self.message}"
+
     @property
     def fragments(self) -> list[str]:
         """What of the message is always the same."""
