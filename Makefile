@@ -34,10 +34,10 @@ test: lint pytest  ## lint, type-check and run the tests
 test-matrix: $(MATRIX:%=pytest-%)  ## run the tests with every torch version supported
 
 pytest: $(VENV)/dev.stamp  ## run the tests alone
-	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 slow: $(VENV)/dev.stamp  ## the tests that take minutes; SHARD=2/25: the second of 25 shares
-	$(BIN)/python -m pytest -m slow -n $(PYTEST_WORKERS) --dist loadfile --shard $(SHARD) $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --shard $(SHARD) $(ARGS)
 
 faults: $(VENV)/dev.stamp  ## kill a training run a hundred times
 	$(BIN)/python -m tests.checkpoint.faults $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -71,4 +72,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield  # -m and -k deselect
     share = slow.share(items, config.getoption("shard"))
     config.hook.pytest_deselected(items=[item for item in items if item not in set(share)])
-    items[:] = share
+    # The road first. Then files of many tests: at the end one of them would keep one process waiting.
+    files = Counter(item.path for item in share)
+    items[:] = sorted(share, key=lambda item: ("road" not in item.path.parts, -files[item.path]))

@@ -4,8 +4,7 @@ What must hold, for both executors, on 2 and 3 ranks, over 10 steps: every loss 
 process, and with SGD every parameter within 1e-5 at the end. (Adam turns a gradient that is pure rounding, such as a
 key bias's, into whole steps: there the losses decide.)
 
-``make slow`` runs every model in every stage with both executors, ``make test`` one of these cases. Numbers of ranks go
-in turns.
+All of it in ``make slow``: what ``make test`` runs of these models is in tests/road. Numbers of ranks go in turns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import zerofx
 from tests import models
 from tests.agreement import assert_ranks_agree
 from tests.pairwise import EXECUTORS, STAGES
-from tests.slow import quick_if
 
 STEPS, BATCH = 10, 2  # per rank: on 2 and on 3 ranks Inductor finds the same shapes, and its kernels compiled
 OPTIMIZERS = {
@@ -69,7 +67,7 @@ def reference(name: str, optimizer: str, world: int) -> tuple[list[float], dict[
 
 
 # GPT-2 a second time, its graph broken once.
-@quick_if(lambda name, stage, executor: (name, stage, executor) == ("gpt2", 3, "eager"))
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", models.HUGGING_FACE)

@@ -147,7 +147,7 @@ def test_losses_and_norms_are_those_of_data_parallelism(full_precision, exact, w
     check_exact(full_precision(world, stage, "eager"), exact(world))
 
 
-@quick_if(lambda stage: stage == 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_code_that_inductor_makes_agrees_too(full_precision, exact, stage: int) -> None:
     check_exact(full_precision(2, stage, "inductor"), exact(2))
