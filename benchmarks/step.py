@@ -235,7 +235,6 @@ CONTENDERS: dict[str, Wrap] = {
     "zerofx-3-apart": zerofx(3, apart=True),
     "zerofx-3-all": zerofx(3, memory_budget=float("inf")),
     "zerofx-3-one-copy": zerofx(3, one_copy=True),
-    "zerofx-3-pool": zerofx(3, pool=True),
     "zerofx-3-lookups": zerofx(3, lookups=True),
     "zerofx-3-all-lookups": zerofx(3, memory_budget=float("inf"), lookups=True),
     "zerofx-3-step": zerofx(3),
@@ -418,6 +417,7 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
         say(f"{name:14} ready in {time.perf_counter() - start:.1f} s; a step: {contender.log}")
     gc.collect()
     gc.freeze()  # what was compiled stays: no timed step shall walk over it
+    forget_resident_peak()
     for round_ in range(args.rounds):
         for i in range(len(contenders)):
             contender = contenders[(i + round_) % len(contenders)]
@@ -442,7 +442,8 @@ def take_turns(rank: int, args: argparse.Namespace, device: torch.device) -> dic
             "parameters": contender.parameters,
             "losses": losses,
         }
-    return {"contenders": result, "failed": failed}
+    most = over_ranks(torch.tensor([resident_peak()], device=device), dist.ReduceOp.MAX)
+    return {"contenders": result, "failed": failed, "resident_bytes": most[0]}
 
 
 def calibrated(contenders: list[str], device: torch.device) -> Any:
@@ -452,6 +453,17 @@ def calibrated(contenders: list[str], device: torch.device) -> Any:
         return calibrate(device=device)
     mesh = rows_and_columns()
     return calibrate(mesh.get_group(1), device, replica_group=mesh.get_group(0))
+
+
+def forget_resident_peak() -> None:
+    """From now on `resident_peak` is of what comes (proc_pid_clear_refs(5))."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_peak() -> int:
+    """The most bytes of memory that this process had; all its contenders together."""
+    (kilobytes,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kilobytes)
 
 
 def bytes_between_hosts(log: CollectiveLog) -> int:

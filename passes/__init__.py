@@ -11,9 +11,6 @@ edit          what passes do to graphs
 schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
-pool          where large buffers on a CPU come from
-colour        addresses for buffers of which it is known when each lives
-place_in_code the same of code that was generated for a graph
 alike         which values all ranks of a process group have alike
 travel        how a buffer travels between ranks: a seam
 coded         buffers in codes: operators, and a gather outside of graphs
@@ -28,7 +25,7 @@ lookups/      a corner: rows of tables that are only looked up
 
 Imports `zerofx._torch`, `zerofx.model` and `zerofx.kernels`::
 
-    _torch, model ◀── pairwise, pool ◀── ops ◀── travel ◀── context, coded, carry ◀── edit ◀── every pass, adopt
+    _torch, model ◀── pairwise ◀── ops ◀── travel ◀── context, coded, carry ◀── edit ◀── every pass, adopt
                                                       own ◀────┘
 """
 
@@ -50,7 +47,6 @@ from zerofx.passes.narrow import narrow
 from zerofx.passes.near import near
 from zerofx.passes.own import Pass as OwnPass
 from zerofx.passes.own import join
-from zerofx.passes.place import place
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
 from zerofx.passes.put import put
@@ -89,7 +85,6 @@ PIPELINE: list[Pass] = [
     stow,
     compress,
     lower,
-    place,
     verify,
 ]
 """The passes of stages 1, 2 and 3, in order. Corners insert theirs (`zerofx.passes.lookups`)."""
@@ -102,7 +97,6 @@ REPLICATED: tuple[Pass, ...] = (
     save_parts,
     stow,
     lower,
-    place,
     verify,
 )
 """The passes of stage 0."""
@@ -150,7 +144,6 @@ __all__ = [
     "narrow",
     "near",
     "pipeline",
-    "place",
     "prefetch",
     "put",
     "reduce",

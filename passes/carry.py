@@ -21,8 +21,7 @@
 Nobody can read what is still being brought: there is no node for it before the wait. And nobody can be given the memory
 of what is still being taken away: the wait reads it.
 
-A start that brings something makes the memory for it. It takes the number of a ``room``, where in the graph's frame
-that memory lies (`zerofx.passes.place`).
+A start that brings something makes the memory for it.
 
 Who runs the graph says what brings and takes, a `Carrier` (`carrying`). The passes do not know where state lives.
 """
@@ -36,20 +35,18 @@ from typing import Protocol
 
 import torch
 
-from zerofx.passes.pool import new_buffer
-
 ROOM = 2
 """How many shards may be on their way to the device at a time, and how many gradients away from it; and of what forward
 saves, how many either way."""
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("fetch(Tensor shard, str group, *, int room=-1) -> Tensor")
+_library.define("fetch(Tensor shard, str group) -> Tensor")
 _library.define("wait_fetch(Tensor ticket, Tensor shard, str group) -> Tensor")
 _library.define("put(Tensor gradient, str group, int place) -> Tensor")
 _library.define("wait_put(Tensor ticket, Tensor gradient, str group, int place) -> Tensor")
 _library.define("stow(Tensor saved, int[] order, int place) -> Tensor")
 _library.define("wait_stow(Tensor ticket, Tensor saved, int[] order, int place) -> Tensor")
-_library.define("unstow(Tensor handle, int[] order, int place, *, int room=-1) -> Tensor")
+_library.define("unstow(Tensor handle, int[] order, int place) -> Tensor")
 _library.define("wait_unstow(Tensor ticket, Tensor handle, int[] order, int place) -> Tensor")
 
 
@@ -105,8 +102,8 @@ def _carrier(operator: str, of: str | int) -> Carrier:
     return carrier
 
 
-def _fetch(shard: torch.Tensor, group: str, room: int = -1) -> torch.Tensor:
-    _carrier("fetch", group).fetch(group, new_buffer(shard, shard.numel(), room))
+def _fetch(shard: torch.Tensor, group: str) -> torch.Tensor:
+    _carrier("fetch", group).fetch(group, torch.empty_like(shard))
     return shard.new_empty(0)
 
 
@@ -133,10 +130,8 @@ def _wait_stow(ticket: torch.Tensor, saved: torch.Tensor, order: list[int], plac
     return _carrier("wait_stow", place).stowed(place)
 
 
-def _unstow(handle: torch.Tensor, order: list[int], place: int, room: int = -1) -> torch.Tensor:
-    memory, stride = new_buffer(handle, handle.numel(), room), laid_out(handle, order, "meta").stride()
-    here = handle.new_empty(0).set_(memory.untyped_storage(), 0, handle.shape, stride)  # no view of another tensor
-    _carrier("unstow", place).unstow(place, handle, here)
+def _unstow(handle: torch.Tensor, order: list[int], place: int) -> torch.Tensor:
+    _carrier("unstow", place).unstow(place, handle, laid_out(handle, order))
     return handle.new_empty(0)
 
 
@@ -149,12 +144,12 @@ def new_handle(saved: torch.Tensor) -> torch.Tensor:
     return saved.new_empty(()).expand(saved.shape)
 
 
-def laid_out(like: torch.Tensor, order: Sequence[int], device: str | None = None) -> torch.Tensor:
+def laid_out(like: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """An empty tensor of the shape of ``like`` without gaps, the dimension ``order[0]`` outermost in memory."""
-    return torch.empty_permuted(like.shape, tuple(order), dtype=like.dtype, device=device or like.device)
+    return torch.empty_permuted(like.shape, tuple(order), dtype=like.dtype, device=like.device)
 
 
-def _ticket(tensor: torch.Tensor, group: str, place: int = 0, room: int = -1) -> torch.Tensor:
+def _ticket(tensor: torch.Tensor, group: str, place: int = 0) -> torch.Tensor:
     return tensor.new_empty(0)
 
 
@@ -166,7 +161,7 @@ def _nothing(ticket: torch.Tensor, gradient: torch.Tensor, group: str, place: in
     return gradient.new_empty(0)
 
 
-def _stow_ticket(tensor: torch.Tensor, order: list[int], place: int, room: int = -1) -> torch.Tensor:
+def _stow_ticket(tensor: torch.Tensor, order: list[int], place: int) -> torch.Tensor:
     return tensor.new_empty(0)
 
 

@@ -39,16 +39,13 @@ import torch.distributed as dist
 from zerofx._torch import PythonWork, resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import ALIGNMENT, Code
-from zerofx.passes.pool import new_buffer
 from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define(
-    "encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='', *, int room=-1) -> Tensor"
-)
+_library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
 _library.define(
     "decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group='',"
-    " str within='', *, int room=-1) -> Tensor"
+    " str within='') -> Tensor"
 )
 _library.define(
     "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group, str within='')"
@@ -114,12 +111,11 @@ def _encode(
     whole: Sequence[int],
     process_group: str,
     within: str = "",
-    room: int = -1,
 ) -> torch.Tensor:
     parts, how = flat.detach().view(rows, -1), Code.of(code)
     numel = parts.shape[1]
     nbytes = row_nbytes(numel, code, whole, flat.dtype.itemsize)
-    out = new_buffer(flat, rows * nbytes, room, torch.uint8).view(rows, nbytes)
+    out = flat.new_empty(rows, nbytes, dtype=torch.uint8)
     rank, first = resolve_process_group(process_group).rank(), first_row(process_group, within)
     if rows == 1:
         wire.encode(parts, how, out)
@@ -143,9 +139,8 @@ def _decode(
     dtype: torch.dtype,
     process_group: str = "",
     within: str = "",
-    room: int = -1,
 ) -> torch.Tensor:
-    out = new_buffer(arrived, rows * numel, room, dtype)
+    out = arrived.new_empty(rows * numel, dtype=dtype)
     decode_into(out, arrived, rows, Code.of(code), whole, first_row(process_group, within))
     return out
 
@@ -213,7 +208,7 @@ def _add_row(
         total[0, where] = value
 
 
-def encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], *over: str, room: int = -1) -> torch.Tensor:
+def encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], *over: str) -> torch.Tensor:
     """The shape of the result of `zerofx.encode`, and of `zerofx.encode_rest`."""
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
     return flat.new_empty(rows * nbytes, dtype=torch.uint8)
@@ -227,7 +222,6 @@ def _decoded(
     whole: Sequence[int],
     dtype: torch.dtype,
     *over: str,
-    room: int = -1,
 ) -> torch.Tensor:
     return arrived.new_empty(rows * numel, dtype=dtype)
 

@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.wire import Wire
 from zerofx.passes.own import Pass
-from zerofx.passes.pool import Frame
 from zerofx.passes.saved import SavedPart, Stowed, Stows
 from zerofx.passes.travel import Travel, travel_of
 
@@ -365,8 +364,6 @@ class Context:
     """Forward: the nodes whose values these ranks have alike, as they have told each other."""
     parts: dict[str, SavedPart] = field(default_factory=dict)
     """Written by forward's `save_parts`, read by backward's: by the first name that backward knows each by."""
-    pool: bool = False
-    """Whether what the graph makes for its collectives lies in one frame (`place`)."""
     own: tuple[Pass, ...] = ()
     """The user's passes (`zerofx.passes.own`)."""
     before: GraphModule | None = None
@@ -398,8 +395,6 @@ class Context:
     """How ``memory`` was divided; None: there is no such budget."""
     gathered_bytes: int = 0
     """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
-    frame: Frame | None = None
-    """Set by `place`: where that lies. Of generated code it is made anew, by its lines."""
 
     def __post_init__(self) -> None:
         self.reduce_group = self.reduce_group or self.process_group

@@ -24,12 +24,10 @@ from zerofx._torch import resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import Code
 from zerofx.passes.coded import as_they_are, encoded, first_row, others_rows, row_nbytes
-from zerofx.passes.pool import new_buffer
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define(
-    "encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within='', *,"
-    " int room=-1) -> Tensor"
+    "encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within='') -> Tensor"
 )
 
 
@@ -62,7 +60,6 @@ def _encode_rest(
     process_group: str,
     group: str,
     within: str = "",
-    room: int = -1,
 ) -> torch.Tensor:
     keeper: Keeper | None = getattr(_here, "keeper", None)
     if keeper is None:
@@ -74,7 +71,7 @@ def _encode_rest(
     numel, alone, first = parts.shape[1], rows == 1, first_row(process_group, within)
     rest = keeper.rest(group, 1 if alone else rows - 1, numel)
     nbytes = row_nbytes(numel, code, whole, pack.dtype.itemsize)
-    out = new_buffer(pack, rows * nbytes, room, torch.uint8).view(rows, nbytes)
+    out = pack.new_empty(rows, nbytes, dtype=torch.uint8)
     for others in [slice(0, 1)] if alone else others_rows(rank, rows):
         before = int(others.start > rank)  # this rank's own row, which has no rest
         mine = rest[others.start - before : others.stop - before]

@@ -20,14 +20,7 @@ goes with the second:
 ``zerofx.own_part(pack, M, group)``                         that part, as a view of ``pack``: not copied
 ==========================================================  ========================================================
 
-`zerofx.passes.pairwise` says how the exchange goes. What packs gradients for it, where no code is generated:
-
-==========================================================  ========================================================
-``zerofx.pack(parts)``                                      what ``cat(parts)`` is
-==========================================================  ========================================================
-
-Three of these, and those that write and read codes, take the number of a ``room``: where in the graph's frame the
-result lies (`zerofx.passes.place`). -1: nowhere in particular.
+`zerofx.passes.pairwise` says how the exchange goes.
 
 One that cuts what forward saves (`zerofx.passes.save_parts`):
 
@@ -66,7 +59,6 @@ import torch
 
 from zerofx._torch import resolve_process_group
 from zerofx.passes.pairwise import all_gather_pairwise_, all_to_all_pairwise_, under_way
-from zerofx.passes.pool import new_buffer
 
 _c10d = torch.ops._c10d_functional
 
@@ -76,9 +68,8 @@ _c10d = torch.ops._c10d_functional
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define("unshard(Tensor shard, int[] shape, int offset, int world_size, str process_group) -> Tensor")
 _library.define("reduce_grad(Tensor grad, int offset, int shard_numel, int world_size, str process_group) -> Tensor")
-_library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group, *, int room=-1) -> Tensor")
-_library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group, *, int room=-1) -> Tensor")
-_library.define("pack(Tensor[] parts, *, int room=-1) -> Tensor")
+_library.define("all_gather_pairwise(Tensor shard, int world_size, str process_group) -> Tensor")
+_library.define("all_to_all_pairwise(Tensor pack, int world_size, str process_group) -> Tensor")
 _library.define("own_part(Tensor(a) pack, int world_size, str process_group) -> Tensor(a)")
 _library.define("part(Tensor whole, int world_size, str process_group) -> Tensor")
 _library.define("copied(Tensor weight) -> Tensor")
@@ -113,18 +104,14 @@ def _reduced(grad: torch.Tensor, offset: int, shard_numel: int, world_size: int,
     return grad.new_empty(shard_numel)
 
 
-def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: str, room: int = -1) -> torch.Tensor:
-    out = new_buffer(shard, world_size * shard.numel(), room)
+def _all_gather_pairwise(shard: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    out = _gathered(shard, world_size)
     return under_way(out, all_gather_pairwise_(out, shard, process_group))
 
 
-def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str, room: int = -1) -> torch.Tensor:
-    out = new_buffer(pack, pack.numel() // world_size * (world_size - 1), room)
+def _all_to_all_pairwise(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
+    out = _exchanged(pack, world_size, process_group)
     return under_way(out, all_to_all_pairwise_(out, pack, world_size, process_group))
-
-
-def _pack(parts: list[torch.Tensor], room: int = -1) -> torch.Tensor:
-    return torch.cat(parts, out=new_buffer(parts[0], sum(part.numel() for part in parts), room))
 
 
 def _own_part(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
@@ -188,15 +175,11 @@ def _nothing(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return tensor.new_empty(0)
 
 
-def _packed(parts: list[torch.Tensor], room: int = -1) -> torch.Tensor:
-    return parts[0].new_empty(sum(part.numel() for part in parts))
-
-
-def _gathered(shard: torch.Tensor, world_size: int, process_group: str = "", room: int = -1) -> torch.Tensor:
+def _gathered(shard: torch.Tensor, world_size: int, process_group: str = "") -> torch.Tensor:
     return shard.new_empty(world_size * shard.numel())
 
 
-def _exchanged(pack: torch.Tensor, world_size: int, process_group: str, room: int = -1) -> torch.Tensor:
+def _exchanged(pack: torch.Tensor, world_size: int, process_group: str) -> torch.Tensor:
     return pack.new_empty(pack.numel() // world_size * (world_size - 1))
 
 
@@ -214,7 +197,6 @@ for _name, _run, _shape in (
     ("reduce_grad", _reduce_grad, _reduced),
     ("all_gather_pairwise", _all_gather_pairwise, _gathered),
     ("all_to_all_pairwise", _all_to_all_pairwise, _exchanged),
-    ("pack", _pack, _packed),
     ("own_part", _own_part, _any_part),
     ("part", _part, _any_of_parts),
     ("copied", torch.clone, torch.empty_like),
@@ -227,13 +209,8 @@ torch.library.register_autograd("zerofx::copied", lambda ctx, gradient: gradient
 
 
 def discard(buffer: torch.Tensor) -> None:
-    """Free ``buffer``'s memory. Views of it may still exist; none may be used.
-
-    What is of a pool (`zerofx.passes.pool`) goes back to it with the last view. The graph lets go of them all by now.
-    """
-    storage = buffer.untyped_storage()
-    if storage.resizable():
-        storage.resize_(0)
+    """Free ``buffer``'s memory. Views of it may still exist; none may be used."""
+    buffer.untyped_storage().resize_(0)
 
 
 def release(buffer: torch.Tensor) -> None:

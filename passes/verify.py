@@ -42,8 +42,6 @@ write        nothing writes to weights, nor can the caller, but where the model 
 own          what a user's pass inserted behind ours is read by such passes alone, and writes to nothing else; its
              collectives are waited for once, take turns with all others as the graph reads, and serve what is
              published; its last readers of a gradient come before the update
-place        where what is made for collectives lies in one frame: each inside of it, of its size; nothing touches a
-             buffer once another has its addresses; nothing takes those of what a collective is at; none leaves
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
 ===========  ============================================================================================
 
@@ -64,7 +62,6 @@ from zerofx.passes.proof.carried import check_carried
 from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned, check_read
 from zerofx.passes.proof.outputs import Outputs
 from zerofx.passes.proof.parts import check_parts
-from zerofx.passes.proof.places import check_places
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.steps import check_steps
 
@@ -87,7 +84,6 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     check_steps(reader)
     check_carried(reader)
     check_parts(reader)
-    check_places(reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order, reader.apart)
     return 0

@@ -489,3 +489,9 @@ def test_an_optimizer_over_two_devices_is_refused() -> None:
         p.grad = torch.zeros_like(p)
     with pytest.raises(ValueError, match=r"zerofx\.AdamW: parameters on cpu and on meta: expected one device"):
         zerofx.AdamW([here, there]).step()
+
+
+def test_an_option_that_is_gone_says_what_to_do_instead() -> None:
+    with pytest.warns(DeprecationWarning, match="pool= does nothing any more. .*MALLOC_MMAP_MAX_=0") as found:
+        options = Options.of({"pool": True, "stage": 2})
+    assert options == Options(stage=2) and len(found) == 1

@@ -74,3 +74,10 @@ def test_an_optimizers_step_through_a_file_is_timed(tmp_path: Path) -> None:
     (size,) = json.loads(out.read_text())["sizes"]
     assert size["parameters"] == 15 * 256**2 and len(size["ratio"]) == 1
     assert all(len(times) == 1 and times[0] > 0 for times in size["seconds"].values())
+
+
+def test_a_step_is_timed_under_two_settings_of_malloc(tmp_path: Path) -> None:
+    found = run(tmp_path, "malloc", "--runs=1", "--length=8", "--batch=1")["contenders"]
+    assert len(found) == 4
+    for name, row in found.items():
+        assert row["median_s"] > 0 and row["resident_bytes"] > 1 << 26, name

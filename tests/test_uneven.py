@@ -298,8 +298,8 @@ class Writes(Net):
 
 def check_refusals() -> None:
     x = torch.ones(4, 8)
-    with pytest.raises(ValueError, match=r"uneven=True with pool=True: ranks do not take part"):
-        uneven(pool=True)
+    with pytest.raises(ValueError, match=r"uneven=True with lookups=True: ranks do not take part"):
+        uneven(stage=3, lookups=True)
     model = uneven()
     optimizer = zerofx.AdamW(model.parameters())
     with pytest.raises(ValueError, match="step_in_backward with uneven=True"), zerofx.step_in_backward(optimizer):

@@ -15,7 +15,7 @@ _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
 ENCODE, DECODE, SUM_CODED = _zerofx.encode.default, _zerofx.decode.default, _zerofx.sum_coded.default
 ENCODE_REST, SUM_SENT = _zerofx.encode_rest.default, _zerofx.sum_sent.default
-STEP, REFRESH, PACK = _zerofx.step.default, _zerofx.refresh.default, _zerofx.pack.default
+STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 
 

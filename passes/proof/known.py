@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.passes.context import Context, Meanings
-from zerofx.passes.proof.facts import PACK, Flat, Pack, Part
+from zerofx.passes.proof.facts import Flat, Pack, Part
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Number, Numbering, Op, Original
 from zerofx.passes.proof.refusal import refuse
@@ -143,9 +143,7 @@ class Known:
     def pack(self, node: Node) -> Pack:
         """``node`` as gradients and zeros, end to end."""
         parts, end, packed = [], 0, Op.of(node)
-        together = (
-            packed.target in (_aten.cat.default, PACK) and len(packed.args) == 1 and not packed.kwargs.keys() - {"room"}
-        )
+        together = packed.target is _aten.cat.default and len(packed.args) == 1 and not packed.kwargs
         dtypes: set[torch.dtype] = set()
         for x in packed.args[0] if together else [node]:
             op = Op.of(x)

@@ -227,7 +227,6 @@ def sharded(recipe: Recipe, behind: Callable[[nn.Module], None] = lambda net: No
         memory_budget=budgets[recipe.budget],
         mixed_precision=precision_of(recipe),
         buckets=recipe.buckets if recipe.stage == 0 else "group",
-        pool=recipe.pool,
         uneven=recipe.by_turns,
     )
     zerofx.compile(net, **options)

@@ -130,7 +130,6 @@ class Recipe:
             same, with error feedback).
         budget: of gathered bytes: "none", "inf", or "some" (two thirds of the model).
         precision: "full", "low" (weights and gradients in float32), "reduce" (gradients in float32).
-        pool: what graphs make for collectives lies in frames.
         turns: ranks may run other graphs, or fewer (``uneven=True``).
         buckets: of stage 0.
         optimizer: "sgd" (with momentum), "adamw", "before" (adamw, made before the model is sharded).
@@ -158,7 +157,6 @@ class Recipe:
     wire: str = "none"
     budget: str = "none"
     precision: str = "full"
-    pool: bool = False
     turns: bool = False
     buckets: str = "group"
     optimizer: str = "sgd"
@@ -191,7 +189,7 @@ class Recipe:
     @property
     def by_turns(self) -> bool:
         """Whether it runs by turns: not with what is refused then."""
-        refused = self.lookups or self.one_copy or self.pool or self.inside or self.wire != "none" or self.rows > 1
+        refused = self.lookups or self.one_copy or self.inside or self.wire != "none" or self.rows > 1
         return self.turns and not refused
 
     @property

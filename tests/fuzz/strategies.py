@@ -74,11 +74,10 @@ def recipes(
         reload=draw(st.sampled_from(["none", "none", "none", *RELOADS])),
         thaw=draw(st.sampled_from(THAWS)),
         zero=draw(st.booleans()),
-        pool=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
     if draw(st.sampled_from([False, False, False, True])):
-        alone = {"lookups": False, "one_copy": False, "pool": False, "inside": False, "wire": "none", "rows": 1}
+        alone = {"lookups": False, "one_copy": False, "inside": False, "wire": "none", "rows": 1}
         recipe = replace(recipe, turns=True, **alone)
     broken = {"broken"} if BREAKS & kinds(recipe.layers) else set()
     return replace(recipe, layers=allowed(recipe.layers, without(recipe), frozenset(broken)))

@@ -445,7 +445,7 @@ def test_forward_graphs_and_those_without_gradients_are_left_alone(buckets: str,
 @pytest.mark.parametrize("buckets", BUCKETS)
 def test_what_was_packed_is_reduced_in_place(buckets: str, executor: str) -> None:
     gm, ctx = mlp_backward(2, stage=0, executor=executor, buckets=buckets)
-    *passes, lower, _, _ = pipeline(0)
+    *passes, lower, _ = pipeline(0)
     apply(gm, ctx, *passes)
     packed = 0 if buckets == "parameter" else len(events(gm, "all_reduce"))  # one alone may be anybody's
     before = events(gm)
@@ -456,7 +456,7 @@ def test_what_was_packed_is_reduced_in_place(buckets: str, executor: str) -> Non
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_in_a_forward_graph_nothing_is_left_to_lower(executor: str) -> None:
     gm, ctx = mlp_forward(2, stage=0, executor=executor)
-    *passes, lower, _, _ = pipeline(0)
+    *passes, lower, _ = pipeline(0)
     apply(gm, ctx, *passes)
     assert_left_alone(gm, ctx, lower)
 

@@ -101,7 +101,7 @@ def names(*own: zerofx.Pass, stage: int = 3) -> list[str]:
 
 def test_a_pass_stands_where_it_was_put_and_by_default_in_front_of_lower() -> None:
     ours = names()
-    assert names(zerofx.Pass(nothing)) == [*ours[:-3], "nothing", "lower", "place", "verify"]
+    assert names(zerofx.Pass(nothing)) == [*ours[:-2], "nothing", "lower", "verify"]
     assert names(zerofx.Pass(nothing, before="rematerialize")) == ["nothing", *ours]
     i = ours.index("group")
     assert names(zerofx.Pass(nothing, after="group")) == [*ours[: i + 1], "nothing", *ours[i + 1 :]]
@@ -177,7 +177,7 @@ def test_what_cannot_be_a_pass_is_refused_before_anything_is_touched(case: str, 
 
 def test_what_one_pass_provides_another_may_require() -> None:
     own = (zerofx.Pass(nothing, provides="scales"), zerofx.Pass(other, requires=("scales", "group")))  # type: ignore[arg-type]
-    assert names(*own)[-5:] == ["nothing", "other", "lower", "place", "verify"]
+    assert names(*own)[-4:] == ["nothing", "other", "lower", "verify"]
 
 
 def test_the_reserved_names_are_the_kinds_of_what_our_passes_insert() -> None:

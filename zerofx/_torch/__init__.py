@@ -106,12 +106,10 @@ from zerofx._torch.higher_order import (
     is_region,
 )
 from zerofx._torch.inductor import (
-    allocate_with,
     boxed,
     compile_with_inductor,
     generate_code,
     inductor_config,
-    inner_call,
     pin_order,
     pinned,
     source_code,

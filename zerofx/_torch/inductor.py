@@ -337,24 +337,6 @@ def source_code(compiled: Any) -> str | None:
     return getattr(compiled, "source_code", None)
 
 
-def allocate_with(compiled: Any, replace: Callable[[Callable], Callable]) -> bool:
-    """Have generated code allocate memory of the CPU by ``replace(allocator)``; returns whether it allocates any.
-
-    ``compiled`` is what `generate_code` returned. Code that is loaded twice is one module, so this may come to code
-    that has been replaced in already; ``replace`` sees to that (2.11, 2.13, 2.15).
-    """
-    todo = [getattr(compiled, "current_callable", None)]
-    while todo:
-        run = todo.pop()
-        run = getattr(run, "__func__", run)
-        names = getattr(run, "__globals__", {})
-        if "empty_strided_cpu" in names:
-            names["empty_strided_cpu"] = replace(names["empty_strided_cpu"])
-            return True
-        todo += [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
-    return False
-
-
 def pin_order(gm: GraphModule, after: dict[Node, list[Node]]) -> None:
     """Make Inductor run each key after its values, as if it read them (2.11, 2.13, 2.15)."""
     from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -369,22 +351,14 @@ def pinned(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Node
 
     Arguments are nodes of ``node``'s own graph (2.11, 2.13, 2.15).
     """
-    if (call := inner_call(node)) is node:
+    if getattr(node.target, "_name", "") != "control_deps":
         return None
-    after, _, *args = node.args
-    outer = dict(zip(call.graph.find_nodes(op="placeholder"), args))
+    after, subgraph, *args = node.args
+    inner = getattr(node.graph.owning_module, subgraph.target).graph  # type: ignore[union-attr, arg-type]
+    outer = dict(zip(inner.find_nodes(op="placeholder"), args))
+    (call,) = (n for n in inner.nodes if n.op == "call_function")
     target_args, kwargs = pytree.tree_map_only(Node, outer.__getitem__, (call.args, call.kwargs))
     return call.target, target_args, kwargs, tuple(after)  # type: ignore[arg-type]
-
-
-def inner_call(node: Node) -> Node:
-    """The call that `pin_order` hid in ``node``, in a graph of its own; ``node`` where it has hidden none."""
-    if getattr(node.target, "_name", "") != "control_deps":
-        return node
-    subgraph: Any = node.args[1]
-    inner = getattr(node.graph.owning_module, subgraph.target).graph
-    (call,) = (n for n in inner.nodes if n.op == "call_function")
-    return call
 
 
 def boxed(gm: GraphModule) -> Callable:

@@ -21,7 +21,6 @@ pair          forward and backward of one graph: contexts, passes, executor
 rewriting     one graph on its way through the passes
 runners       what runs at every step
 shadow        what ranks do that do not run a graph
-pooled        a graph that takes its large buffers from the pool
 records       what was compiled, to be read
 explain       why a node stands where it stands
 printing      a graph in a line per collective

@@ -20,7 +20,6 @@ from zerofx._torch import backend_name, resolve_process_group
 from zerofx.compiler.apart import Apart, check_copies, check_version
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
-from zerofx.compiler.pooled import check_pool
 from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.layout import GroupLayout
@@ -101,8 +100,6 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
     _check_partition(options, sharing)
-    if options.pool:
-        check_pool(device)
     check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
@@ -174,7 +171,6 @@ _ALIKE = (
     "executor",
     "reduce_group",
     "one_copy",
-    "pool",
     "lookups",
     "wire",
     "offload",

@@ -168,7 +168,6 @@ class Reasons:
         said += _PLACES[tag.kind](self, node, tag.group) if tag.kind in _PLACES else []
         if kind.stands:
             said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(self.graph, tag.group)))
-        said += self._room(tag)
         if tag.kind in _CARRIES:
             said += self._carried(node, tag.kind)
         if self.context.on_disk is not None and tag.kind in _SAID_OF_DISKS:
@@ -189,14 +188,6 @@ class Reasons:
         names = list(dict.fromkeys(slot.name for slot in slots))
         more = f", {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         return f"{size}: {', '.join(names[:MOST_NAMES])}{more}" if names else size
-
-    def _room(self, tag: Tag) -> Why:
-        """Where in the graph's frame what it makes lies."""
-        frame = self.context.frame
-        kinds = (tag.kind, "sent") if tag.kind in ("pack", "narrow") else (tag.kind,)  # a line of code allocates these
-        rooms = [room for room in frame.rooms if room.kind in kinds and room.group == tag.group] if frame else []
-        places = ", ".join(f"bytes {room.start:,} to {room.start + room.nbytes:,}" for room in rooms)
-        return [("lies", f"at {places} of the graph's frame, {frame.nbytes:,}")] if frame and rooms else []
 
     def _line(self, node: Node) -> Why:
         place = place_of(node).replace("\0", "  ")

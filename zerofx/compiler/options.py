@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +30,12 @@ from zerofx.runtime.eager.leaf import LeafRule, check_rules
 
 EXECUTORS = ("inductor", "eager")
 BUCKETS = ("group", "parameter", "all")
+
+RETIRED = {
+    "pool": "Leave it out, and have glibc keep what is freed: start with MALLOC_MMAP_MAX_=0 "
+    "MALLOC_TRIM_THRESHOLD_=4294967296 in the environment (docs/tuning.md).",
+}
+"""Options of the version before, accepted for this one, and what to do instead."""
 
 
 VARIABLES = ("ZEROFX_PROGRESS", "ZEROFX_SAME_HOST")
@@ -92,8 +99,6 @@ class Options:
         offload: stages 1 to 3, a folder for the optimizer's state, or a `zerofx.Offload` (docs/offload.md). In stage 0
             too, of activations alone. None: all is on the device.
         buckets: stage 0 only, what one all-reduce takes: the gradients of a "group", of one "parameter", or "all".
-        pool: on a CPU, what a graph makes for its collectives lies in one frame, and other large buffers come from an
-            arena. No step but the first allocates any. See `zerofx.passes.pool`.
         timeout: seconds that a rank waits in a collective. Then it is an error, which says who is missing. None: as
             long as the process group waits. Stage 0's collectives, and NCCL's, always wait as long as that.
         uneven: ranks may run different layers, or fewer micro-batches than others: each takes part in the collectives
@@ -123,7 +128,6 @@ class Options:
     wire: Wire | None = None
     offload: Offload | str | Path | None = None
     buckets: Buckets = "group"
-    pool: bool = False
     timeout: float | None = None
     passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
     uneven: bool = False
@@ -284,6 +288,9 @@ class Options:
     def of(options: dict[str, Any]) -> Options:
         """Options from a dictionary (``torch.compile(..., options=...)``)."""
         known = Options.__dataclass_fields__
+        for name in sorted(RETIRED.keys() & options.keys()):
+            warnings.warn(f"{name}= does nothing any more. {RETIRED[name]}", DeprecationWarning, stacklevel=3)
+        options = {name: value for name, value in options.items() if name not in RETIRED}
         unknown = sorted(set(options) - set(known))
         if unknown:
             found = nearest(unknown[0], known)
@@ -332,7 +339,7 @@ def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
 
 
 _NOT_UNEVEN = (
-    "lookups", "leaf_modules", "one_copy", "mesh", "reduce_group", "wire", "offload", "pool", "partition_activations",
+    "lookups", "leaf_modules", "one_copy", "mesh", "reduce_group", "wire", "offload", "partition_activations",
     "memory", "passes",
 )  # fmt: skip
 

@@ -26,7 +26,6 @@ from zerofx.compiler.captured import check_claimable, check_one_module
 from zerofx.compiler.division import Halves, Subject, check_code, divide
 from zerofx.compiler.observed import observed
 from zerofx.compiler.options import Options
-from zerofx.compiler.pooled import pooled
 from zerofx.compiler.progress import Progress, progress_of, wanted
 from zerofx.compiler.records import GraphRecord, Trace, records_of, remember
 from zerofx.compiler.rewriting import copy_graph, examples_of, fixed_inputs
@@ -396,7 +395,6 @@ class CompiledGraph:
             progress.at("reading the code")
             self.written |= trace.check_code(promise, self.written)
         if self.pretend is None:
-            compiled = pooled(compiled, ctx.frame) if self.options.pool else compiled
             compiled = self._watched_beside(compiled, gm, ctx)
             compiled = watched(compiled, schedule, ctx.process_group, self.options.timeout)
             if ctx.second_group:
@@ -483,7 +481,6 @@ class CompiledGraph:
             "activations": self.activations,
             "division": self.division,
             "own": self.options.passes,
-            "pool": self.options.pool,
         }
 
     def _stows(self) -> Stows | None:

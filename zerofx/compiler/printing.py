@@ -74,7 +74,7 @@ def format_trace(trace: Rewriting, fold: bool = True) -> str:
     width = max((len(node.meta["zerofx"].group) for node in collectives), default=0)
     body = _body(graph, width)
     lines = _folded(body) if fold else (line for _, line in body)
-    return "\n".join([_header(trace, collectives), *_elsewhere(trace), *_frame(trace), *lines])
+    return "\n".join([_header(trace, collectives), *_elsewhere(trace), *lines])
 
 
 def _elsewhere(trace: Rewriting) -> Iterator[str]:
@@ -83,14 +83,6 @@ def _elsewhere(trace: Rewriting) -> Iterator[str]:
         yield f"  on host  optimizer state of {len(hosted)} group{'s' * (len(hosted) > 1)}"
     if there is not None:
         yield f"  on disk  {there.names} of {there.which}, in {there.path}"
-
-
-def _frame(trace: Rewriting) -> Iterator[str]:
-    """What `zerofx.passes.place` has made of the buffers of collectives."""
-    frame = trace.context.frame
-    if frame is not None and frame.rooms:
-        live = f"{format_bytes(frame.least)} live at once in the order of the {frame.order}"
-        yield f"  frame    {format_bytes(frame.nbytes)} for {len(frame.rooms)} buffers, {live}"
 
 
 def _header(trace: Rewriting, collectives: list[Node]) -> str:

@@ -23,8 +23,6 @@ from zerofx.passes.adopt import adopt
 from zerofx.passes.context import Context, Executor
 from zerofx.passes.own import Pass as OwnPass
 from zerofx.passes.own import in_front
-from zerofx.passes.place_in_code import place_in_code
-from zerofx.passes.pool import Frame
 from zerofx.passes.proof.code import Promise, check_code
 
 
@@ -109,8 +107,7 @@ class Rewriting:
         """Check ``self.code``: see `zerofx.passes.proof.code.check_code`, which says what is given and returned."""
         start = time.perf_counter()
         try:
-            frame = self.context.frame = self._frame_of_code()
-            found = check_code(self.code, promise, written, frame) if self.code is not None else None
+            found = check_code(self.code, promise, written) if self.code is not None else None
         except VerificationError as e:
             raise e.saved_in(self._save(self.final)) from None
         if found is None and promise.asks and self._speaks():
@@ -121,11 +118,6 @@ class Rewriting:
             )
         self.seconds["check_code"] = time.perf_counter() - start
         return found or {}
-
-    def _frame_of_code(self) -> Frame | None:
-        """The graph's frame by the order of ``self.code``, which is what runs; None where nobody knows that."""
-        frame = self.context.frame
-        return place_in_code(self.code, frame) if self.code is not None and frame is not None else None
 
     def _speaks(self) -> bool:
         """Whether it is this rank that warns of what all have."""

@@ -44,7 +44,6 @@ from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.compiler.api import _groups
 from zerofx.model.units import format_bytes
 from zerofx.passes.context import STATE
-from zerofx.passes.pool import spare_pieces
 from zerofx.runtime.eager.leaf import groups_of_leaves
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -63,7 +62,6 @@ class MemorySummary:
         pinned: bytes of the host's memory through which gradients and weights pass to and from there; not in `total`.
         on_disk: bytes in this rank's file (``offload=``); they are not in `total`.
         on_disk_of: what is in that file.
-        spare: bytes that the pool of this process keeps for large buffers to come (``pool=True``); not in `total`.
     """
 
     rank: int
@@ -73,7 +71,6 @@ class MemorySummary:
     storages: dict[str, int]
     replica: tuple[int, int] = (0, 1)
     on_disk: int = 0
-    spare: int = 0
     on_disk_of: tuple[str, ...] = ("optimizer state",)
     on_host: int = 0
     pinned: int = 0
@@ -100,8 +97,6 @@ class MemorySummary:
             lines.append(f"{'pinned':<{width}}  {format_bytes(self.pinned):>10}  between the host and the device")
         if self.on_disk:
             lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  {', '.join(self.on_disk_of)}")
-        if self.spare:
-            lines.append(f"{'kept':<{width}}  {format_bytes(self.spare):>10}  for large buffers to come")
         return "\n".join([title, *lines])
 
 
@@ -156,7 +151,6 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         storages,
         replica,
         on_disk,
-        sum(spare_pieces()),
         of or ("optimizer state",),
         on_host,
         sum(staging.nbytes for staging in dict.fromkeys(group.home.staging for group in groups) if staging is not None),

@@ -21,8 +21,6 @@ fetch        weights that live elsewhere come in the order of the graph, each st
              is about there; nothing touches what is on its way
 put          a gradient leaves likewise, and nothing writes to it until it has left
 stow         what forward saves leaves likewise, and comes back likewise in backward; its handle is saved
-place        nothing touches a buffer of the frame once another has its addresses; nothing takes those of what a
-             collective is at; no such buffer leaves
 read         the code takes the graph's inputs; a line names what is there; no statement of an unknown kind names
              what a collective brings or sends
 ===========  ============================================================================================
@@ -37,7 +35,6 @@ wrapper.py   the wrapper, walked line by line
 promise.py   what the graph asks for
 rules.py     the table above, but for
 carried.py   the rules of what lives elsewhere
-places.py    the rule of places
 ===========  ==============================================================
 """
 

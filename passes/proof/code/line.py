@@ -42,7 +42,6 @@ class Line:
         strange: whether not even its kind of statement is.
         values: what is returned.
         kernel: which.
-        room: the number of the one that its result has in the graph's frame; -1: of none.
         when: it runs, among the others: a branch's lines stand in front of ``call`` and run inside of it.
         stream: that it runs on, as text; "" for the one that is current when ``call`` is.
     """
@@ -61,7 +60,6 @@ class Line:
     kernel: Kernel | None = None
     when: int = 0
     stream: str = ""
-    room: int = -1
 
     @property
     def reads(self) -> frozenset[Memory]:

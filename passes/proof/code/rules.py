@@ -8,25 +8,20 @@ from typing import NoReturn
 
 from torch.fx import Node
 
-from zerofx.passes.pool import Frame
 from zerofx.passes.proof.code.carried import Carried
 from zerofx.passes.proof.code.line import Line, Memory
-from zerofx.passes.proof.code.places import Places
 from zerofx.passes.proof.code.promise import Place, Promise, plain_name
 from zerofx.passes.proof.code.wrapper import Walk, Wrapper
 from zerofx.passes.proof.refusal import VerificationError, place_in_model
 
 
-def check_code(
-    code: str, promise: Promise, written: dict[str, str] | None = None, frame: Frame | None = None
-) -> dict[str, str] | None:
+def check_code(code: str, promise: Promise, written: dict[str, str] | None = None) -> dict[str, str] | None:
     """Check what was generated for the graph of ``promise``.
 
     Args:
         code: the module that Inductor wrote.
         promise: what the final graph asks for.
         written: of a backward's graph, what was returned for its forward.
-        frame: where what the code makes for its collectives will lie; None: wherever there is room.
 
     Returns:
         The inputs that the code writes to and returns for backward, by name, each with the line that writes to it last.
@@ -38,8 +33,7 @@ def check_code(
     wrapper = Wrapper(code)
     if wrapper.call is None:
         return None
-    walk = Walk(wrapper)
-    reading = _Reading(promise, walk, written or {}, Places(walk, frame) if frame is not None else None)
+    reading = _Reading(promise, Walk(wrapper), written or {})
     for line in reading.walk.lines():
         reading.read(line)
     reading.finish()
@@ -78,14 +72,12 @@ class _Reading:
         origins: by memory, the inputs and collectives that its value was made of.
         copied: by place and elements, how many copies of weights there are.
         rewritten: what `check_code` returns.
-        places: in the graph's frame, where there is one.
         carried: what comes from elsewhere, and leaves.
     """
 
     promise: Promise
     walk: Walk
     written: dict[str, str]
-    places: Places | None = None
     under_way: dict[Memory, Place] = field(default_factory=dict)
     sent: dict[Memory, set[int]] = field(default_factory=lambda: defaultdict(set))
     waits: Counter[Place] = field(default_factory=Counter)
@@ -119,13 +111,6 @@ class _Reading:
             self.carried.read(line)
             {"start": self._start, "step": self._step, "return": self._return}.get(line.kind, self._copies)(line)
             self._follow(line)
-        if self.places is not None:
-            busy = {*self.under_way, *self.carried.tickets, *(memory for memory, starts in self.sent.items() if starts)}
-            self.places.read(line, busy, self._misplaced)
-
-    def _misplaced(self, found: str, expected: str) -> None:
-        place = next((self.came[m] for m in self.line.reads | self.line.writes if m in self.came), None)
-        self._refuse("place", place, found, expected)
 
     def _begin(self) -> None:
         """The inputs have names."""

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 
 def is_own(name: ast.Name) -> bool:
     """Whether a name belongs to the function: it is bound or deleted there, or is called as Inductor calls memory."""
@@ -40,16 +38,6 @@ def constants_in(arguments: list[ast.expr]) -> Iterator[Any]:
     for argument in arguments:
         with contextlib.suppress(ValueError):  # it names something
             yield ast.literal_eval(argument)
-
-
-def allocated_bytes(name: str, args: list[ast.expr]) -> int | None:
-    """The bytes that ``empty_strided_cpu(shape, stride, dtype)`` takes; None where they are not known."""
-    if name != "empty_strided_cpu" or len(args) != 3:
-        return None
-    shape, stride, dtype = numbers_in(args[0]), numbers_in(args[1]), getattr(torch, dotted(args[2])[6:], None)
-    if shape is None or stride is None or not isinstance(dtype, torch.dtype) or 0 in shape:
-        return None
-    return (1 + sum((size - 1) * step for size, step in zip(shape, stride))) * dtype.itemsize
 
 
 def asserted(name: str, args: list[ast.expr]) -> Iterator[tuple[str, int]]:

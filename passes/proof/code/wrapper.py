@@ -37,7 +37,7 @@ from zerofx.passes.own import COLLECTIVES
 from zerofx.passes.proof.code.kernel import Argument, Kernel, read_kernel
 from zerofx.passes.proof.code.line import NOTHING, Kind, Line, Memory, Passed, Value, flat
 from zerofx.passes.proof.code.promise import CARRIES
-from zerofx.passes.proof.code.text import allocated_bytes, asserted, constants_in, dotted, is_own, names_in, product_of
+from zerofx.passes.proof.code.text import asserted, constants_in, dotted, is_own, names_in, product_of
 from zerofx.passes.travel import GATHERS, SCATTERS
 
 
@@ -82,8 +82,6 @@ class Walk:
         holders: of each memory, by how many names it is held.
         results: the memories that calls made.
         released: of each memory that has no name left, when it lost the last one (`Line.when`).
-        allocated: of each memory that a line allocates by itself, and whose size it says: that line, and the bytes.
-        loops: whether what comes now is in a branch or a loop.
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -92,7 +90,6 @@ class Walk:
         self.holders: Counter[Memory] = Counter()
         self.results: set[Memory] = set()
         self.released: dict[Memory, int] = {}
-        self.allocated: dict[Memory, tuple[int, int]] = {}
         self.numel: dict[str, int] = {}
         self.inputs: list[Memory] = []
         self._gone: dict[str, Value] = {}
@@ -109,10 +106,6 @@ class Walk:
         call = self.wrapper.call
         assert call is not None
         yield from self._function(call, None)
-
-    @property
-    def loops(self) -> bool:
-        return self._loose > 0
 
     def names_of(self, memory: Memory) -> list[str]:
         """The names by which a memory is held."""
@@ -300,8 +293,6 @@ class Walk:
             self._value = everything if name.startswith(".") or not given else flat(given[0])
         elif last.startswith(("assert_", "empty_strided")) or (name.startswith(".") and last in _OF_SHAPES):
             self._value = NOTHING if last.startswith("assert_") or name.startswith(".") else self._made()
-            if (nbytes := allocated_bytes(last, call.args)) is not None:
-                self.allocated |= dict.fromkeys(self._value, (self._number, nbytes))
         elif not everything and not name.startswith("torch.ops."):
             self._value = self._made()
         elif (kernel := self.wrapper.kernels.get(name.removesuffix(".run"))) is not None:
@@ -375,7 +366,6 @@ class Walk:
                 views |= memories
         texts = [n.value for n in nodes.values() if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         line = self._line(_kind(name), name, passed, group=texts[-1] if texts else "", sure=bool(schemas))
-        line.room = next((n.value for n in [nodes.get("room")] if isinstance(n, ast.Constant)), -1)  # type: ignore[assignment]
         of_views = any(r.alias_info is not None for s in schemas for r in s.returns)
         line.constants = tuple(constants_in(call.args))
         if name.rpartition(".")[0] in _TICKETS and given:  # what is brought comes to the memory of its ticket
