@@ -29,7 +29,6 @@ moment with it. A program reads eight numbers for thousands of elements, so thei
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -50,14 +49,6 @@ HYPER_COLUMNS = (
     "sign",
 )
 CONTROL_COLUMNS = ("gradient_factor", "found_inf", "total_norm", "spare")
-
-
-class Segment(NamedTuple):
-    """``length`` elements of a flat shard from ``start``, which may be none, ruled by ``row`` of the tables."""
-
-    start: int
-    length: int
-    row: int
 
 
 def make_tiles(segments: Iterable[tuple[int, int, int]], block: int = BLOCK) -> torch.Tensor:

@@ -406,3 +406,41 @@ def test_version_is_the_same_everywhere(file: str, pattern: str, built: Path) ->
         f"zerofx-{version[1]}-py3-none-any.whl",
         f"zerofx-{version[1]}.tar.gz",
     }
+
+
+def used_names(text: str) -> Iterator[str]:
+    """Every name that code reads, calls, imports, or has as a string (``getattr``, ``__all__``)."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+
+
+def unused(text: str, used: set[str]) -> list[str]:
+    """The functions and classes of a file that nobody uses. A method may be there for its base class."""
+    tree = ast.parse(text)
+    inherited = {id(method) for of in ast.walk(tree) if isinstance(of, ast.ClassDef) and of.bases for method in of.body}
+    return [
+        f"line {node.lineno}: {node.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        and id(node) not in inherited
+        and not node.name.startswith("__")
+        and node.name not in used
+    ]
+
+
+def test_nothing_is_defined_for_tests_alone() -> None:
+    """What only a test calls is no part of zerofx, and belongs to the test. Docs may offer what nobody here calls."""
+    files = {path: path.read_text() for package in PACKAGES for _, path in sources(package)}
+    tools = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tests/**/__main__.py")]
+    used = {name for text in (*files.values(), *(path.read_text() for path in tools)) for name in used_names(text)}
+    used |= {name for page in ROOT.glob("docs/*.md") for name in re.findall(r"\w+", page.read_text())}
+    found = {str(path.relative_to(ROOT)): names for path, text in files.items() if (names := unused(text, used))}
+    assert not found
+    assert unused("def f(): ...\nclass A(B):\n    def g(self): ...\n", {"A"}) == ["line 1: f"]

@@ -25,14 +25,6 @@ def product_of(sizes: ast.expr) -> int | None:
     return math.prod(numbers) if len(numbers) == len(elements) else None
 
 
-def numbers_in(elements: ast.expr) -> list[int] | None:
-    """A tuple of numbers; None where one of them is not."""
-    if not isinstance(elements, ast.Tuple):
-        return None
-    found = [e.value for e in elements.elts if isinstance(e, ast.Constant) and isinstance(e.value, int)]
-    return found if len(found) == len(elements.elts) else None
-
-
 def constants_in(arguments: list[ast.expr]) -> Iterator[Any]:
     """The values of those that are written out."""
     for argument in arguments:

@@ -30,7 +30,7 @@ stage  weights   gradients  master   moments    total               for ``m, w, 
 While gradients accumulate under `zerofx.no_sync` they take ``g N`` in any stage, whole and not yet averaged. So stage
 1, which is meant to be used so, has ``(w + g) N + 3 m N/M``: the paper's 4 N + 12 N/M. Stage 2 is above the paper's
 2 N + 14 N/M because a gradient has the dtype of its parameter, which is the master here. A model that is bfloat16
-itself, with the masters in `zerofx.AdamW`, holds the paper's table: `zero_table`.
+itself, with the masters in `zerofx.AdamW`, holds the paper's table.
 
 Per optimizer step and rank, in units of ``(M - 1)/M N`` bytes, and in collectives:
 
@@ -276,11 +276,6 @@ class Time(Formulas):
         """What no schedule can beat: the busier of the two resources, if it never rests."""
         return Max(self.compute, self.wire)
 
-    @property
-    def serial(self) -> Expr:
-        """If nothing overlapped."""
-        return self.compute + self.wire
-
 
 def memory(
     stage: int, sizes: Sizes = FULL, *, ranks: Ranks = ALL, accumulating: bool = False, moments: int = 2
@@ -455,15 +450,6 @@ def _sent(ranks: Expr) -> Expr:
 def _pipeline(compute: Expr, wire: Expr, groups: Expr) -> Expr:
     """``groups`` pass through two resources, one after the other; either waits once for the other, at one end."""
     return Max(compute + wire / groups, wire + compute / groups)
-
-
-def zero_table() -> list[Memory]:
-    """Figure 1 of the ZeRO paper by stage: 16-bit weights and gradients, float32 master weights and Adam's moments."""
-
-    def parts(first: int, stage: int) -> Expr:
-        return N / M if stage >= first else N
-
-    return [Memory(2 * parts(3, s), 2 * parts(2, s), 4 * parts(1, s), 8 * parts(1, s)) for s in range(4)]
 
 
 def _checked(stage: int) -> int:

@@ -12,7 +12,6 @@ account       bytes at rest, by layouts
 held          what a module's graphs leave in memory between forward and backward
 carriage      what a run of a graph brings to the device and takes away
 home          where state lives: a seam
-host_memory   a home: weights and gradients in the host's memory
 in_file       a home: what the optimizer remembers in a file
 on_host       a home: what the optimizer remembers in the host's memory, of a model on a GPU
 staging       pinned buffers between the two
@@ -31,6 +30,6 @@ part          on a mesh of two dimensions: weights that are divided over all of 
 Imports `zerofx.runtime.ranks` and what is below it::
 
     copies ◀── staging ◀─────┐
-    ranks ◀── state_file ◀── home ◀── host_memory, weights ◀── gathered, gradients ◀── group ◀── parameter
+    ranks ◀── state_file ◀── home ◀── weights ◀── gathered, gradients ◀── group ◀── parameter
                   └───── stows ◀───────────────────────────────────────────────────────────┘
 """
