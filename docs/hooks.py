@@ -50,11 +50,11 @@ def replace_links(markdown: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, markdown[last:]])
 
 
-def outside(target: str) -> Path | None:
-    """The file or folder of this repository, outside of docs/, to which a link in docs/ leads."""
+def outside(target: str, here: str = "") -> Path | None:
+    """The file or folder of this repository, outside of docs/, to which a link of a page in docs/``here`` leads."""
     if re.match(r"[a-z]+:|#|/", target):
         return None
-    path = Path(os.path.normpath(DOCS / target.partition("#")[0]))
+    path = Path(os.path.normpath(DOCS / here / target.partition("#")[0]))
     return path if path.exists() and DOCS not in (path, *path.parents) else None
 
 
@@ -87,7 +87,8 @@ def on_files(files: Any, config: Any) -> Any:
     waiting: list[Path | None] = []
     done = {ROOT / name for name in PAGES}
     for file in files.documentation_pages():
-        waiting += [outside(target) for _, _, target in links_of(file.content_string)]
+        here = posixpath.dirname(file.src_uri)
+        waiting += [outside(target, here) for _, _, target in links_of(file.content_string)]
     while waiting:
         path = waiting.pop()
         if path is None or path in done:
@@ -102,12 +103,12 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead links out of docs/ to the pages of `on_files`."""
     here = posixpath.dirname(page.file.src_uri)
-    if here:
+    if here.startswith("source"):
         return markdown
 
     def change(target: str) -> str:
-        path = outside(target)
-        return target if path is None else page_of(path)
+        path = outside(target, here)
+        return target if path is None else posixpath.relpath(page_of(path), here)
 
     return replace_links(markdown, change)
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch import OpOverload, computes_anew, is_tangent, pytree, without_symbols
 from zerofx.passes.context import Context, Tag
+from zerofx.passes.travel import communicates
 
 
 def insert(
@@ -255,3 +256,16 @@ _CASTS_AND_COPIES = frozenset(
         _aten.conj_physical.default,
     }
 )
+
+
+def is_kernel(node: Node) -> bool:
+    """Whether Inductor runs the node as a kernel of its own, rather than inside of those that read it."""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    return (
+        communicates(node.target)
+        or name.startswith(("_c10d_functional", "zerofx"))
+        or any(part in name for part in _KERNELS)
+    )
+
+
+_KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")

@@ -237,7 +237,7 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[N
         user = nodes[heappop(todo)]
         if user is node or user.meta.get("zerofx", Tag("", "")).kind == "discard":
             continue
-        if is_kernel(user):
+        if edit.is_kernel(user):
             uses.append(user)
         elif any(order[reader] > order[node] for reader in user.users):
             uses.append(user)
@@ -247,19 +247,6 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[N
                 seen.add(i)
                 heappush(todo, i)
     return uses, stored
-
-
-def is_kernel(node: Node) -> bool:
-    """Whether Inductor runs the node as a kernel of its own, rather than inside of those that read it."""
-    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
-    return (
-        communicates(node.target)
-        or name.startswith(("_c10d_functional", "zerofx"))
-        or any(part in name for part in _KERNELS)
-    )
-
-
-_KERNELS = ("::mm", "::addmm", "::bmm", "::baddbmm", "::convolution", "scaled_dot_product", "attention")
 
 
 def _spell_gather(gm: GraphModule, node: Node, travel: Travel) -> bool:

@@ -33,7 +33,7 @@ import zerofx
 from zerofx.compiler.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests/README.md"]
 _BLOCK = re.compile(r"(?:^<!-- (?P<said>.*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 
 

@@ -65,7 +65,7 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
 @pytest.mark.parametrize("name", ["zerofx", "passes", "kernels", "tests", "examples", "benchmarks"])
 def test_pages_that_code_refers_to_are_there(name: str) -> None:
     for file in sorted((ROOT / name).rglob("*.py")):
-        for page in re.findall(r"docs/[\w-]+\.md", file.read_text()):
+        for page in re.findall(r"docs/[\w/-]+\.md", file.read_text()):
             found = (ROOT / page).exists()
             assert found, f"{file.relative_to(ROOT)} refers to {page}"
 

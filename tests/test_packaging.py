@@ -123,6 +123,13 @@ def test_passes_import_only_layouts_codes_and_passes_of_zerofx() -> None:
     assert not check("zerofx.passes", (*known, "zerofx.passes", "zerofx._torch"))
 
 
+def test_the_proofs_import_no_pass() -> None:
+    """`verify` would believe what it is to prove."""
+    passes = {pass_.__module__ for pass_ in (*zerofx.passes.PIPELINE, *zerofx.passes.REPLICATED)}
+    found = {other for module, others in arrows().items() if within(module, "zerofx.passes.proof") for other in others}
+    assert not found & passes
+
+
 def test_passes_need_nothing_but_torch_and_the_standard_library() -> None:
     known = {*sys.stdlib_module_names, "torch", "zerofx"}
     assert not [

@@ -12,9 +12,9 @@ from itertools import pairwise
 from torch.fx import Node
 
 from zerofx._torch import OpOverload
+from zerofx.passes import edit
 from zerofx.passes.context import Context
 from zerofx.passes.kinds import PICKING
-from zerofx.passes.lower import is_kernel
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
 from zerofx.passes.proof.meaning import Op
@@ -218,7 +218,7 @@ def loose_reader(
             continue
         seen.add(node)
         readers = [user for user in node.users if user not in ops or node in ops[user].inputs]
-        kernel, late = is_kernel(ops[node]), any(order[user] > place for user in readers)  # type: ignore[arg-type]
+        kernel, late = edit.is_kernel(ops[node]), any(order[user] > place for user in readers)  # type: ignore[arg-type]
         if node in followed:  # it is done by then; but what is not stored is computed once more, in a later reader
             first = min(readers, key=order.__getitem__, default=None)
             if kernel or not late or first not in ops or node in ops[first].after:

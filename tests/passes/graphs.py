@@ -211,7 +211,7 @@ class _Checked(Interpreter):
     """A plain interpreter that also compares each tensor with what ``meta["val"]`` promises.
 
     All-gathers that `lower` has not spelled yet go pairwise: several in flight, gloo's own corrupt the heap
-    (docs/architecture.md).
+    (docs/decisions/).
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 """The code that Inductor wrote for a graph, read once before it runs: does it do what the graph says, in its order?
 
 `verify` proves the graph. The code generator then orders, fuses and renames once more, by heuristics of its own. Two of
-its errors were silent (docs/architecture.md). So the wrapper's function ``call`` is read too, line by line, with what
-each kernel reads and writes. The reader knows nothing of the passes, and of Inductor only the text. It is a package of
-its own beside the graph's proof, since it proves the same things of another text, and raises the same error.
+its errors were silent (docs/decisions/proof-of-the-code.md). So the wrapper's function ``call`` is read too, line by
+line, with what each kernel reads and writes. The reader knows nothing of the passes, and of Inductor only the text. It
+is a package of its own beside the graph's proof: it proves the same things of another text, and raises the same error.
 
 ===========  ============================================================================================
 rule         what must hold
