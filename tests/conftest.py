@@ -6,10 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import slow
 from tests.workers import Processes, Workers
+
+# The first tensor that is made under a device settles which functions make tensors there. transformers has replaced
+# ``torch.linspace`` while it loads a model: where it comes first, no later model has its ``linspace`` on the device.
+with torch.device("meta"):
+    torch.empty(0)
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,17 @@
 """Which combinations of several axes to run where all would take too long: enough that every pair of values meets.
 
-An error mostly needs two things together, a model and a stage, or a stage and an executor. So ``make test`` runs a
-selection in which each two values of two axes occur together, and ``make slow`` runs the rest::
+An error mostly needs two things together, a model and a stage, or a stage and an executor. So here each two values of
+two axes occur together::
 
-    @table(model=["lstm", "vit"], stage=[0, 1, 2, 3], executor=["eager", "inductor"])
+    @pytest.mark.parametrize(("model", "stage", "executor"), pairwise(["lstm", "vit"], STAGES, EXECUTORS))
     def test_it_trains(workers2, model, stage, executor): ...
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import pytest
 
 Row = tuple[Any, ...]
 STAGES = [0, 1, 2, 3]
@@ -40,22 +38,3 @@ def pairwise(*axes: Sequence[Any]) -> list[Row]:
 def _pairs(row: Row) -> set[tuple[tuple[int, Any], ...]]:
     """The pairs of a row, each value with its axis. A single axis has each value for a pair."""
     return set(itertools.combinations(enumerate(row), min(2, len(row))))
-
-
-def table(
-    also_slow: Callable[..., bool] = lambda *row: False,
-    marks: Callable[..., Iterable[pytest.MarkDecorator]] = lambda *row: (),
-    **axes: Sequence[Any],
-) -> pytest.MarkDecorator:
-    """Parametrizes with all rows of ``axes``; those that `pairwise` does not choose are slow.
-
-    ``also_slow(*row)``: rows that are slow all the same, and not counted upon. ``marks(*row)``: more marks of a row.
-    """
-    chosen = set(pairwise(*axes.values()))
-    return pytest.mark.parametrize(
-        tuple(axes),
-        [
-            pytest.param(*row, marks=[*marks(*row), *[pytest.mark.slow] * (row not in chosen or also_slow(*row))])
-            for row in itertools.product(*axes.values())
-        ],
-    )

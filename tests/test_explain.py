@@ -163,6 +163,7 @@ def test_a_record_explains_in_each_graph_that_has_the_node_and_refuses_what_none
         record.explain("all_gather blocks.9")
 
 
+@pytest.mark.slow
 def test_a_small_gather_behind_a_large_group_says_so_and_one_where_the_graph_begins_does_not() -> None:
     model = GPT(layers=8, dim=16, heads=2, vocab=4000, length=8)  # a head of some twenty blocks
     groups = zerofx.Grouping(min_bytes=0)

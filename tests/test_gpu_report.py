@@ -25,6 +25,7 @@ def setting(tmp_path: Path) -> Setting:
     return Setting("cpu", 1, str(tmp_path / "left"))
 
 
+@pytest.mark.slow
 def test_a_report_is_written_without_a_gpu_and_says_what_was_not_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--ranks=1", "--seconds=250", "--patience=2"]
     command += ["--kinds", "kernels", "cuda_graph", f"--out={tmp_path / 'report'}"]

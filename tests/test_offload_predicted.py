@@ -182,6 +182,7 @@ def update_on_the_clock(folder: str) -> tuple[Any, Any, str, str]:
     return *said, record.backward_step.explain(f"step {group}"), page
 
 
+@pytest.mark.slow
 def test_an_update_waits_for_the_disk_or_for_its_arithmetic(workers2: Workers, tmp_path: Path) -> None:
     slow, fast, answer, page = workers2.run(update_on_the_clock, str(tmp_path))[0]
     updates = [span for span in slow.phases[-1].spans if span.operation.read and span.operation.written]
@@ -353,6 +354,7 @@ def test_a_printed_graph_says_what_is_on_disk() -> None:
     assert answers_of(forward, "refresh blocks.0")["on disk"].startswith("its optimizer state, in ")
 
 
+@pytest.mark.slow
 def test_a_report_has_the_file_on_the_timeline_and_its_bytes(tmp_path: Path) -> None:
     rates = zerofx.Rates(1e10, 1e10, 1e8, 1e-4, disk_bytes_per_s=1e8)
     record = dry("mwg", groups=("blocks.*",))

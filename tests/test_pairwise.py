@@ -1,4 +1,4 @@
-"""The selection that `make test` runs of a large table: every pair of values meets in it, and no row is for nothing."""
+"""The selection of a large table: every pair of values meets in it, and no row is for nothing."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerofx
-from tests.slow import slow_if
 from tests.workers import Workers
 from zerofx import ShardedTensor
 
@@ -295,7 +294,6 @@ def failures(request: pytest.FixtureRequest, workers2: Workers) -> list[dict[str
     return workers2.run(run_checks, request.param)
 
 
-@slow_if(lambda failures, check: CHECKS.index(check) < 1 + (failures == "inductor"))
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_compiled_module(failures: list[dict[str, str]], check: Callable[..., Any]) -> None:
     reports = [f"rank {rank}: {each[check.__name__]}" for rank, each in enumerate(failures) if check.__name__ in each]

@@ -322,6 +322,7 @@ def one_stays_away() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_an_error_in_every_replica(make_workers: Any) -> None:
     messages = make_workers(4).run(one_stays_away, timeout=100)
     assert all("waited" in message for message in messages[:3]), messages

@@ -1,7 +1,7 @@
 """Every kind of layer that fuzzing knows, in every stage, with both executors, gives the numbers of one process.
 
-In ``make test`` several kinds make a net, and nets, stages and executors meet in pairs (tests/pairwise.py). In
-``make slow`` each kind stands alone, and everything meets everything.
+Several kinds make a net, and nets, stages and executors meet in pairs (tests/pairwise.py). In ``make slow`` each kind
+stands alone, too, and everything meets everything.
 """
 
 from __future__ import annotations

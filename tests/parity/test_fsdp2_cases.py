@@ -1,8 +1,8 @@
 """Cases of PyTorch's own FSDP2 tests, by their names, written anew: those that no other test here has.
 
 docs/fsdp2-parity.md lists all of them and says where each is. Two ranks; what is compared with is one process on the
-whole batch. What trains does so in every stage with both executors: ``make test`` runs a selection in which all meet in
-pairs, ``make slow`` the rest. The others are of stage 3 and run with the eager executor.
+whole batch. What trains does so in every stage with both executors, in ``make test`` in stage 3, with Inductor where
+layers are checkpointed. The others are of stage 3 and run with the eager executor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.agreement import assert_ranks_agree
-from tests.pairwise import EXECUTORS, STAGES, table
-from tests.slow import slow
+from tests.pairwise import EXECUTORS, STAGES
+from tests.slow import quick_if, slow
 
 DIM, ROWS = 10, 3
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear, nn.LayerNorm), min_bytes=0)
@@ -205,14 +205,10 @@ def run_parity(name: str, stage: int, executor: str) -> None:
     check_parity(build, loss, stage=stage, executor=executor, **options)
 
 
-def is_dear(name: str, stage: int, executor: str) -> bool:
-    """All with Inductor, but for layers that run twice or not at all."""
-    quick = ["train_parity_with_reentrant_checkpointing", "double_forward_with_checkpoint", "unused_forward_module"]
-    quick += ["multi_forward_mixed_requires_grad"]
-    return name not in quick if executor == "inductor" else (name, stage) == ("root_no_forward_inputs", 0)
-
-
-@table(is_dear, name=list(PARITY), stage=STAGES, executor=EXECUTORS)
+@quick_if(lambda name, stage, executor: stage == 3 and (executor == "eager" or "checkpoint" in name))
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", list(PARITY))
 def test_a_case_of_fsdp2_trains_as_one_process(workers2, name: str, stage: int, executor: str) -> None:
     workers2.run(run_parity, name, stage, executor, timeout=250)
 
@@ -264,7 +260,9 @@ def check_non_root(stage: int, executor: str) -> None:
     same_gradients(net, plain)
 
 
-@table(stage=STAGES, executor=EXECUTORS)
+@quick_if(lambda stage, executor: stage == 3 or executor == "eager")
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_non_root_forward_backward(workers2, stage: int, executor: str) -> None:
     workers2.run(check_non_root, stage, executor, timeout=250)
 

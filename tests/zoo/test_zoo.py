@@ -1,21 +1,21 @@
 """Models as transformers ships them, and a few by hand, train on two ranks with the numbers of one process.
 
-In every stage and with both executors. Here those that differ most, in pairs (tests/pairwise.py). ``make slow`` runs
-the first of the zoo in all, and the others in one each. ``make zoo`` runs all and writes docs/zoo.md.
+In every stage and with both executors. ``make test`` runs those that differ most from the models of tests/road. ``make
+slow`` runs the first of the zoo in all, and the others in one each. ``make zoo`` runs all and writes docs/zoo.md.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.pairwise import EXECUTORS, STAGES, pairwise
+from tests.pairwise import EXECUTORS, STAGES
+from tests.slow import quick_if
 from tests.zoo import table as page
 from tests.zoo.architectures import ARCHITECTURES, FIRST
 from tests.zoo.run import Outcome, train
 
 # Routing by data; buffers; a recurrence that splits the graph; one layer twice.
 TELLING = ["albert", "resnet", "lstm", "mixtral"]
-CHOSEN = {row for row in pairwise(TELLING, STAGES, EXECUTORS) if row[0] == "lstm" or row[2] == "eager"}
 
 
 def rows() -> list:
@@ -23,9 +23,10 @@ def rows() -> list:
     ways = [(stage, executor) for stage in STAGES for executor in EXECUTORS]
     others = [name for name in ARCHITECTURES if name not in FIRST]
     every += [(name, *ways[i % len(ways)]) for i, name in enumerate(others)]
-    return [pytest.param(*row, marks=[pytest.mark.slow] * (row not in CHOSEN)) for row in every]
+    return every
 
 
+@quick_if(lambda name, stage, executor: name in TELLING and stage == 3 and (executor == "eager" or name == "lstm"))
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(("name", "stage", "executor"), rows())
 def test_it_trains_as_in_one_process(workers2, name: str, stage: int, executor: str) -> None:
