@@ -143,6 +143,15 @@ def test_tables_of_results_are_those_of_the_files() -> None:
         assert make() in text[page], f"{page}: the table of {make.__name__} is not that of benchmarks/results"
 
 
+def test_the_tour_of_the_code_can_be_read_in_a_sitting() -> None:
+    page = ROOT / "docs" / "code-tour.md"
+    rows = re.findall(r"^\| \[[^]]+\]\(([^)]+)\) \| (\d+) \| .+\? \|$", page.read_text(), re.M)
+    found = {name: len((page.parent / name).read_text().splitlines()) for name, _ in rows}
+    assert 10 <= len(rows) <= 15 and sum(found.values()) <= 3000, found
+    off = {name: found[name] for name, said in rows if abs(found[name] - int(said)) > 20}
+    assert not off, f"docs/code-tour.md has another number of lines for {off}"
+
+
 def test_the_passes_and_rules_of_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "passes.md").read_text()
     table = re.findall(r"^\| \[(\w+)\] \|", page, re.M)

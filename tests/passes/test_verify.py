@@ -135,6 +135,8 @@ def test_every_rule_has_ten_mutants_with_a_graph_to_break(graphs: dict[str, Grap
     assert all(len({mutant.name for mutant in MUTANTS[rule]}) == len(MUTANTS[rule]) >= 10 for rule in RULES)
     for mutant in (mutant for rule in RULES for mutant in MUTANTS[rule]):
         assert any(mutant.places(*graph) for graph in graphs.values()), mutant.name
+    counted = f"breaks {len(graphs)} correct graphs in {sum(map(len, MUTANTS.values()))} ways"
+    assert counted in (Path(__file__).parents[2] / "docs" / "passes.md").read_text()
 
 
 def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> list[str]:

@@ -3,6 +3,7 @@
 ============  ==================================================================
 adamw         `zerofx.AdamW`
 spans         flat runs of shards, instead of one parameter after another
+loaded        state that was loaded becomes parts of these runs
 through_file  state that passes through memory, chunk by chunk
 through_host  state in the host's memory, which gradients and weights pass by
 moments       moments in 32, 16 or 8 bits
@@ -14,5 +15,5 @@ hooks         what every optimizer is asked before a step
 
 Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
 
-    kernels, state ◀── spans ◀── moments, through_file, through_host ◀── device_step ◀── adamw ◀── step
+    kernels, state ◀── spans ◀── moments, through_file, through_host ◀── loaded, device_step ◀── adamw ◀── step
 """

@@ -46,8 +46,8 @@ import torch
 
 from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
-from zerofx.kernels.split import join, split
 from zerofx.runtime.optim import moments as _moments
+from zerofx.runtime.optim.loaded import adopt
 from zerofx.runtime.optim.spans import Member, Part, Run, Span, at_hand, find_runs, find_spans, ranks_of
 from zerofx.runtime.optim.through_file import through_file
 from zerofx.runtime.optim.through_host import through_host
@@ -346,30 +346,10 @@ class AdamW(torch.optim.AdamW):
             self._adopt_at_hand(span, member, state)
 
     def _adopt_at_hand(self, span: Span, member: Member, state: dict[str, Any]) -> None:
-        self._adopt_masters(span, member, state)
-        if span.blocks and "exp_avg" in state:
-            _quantize(member, state)
-        for name, flat in span.state.items():
-            mine = member.like(flat, name)
-            if name in state and state[name] is not mine:
-                _copy(mine, state[name])
-            state[name] = mine
-        for name in ({"master", "remainder"} & set(state)) - set(span.state):
-            del state[name]
+        adopt(span, member, state)
         state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
         if self._device_step is None or span.staging is not None:
             member.updates = float(state["step"])
-
-    def _adopt_masters(self, span: Span, member: Member, state: dict[str, Any]) -> None:
-        """Masters that were kept another way are made into this optimizer's."""
-        weight = member.like(span.weights())
-        if "remainder" in state and "master" in span.state:
-            local = join(_local(weight), _local(state["remainder"]).to(_local(weight).device, torch.int16))
-            state["master"] = _like(state["remainder"], local)
-        elif "master" in state and "remainder" in span.state:
-            high, low = split(_local(state["master"]).float())
-            _local(weight).copy_(high)
-            state["remainder"] = _like(state["master"], low)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in _OPTIONS}
@@ -416,14 +396,6 @@ class AdamW(torch.optim.AdamW):
         self._flatten()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
-
-
-def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    return tensor.like(local) if isinstance(tensor, ShardedTensor) else local
-
-
 def _runs_triton(device: torch.device) -> bool:
     """The choice of path: kernels for GPUs (and in Triton's interpreter, which tests use), `kernels.cpu` elsewhere."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
@@ -458,25 +430,3 @@ def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
         for ranks in chain:
             ranks.sum_(totals[names])
     return sum(total.item() for total in totals.values())
-
-
-def _quantize(member: Member, state: dict[str, Any]) -> None:
-    """A parameter's moments as they were loaded, whole or sharded some way, become codes and scales of its part."""
-    parts = []
-    for name in _moments.MOMENTS:
-        value = state.pop(name)
-        part = member.shaped(_local(member.parameter).new_empty(member.length, dtype=torch.float32))
-        _copy(part, value)
-        parts.append(part)
-    codes = _moments.in_codes(*parts)
-    state.update({name: x if name.endswith("_scales") else member.shaped(x) for name, x in codes.items()})
-
-
-def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
-    """``value``, whole or sharded like ``mine`` (by another module's group, perhaps), into ``mine``."""
-    if isinstance(mine, ShardedTensor) and isinstance(value, ShardedTensor):
-        if value._group.layout == mine._group.layout and value._slot == mine._slot:
-            mine._local.copy_(value._local)
-            return
-        value = value.full_tensor()
-    mine.copy_(value)

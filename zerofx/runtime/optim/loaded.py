@@ -1,0 +1,68 @@
+"""State that a parameter has already, loaded or made by another optimizer, becomes its part of flat buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerofx.kernels.split import join, split
+from zerofx.runtime.optim import moments as _moments
+from zerofx.runtime.optim.spans import Member, Span
+from zerofx.runtime.state.parameter import ShardedTensor
+
+
+def adopt(span: Span, member: Member, state: dict[str, Any]) -> None:
+    """``state`` of ``member`` goes to the buffers of ``span``, in their form; then it is views of them."""
+    _adopt_masters(span, member, state)
+    if span.blocks and "exp_avg" in state:
+        _quantize(member, state)
+    for name, flat in span.state.items():
+        mine = member.like(flat, name)
+        if name in state and state[name] is not mine:
+            _copy(mine, state[name])
+        state[name] = mine
+    for name in ({"master", "remainder"} & set(state)) - set(span.state):
+        del state[name]
+
+
+def _adopt_masters(span: Span, member: Member, state: dict[str, Any]) -> None:
+    """Masters that were kept another way are made into this optimizer's."""
+    weight = member.like(span.weights())
+    if "remainder" in state and "master" in span.state:
+        local = join(_local(weight), _local(state["remainder"]).to(_local(weight).device, torch.int16))
+        state["master"] = _like(state["remainder"], local)
+    elif "master" in state and "remainder" in span.state:
+        high, low = split(_local(state["master"]).float())
+        _local(weight).copy_(high)
+        state["remainder"] = _like(state["master"], low)
+
+
+def _quantize(member: Member, state: dict[str, Any]) -> None:
+    """A parameter's moments as they were loaded, whole or sharded some way, become codes and scales of its part."""
+    parts = []
+    for name in _moments.MOMENTS:
+        value = state.pop(name)
+        part = member.shaped(_local(member.parameter).new_empty(member.length, dtype=torch.float32))
+        _copy(part, value)
+        parts.append(part)
+    codes = _moments.in_codes(*parts)
+    state.update({name: x if name.endswith("_scales") else member.shaped(x) for name, x in codes.items()})
+
+
+def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """``value``, whole or sharded like ``mine`` (by another module's group, perhaps), into ``mine``."""
+    if isinstance(mine, ShardedTensor) and isinstance(value, ShardedTensor):
+        if value._group.layout == mine._group.layout and value._slot == mine._slot:
+            mine._local.copy_(value._local)
+            return
+        value = value.full_tensor()
+    mine.copy_(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return tensor.like(local) if isinstance(tensor, ShardedTensor) else local
