@@ -80,4 +80,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in set(share)])
     # The road first. Then files of many tests: at the end one of them would keep one process waiting.
     files = Counter(item.path for item in share)
-    items[:] = sorted(share, key=lambda item: ("road" not in item.path.parts, -files[item.path]))
+    items[:] = sorted(share, key=lambda item: (item.path.parent.name != "road", -files[item.path]))
