@@ -101,7 +101,7 @@ def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False, ours:
 def passing(net: nn.Module) -> int:
     """Buffers of a file, which are not the allocator's."""
     context = zerofx.graphs(net)[0].forward.context
-    return price.passing(Files.of_module(context, [group.layout for group in groups_of(net)]), context)
+    return price.passing(Files.of_module(context, [group.graph_layout for group in groups_of(net)]), context)
 
 
 def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, Any]]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
+from zerofx.runtime.state.account import Account
+from zerofx.runtime.state.group import groups_of
 
 
 class Net(nn.Module):
@@ -85,6 +89,55 @@ def test_the_total_is_what_live_tensors_hold(workers2, stage: int, low: bool) ->
         replicas = n * (2 if low else 4) if stage == 1 else 0
         assert stepped[2]["replicas"] == pytest.approx(replicas, rel=0.01)
         assert weights == pytest.approx(replicas + (owned if low or not replicas else 0), rel=0.01)
+
+
+MIXED = zerofx.MixedPrecision(torch.bfloat16)
+CODES = zerofx.Wire(weights="int8", gradients="int8", error_feedback=True)
+BETWEEN = zerofx.Wire(weights="int8", gradients="int8", error_feedback=True, between="nodes")
+SHARED = zerofx.Sharding(gradients="all", optimizer="all")
+ACCOUNTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (2, {"stage": 0}),
+    "stage 1": (2, {"stage": 1}),
+    "stage 1, mixed": (2, {"stage": 1, "mixed_precision": MIXED}),
+    "stage 2, codes": (2, {"stage": 2, "wire": CODES}),
+    "stage 2, bfloat16, codes": (2, {"stage": 2, "wire": CODES, "dtype": torch.bfloat16}),
+    "stage 3": (3, {"stage": 3}),
+    "stage 3, mixed": (2, {"stage": 3, "mixed_precision": MIXED}),
+    "stage 3, codes": (2, {"stage": 3, "wire": CODES}),
+    "one copy": (2, {"stage": 3, "one_copy": True}),
+    "one copy, mixed": (2, {"stage": 3, "one_copy": True, "mixed_precision": MIXED}),
+    "HSDP": (4, {"stage": 3, "wire": replace(BETWEEN, weights=None)}),
+    "row copy": (4, {"stage": 3, "sharding": SHARED}),
+    "row copy, codes": (4, {"stage": 3, "sharding": SHARED, "wire": BETWEEN}),
+    "two hops": (4, {"stage": 3, "sharding": zerofx.Sharding("all", "all", "all", "all"), "wire": BETWEEN}),
+}
+QUICK = ("stage 1, mixed", "stage 3")
+
+
+def accounted(ranks: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """By class, what tensors hold when gradients are there, and what the account says."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if ranks == 4 else None
+    model = Net().to(dtype)
+    model.layers[0].requires_grad_(False)
+    zerofx.compile(model, executor="eager", groups=zerofx.Grouping(min_bytes=0), mesh=mesh, **options)
+    optimizer = zerofx.AdamW(model.parameters())
+    step(model, optimizer, torch.randn(8, 64, dtype=dtype))
+    optimizer.zero_grad()
+    model(torch.randn(8, 64, dtype=dtype)).backward()
+    said = sum((group.at_rest() for group in groups_of(model)), Account()).named()
+    held = {name: n for name, n in zerofx.memory_summary(model, optimizer).nbytes.items() if name in said}
+    assert zerofx.predict(model).held_bytes == held["replicas"] + held["shards"] + held["cut off"]
+    return held, said
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in ACCOUNTS]
+)
+def test_the_account_says_what_is_there(make_workers: Any, case: str) -> None:
+    ranks, options = ACCOUNTS[case]
+    for held, said in make_workers(ranks).run(accounted, ranks, timeout=120, **options):
+        assert held.pop("optimizer state") > said.pop("optimizer state") == 0  # it is the optimizer's to say
+        assert held == said
 
 
 def kept_between(budget: float) -> tuple[list[int], int]:

@@ -223,7 +223,7 @@ class Trials:
                 self._needed = e.least
                 self.tried[key] = None
                 return None
-            layouts = [(group.graph_layout, group.layout) for group in self.family.groups()]
+            layouts = [group.graph_layout for group in self.family.groups()]
             rest = at_rest(graphs[0], layouts, self.memory)
             found = price(*graphs, self.memory, self._workspaces)
             self.tried[key] = Tried(rung, memory_budget, rest, found, self._elsewhere(rest, found))
@@ -258,12 +258,11 @@ class Trials:
         whole = self.memory.no_sync or not self.family.stage
         here, away = 0, 0
         for group in groups:
-            layout = group.layout
-            nbytes = layout.nbytes if whole else layout.shard_numel * layout.dtype.itemsize
+            nbytes = group.at_rest(accumulating=self.memory.no_sync).gradients
             if not whole and "gradient" in group.home.streams:
-                away += nbytes * layout.requires_grad
+                away += nbytes
             else:
-                here += nbytes * layout.requires_grad
+                here += nbytes
         return here + (min(KEPT, away) if self.memory.micro_batches > 1 else 0)  # sums that stay a while
 
     def _offers(self) -> tuple[Tried, str]:

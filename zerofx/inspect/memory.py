@@ -15,7 +15,8 @@ Storages are counted, each once and whole, for the first kind in this table that
 kind             what
 ===============  =========================================================================================
 replicas         stages 1 and 2, the whole weights that the model computes with; the shard too, where it is
-                 a part of the replica. With ``one_copy`` this rank's 1/M of what all have in common
+                 a part of the replica. With ``one_copy`` this rank's 1/M of what all have in common. On a mesh
+                 whose rows share the optimizer's state, what a row has
 shards           this rank's part of the weights; with mixed precision the masters. In stage 0 the weights
 kept gathered    stage 3, whole groups that a forward left for its backward (``memory_budget``), and those of
                  leaf modules that run, or whose weights autograd holds
@@ -28,7 +29,8 @@ activations      what forward has saved for backward, where there is an ``activa
                  ``partition_activations``
 ===============  =========================================================================================
 
-Without either activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
+What is there at rest is computed by `zerofx.runtime.state.account`, under these names. Without either budget
+activations are autograd's, and are not counted; `zerofx.predict` says what a step takes.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     groups = list(dict.fromkeys([*_groups(module), *groups_of_leaves(module)]))
     ours = [p for group in groups for slot in group.layout.slots if (p := group.members.live(slot)) is not None]
     kinds: dict[str, Iterable[Any]] = {
-        "replicas": [group.replica for group in groups],
+        "replicas": [_given(group) for group in groups],
         "shards": [_weights(group) for group in groups],
         "kept gathered": [group.gathered.now() for group in groups],
         "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
@@ -119,8 +121,8 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "buffers": list(module.buffers()),
         "activations": [family.held.saved_now() for family in dict.fromkeys(group.family for group in groups)],
     }
-    replicas = [(group.replica, group) for group in groups if group.replica is not None]
-    holders = {replica.untyped_storage().data_ptr(): holders_of(replica, group) for replica, group in replicas}
+    replicas = [(given, group) for group in groups if (given := _given(group)) is not None]
+    holders = {given.untyped_storage().data_ptr(): group.weights.holders(given) for given, group in replicas}
     seen: set[tuple[torch.device, int]] = set()
     nbytes, storages, on_host = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0), 0
     with DisableTorchFunction():
@@ -157,9 +159,9 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     )
 
 
-def holders_of(tensor: torch.Tensor, group: ShardGroup) -> int:
-    """How many ranks hold the memory of ``tensor``, a shard or replica of ``group``: each has 1/M of it as its own."""
-    return group.weights.holders(tensor)
+def _given(group: ShardGroup) -> torch.Tensor | None:
+    """What graphs are given, where that is not the shard."""
+    return group.weights.buffer if group.family.stage and group.weights.buffer is not group.shard else None
 
 
 def _weights(group: ShardGroup) -> Any:

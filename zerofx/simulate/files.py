@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes
 from zerofx.passes.context import STATE, Context, OnDisk
-from zerofx.runtime.optim.moved import Moved, moments
+from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.optim.through_file import BUFFERS
+from zerofx.runtime.state.account import Account, Elements, Terms, as_updated, at_rest, state_of
 from zerofx.runtime.state.state_file import BUFFER
 
 
@@ -48,16 +49,15 @@ class Files:
         there = context.on_disk
         if there is None:
             return None
-        layouts = list(layouts)
-        at_rest = {kind: 0 for kind in STATE if kind in there.kinds}
+        layouts, found = list(layouts), Account()
         for layout in layouts:
-            if layout.name not in there.groups:
-                continue
-            shard = layout.shard_numel * layout.dtype.itemsize
-            sizes = {"moment": sum(moments(layout, rank)), "weights": shard, "gradient": shard}
-            for kind in at_rest:
-                at_rest[kind] += sizes[kind] if layout.requires_grad or kind == "weights" else 0
-        return Files(there, at_rest, {layout.name: Moved.of(layout, there, rank) for layout in layouts})
+            terms = Terms.of_graphs(context, layout, state_of(layout.dtype.itemsize))
+            held = at_rest(Elements.of(layout, context, rank), terms, trained=layout.requires_grad)
+            found += held.elsewhere(there.kinds if layout.name in there.groups else ())
+        sizes = {"moment": found.masters + found.moments, "weights": found.shards, "gradient": found.gradients}
+        updates = {layout.name: Moved.of(as_updated(layout, context), there, rank) for layout in layouts}
+        by_kind = {kind: sizes[kind] for kind in STATE if kind in there.kinds}
+        return Files(there, by_kind, updates)
 
     @property
     def read(self) -> int:

@@ -19,7 +19,7 @@ from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.runtime.state.account import held_by_layouts
+from zerofx.runtime.state.account import Terms, of_group
 from zerofx.runtime.state.raw_file import padded
 from zerofx.runtime.state.state_file import BUFFER
 from zerofx.simulate.clock import on_the_clock, ordinary
@@ -55,7 +55,7 @@ def price(forward: Graph, backwards: Sequence[Graph], memory: Memory, found: dic
     return Price({str(kind): n for kind, n in prediction.peak.items()}, left, step_s)
 
 
-def at_rest(forward: Graph, layouts: Sequence[tuple[GroupLayout, GroupLayout]], memory: Memory) -> int:
+def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> int:
     """Bytes of memory that are there before a step and after it.
 
     Weights, what the optimizer keeps, and the graph's other inputs. And what stands for each parameter and for its
@@ -63,18 +63,14 @@ def at_rest(forward: Graph, layouts: Sequence[tuple[GroupLayout, GroupLayout]], 
     buffers through which it passes are. Nor is what lives in the host's memory, buffers included.
 
     Args:
-        layouts: of each group of the module, as graphs see it and as the optimizer does.
+        layouts: of the module's groups, as graphs see them.
     """
     context = forward.context
-    files = Files.of_module(context, [layout for _, layout in layouts])
-    away = [] if files is None else [seen for seen, _ in layouts if "weights" in files.of(seen)]
-    held = held_by_layouts(context, [seen for seen, _ in layouts if seen not in away])
-    held += passing(files, context)
-    for _, layout in layouts:
-        whole = sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
-        shard = layout.nbytes // layout.world_size if context.stage else whole
-        if layout.name not in context.on_host and (files is None or "moment" not in files.of(layout)):
-            held += int(memory.moments * shard) * layout.requires_grad
+    held = passing(Files.of_module(context, layouts), context)
+    for layout in layouts:
+        terms = Terms.of_graphs(context, layout, (0, memory.moments * layout.dtype.itemsize))
+        there = of_group(layout, context, terms)
+        held += there.weights + int(there.moments)
         held += len(layout.slots) * (2 * layout.dtype.itemsize + 4)
     inputs = {}
     for node in forward.before.graph.find_nodes(op="placeholder"):

@@ -2,6 +2,7 @@
 
 =========  =================================================================
 plan       what training would cost, by formulas: no process group, no graph
+run        a stage of it
 cost       those formulas
 schemes    each scheme of a mesh of two dimensions: bytes by link, and seconds
 speed      seconds of a plan: links and floating-point operations
@@ -17,5 +18,6 @@ dry_run    graphs for any number of ranks, on one machine
 ::
 
     disk ◀── calibrate
-    flops ◀── speed ◀── schemes ──▶ cost ◀── wires ◀── plan ──▶ schemes
+    plan ──▶ run ──▶ schemes ──▶ speed ──▶ flops
+                     schemes ──▶ wires ──▶ cost
 """

@@ -105,6 +105,7 @@ from sympy import Expr, Integer, Max, Symbol, sympify
 
 from zerofx.model.precision import MixedPrecision
 from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.state.account import GIVEN, Account, Elements, Terms, at_rest
 
 LETTERS = "N M n k m w g F B c a b d e"
 SYMBOLS: list[Symbol] = [Symbol(name, positive=True) for name in LETTERS.split()]
@@ -186,6 +187,16 @@ class Memory(Formulas):
     gradients: Expr
     master: Expr
     moments: Expr
+
+    @staticmethod
+    def of(held: Account, mixed: bool) -> Memory:
+        """An account in these columns; ``mixed``: shards are masters, as they are beside replicas."""
+        weights, master = (0, held.shards) if mixed or held.replicas else (held.shards, 0)
+        columns = (held.replicas + weights, held.gradients + held.cut_off, master + held.masters, held.moments)
+        return Memory(*map(sympify, columns))
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
 
     @property
     def total(self) -> Expr:
@@ -277,85 +288,53 @@ class Time(Formulas):
         return Max(self.compute, self.wire)
 
 
+def elements(numel: Expr, ranks: Ranks) -> Elements:
+    """Of ``numel`` elements, without padding."""
+    owned = numel / ranks.optimizer
+    return Elements(numel, numel, numel / ranks.weights, owned, owned)
+
+
 def memory(
     stage: int, sizes: Sizes = FULL, *, ranks: Ranks = ALL, accumulating: bool = False, moments: int = 2
 ) -> Memory:
     """What a rank holds; ``accumulating``: between two backwards under `zerofx.no_sync`."""
-    weight, gradient, owned = _shares(stage, ranks)
-    if sizes.mixed:
-        weights = sizes.weight * N if stage in (1, 2) else Integer(0)
-        master = sizes.master * owned
-    else:
-        weights = sizes.master * weight
-        master = Integer(0)
-    gradients = sizes.gradient * N if accumulating else sizes.master * gradient
-    return Memory(weights, gradients, master, moments * sizes.master * owned)
-
-
-def memory_16_bit(stage: int, *, ranks: Ranks = ALL, accumulating: bool = False) -> Memory:
-    """What a rank holds of a model that is 16-bit itself, where `zerofx.AdamW` holds float32 masters and moments."""
-    weight, gradient, owned = _shares(stage, ranks)
-    return Memory(2 * weight, 2 * (N if accumulating else gradient), 4 * owned, 8 * owned)
+    given, apart = GIVEN[_checked(stage)], sizes.mixed and stage in (1, 2)
+    terms = Terms(given, sizes.master, sizes.weight, sizes.gradient, apart, optimizer=(0, moments * sizes.master))
+    return Memory.of(at_rest(elements(N, ranks), terms, accumulating=accumulating), sizes.mixed)
 
 
 def filed(
-    stage: int,
+    trained: Account,
+    frozen: Account,
     kinds: Collection[str],
-    sizes: Sizes = FULL,
+    mixed: bool,
     *,
-    ranks: Ranks = ALL,
     no_sync: bool = False,
     accumulating: bool = False,
-    moved: int | float | Expr = N,
-    frozen: int | float | Expr = 0,
-    of_16_bit: bool = False,
-    moments: int = 2,
     on_host: bool = False,
 ) -> Filed:
-    """What of `memory` (or `memory_16_bit`) is in a rank's file, and what passes through it.
+    """What is in a rank's file of groups that move, trained and frozen, and what passes through it.
 
     Args:
-        kinds: what moves: "moment", "weights" (stage 3) and "gradient"; nothing does in stage 0.
-        accumulating: as for `memory`: gradients that are kept whole stay in memory.
-        moved: of ``N``, the parameters whose state moves.
-        frozen: parameters beside ``N`` that are not trained, and whose weights move.
+        kinds: what moves of them: "moment", "weights" (stage 3) and "gradient".
+        mixed: as for `Memory.of`.
+        accumulating: gradients that are kept whole stay in memory.
         on_host: moments alone, in the host's memory. What passes between that and the device are gradients, and
             weights: back, and out where they are the masters.
     """
-    if _checked(stage) == 0:
-        return Filed()
-    if on_host:
-        there = filed(stage, {"moment"}, sizes, ranks=ranks, moved=moved, of_16_bit=of_16_bit, moments=moments)
-        return replace(there, optimizer=(4 if of_16_bit else 3 * sizes.master) * moved / ranks.optimizer)
-    share, size = moved / ranks.optimizer, Integer(2) if of_16_bit else sizes.master
-    remembered = (8 if of_16_bit else moments * size) * share if "moment" in kinds else _NOTHING
-    masters = 4 * share if "moment" in kinds and of_16_bit else _NOTHING
-    weights = size * share if "weights" in kinds and stage == 3 else _NOTHING
-    still = size * frozen / ranks.weights if "weights" in kinds and stage == 3 else _NOTHING
-    gradients = size * share if "gradient" in kinds else _NOTHING
+    there, still = trained.elsewhere({"moment"} if on_host else kinds), frozen.elsewhere(() if on_host else kinds)
+    column, weights = Memory.of(there, mixed), there.shards + still.shards
     reductions = Integer(1) if no_sync else k
-    shards_are_masters = sizes.mixed and not of_16_bit
+    optimizer = 2 * (there.moments + there.masters + there.shards) + there.gradients
     return Filed(
-        weights=still + (_NOTHING if shards_are_masters else weights),
-        gradients=_NOTHING if accumulating else gradients,
-        master=masters + (weights if shards_are_masters else _NOTHING),
-        moments=remembered,
-        forward=k * (weights + still),
-        backward=k * (weights + still) + (4 * reductions - 3) * gradients,
-        optimizer=2 * (remembered + masters + weights) + gradients,
+        weights=column.weights + still.shards,
+        gradients=_NOTHING if accumulating else column.gradients,
+        master=column.master,
+        moments=column.moments,
+        forward=k * weights,
+        backward=k * weights + (4 * reductions - 3) * there.gradients,
+        optimizer=sympify(trained.gradients * (2 if trained.masters else 3) if on_host else optimizer),
     )
-
-
-def updated(stage: int, sizes: Sizes = FULL, *, ranks: Ranks = ALL, of_16_bit: bool = False) -> Expr:
-    """Bytes of memory that Adam reads and writes: gradients once, moments and masters twice, and weights."""
-    _, _, owned = _shares(stage, ranks)
-    return 28 * owned if of_16_bit else 7 * sizes.master * owned
-
-
-def _shares(stage: int, ranks: Ranks) -> tuple[Expr, Expr, Expr]:
-    """Of ``N``, what a rank has at rest: of the weights, of their gradients, and of what its optimizer updates."""
-    weights = N / ranks.weights if _checked(stage) == 3 else N
-    return weights, N / ranks.gradients if stage else N, N / ranks.optimizer if stage else N
 
 
 def traffic(

@@ -24,76 +24,31 @@ A module on the meta device will do. Frozen parameters have weights, and neither
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sympy import Expr, Max
 from torch import nn
 
 from zerofx.compiler.checks import check_wire
 from zerofx.compiler.options import check_places
-from zerofx.inspect.predict import cost
-from zerofx.inspect.predict.schemes import Held, Mesh
-from zerofx.inspect.predict.schemes import memory as memory_of_mesh
+from zerofx.inspect.predict.run import Run, StageCost, numel_of
 from zerofx.inspect.predict.speed import Speed
-from zerofx.inspect.predict.wires import coded, crossing
 from zerofx.model.grouping import Grouping, plan_groups
-from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import SCHEMES, Sharding
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.model.wire import Wire
-from zerofx.runtime.optim.through_file import BUFFERS
 from zerofx.runtime.ranks.sharing import OneGroup, Sharing, pretended
-from zerofx.runtime.state.state_file import BUFFER, KEPT
 
 MOST_RANKS = 2**20
 """Where the search for a number of ranks that fits ends."""
 
 ALIKE = 0.01
 """Steps that differ by less than this part count as equally fast: formulas know no better."""
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Of one stage, on one rank, in bytes; padding (below 1 percent) is not counted.
-
-    Attributes:
-        memory: at rest, between backward and the optimizer's step; expressions that are numbers.
-        traffic: of one optimizer step.
-        gathered: stage 3, the three largest neighbouring groups: what ``memory_budget`` is by default, but for the
-            quarter of the largest that small ones may have on top.
-        packed: stages 1 to 3, gradients on their way: two groups being reduced while the next is filled.
-        files: with ``offload``, what lives in the rank's file and passes through it; not in ``memory``.
-        passing: with it, what of that is in memory at once.
-        time: of one optimizer step, if there is a `Speed`.
-        sharding: on a mesh of two dimensions, how it is divided.
-    """
-
-    stage: int
-    memory: cost.Memory
-    traffic: cost.Traffic
-    gathered: int
-    packed: int
-    time: cost.Time | None = None
-    sharding: Sharding | None = None
-    files: cost.Filed | None = None
-    passing: int = 0
-
-    @property
-    def buffers(self) -> int:
-        """What a step needs on top of what is there at rest, without activations."""
-        return self.gathered + self.packed + self.passing
-
-    @property
-    def needed(self) -> float:
-        """What must be there before the first activation."""
-        return float(self.memory.total) + self.buffers
 
 
 @dataclass(frozen=True)
@@ -279,101 +234,14 @@ def plan(
         sequence_length=sequence_length,
         flops_per_token=flops_per_token,
     )
-    costs = _costs(layouts, mixed_precision, micro_batches, no_sync, wire if replicas == 1 else None, filed)
-    least = None if memory is None else _least(lambda number: costs(3, sharing(number)).needed < memory)
+    run = Run(layouts, mixed_precision or MixedPrecision(), micro_batches, no_sync, wire, filed, speed)
+    bare = replace(run, wire=wire if replicas == 1 else None, speed=None)
+    least = None if memory is None else _least(lambda number: bare.in_stage(3, sharing(number)).needed < memory)
     if replicas == 1:
-        made = [costs(stage, ranks if stage else ranks.undivided(), speed) for stage in stages]
+        made = [run.in_stage(stage, ranks if stage else ranks.undivided()) for stage in stages]
     else:
-        of_mesh = _mesh_costs(layouts, mixed_precision, micro_batches, no_sync, wire, mesh, speed, filed)
-        made = [of_mesh(stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
-    return Plan(_numel(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas, filed)
-
-
-def _costs(
-    layouts: list[GroupLayout],
-    precision: MixedPrecision | None,
-    micro_batches: int,
-    no_sync: bool,
-    wire: Wire | None = None,
-    offload: Offload | None = None,
-) -> Callable[..., StageCost]:
-    """A function of stage and sharing; and, for one with times, of speed."""
-    dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
-    sizes, accumulating = cost.Sizes.of(precision, dtype), no_sync and micro_batches > 1
-    trained, frozen = ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
-
-    def of(stage: int, sharing: Sharing, speed: Speed | None = None) -> StageCost:
-        ranks = cost.Ranks.of(sharing)
-        options: Any = dict(ranks=ranks, no_sync=no_sync, frozen=(_numel(frozen), len(frozen)))
-        if dtype.itemsize == 2:
-            memory = cost.memory_16_bit(stage, ranks=ranks, accumulating=accumulating)
-        else:
-            memory = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
-        numbers: dict[str, float] = {"N": _numel(trained), "n": len(trained), "k": micro_batches}
-        travels = coded(layouts, wire.in_stage(stage) if wire else None, sizes, precision, sharing.weights.size)
-        memory, traffic = memory.at(**numbers), cost.traffic(stage, travels.sizes, **options).at(**numbers)
-        parts = sharing.weights.size if stage == 3 else 1
-        memory = replace(memory, weights=memory.weights + _numel(frozen) * dtype.itemsize / parts)
-        if wire is not None and wire.error_feedback and travels.reduction:
-            rests = 4 * _numel(trained) * (1 - 1 / sharing.gradients.size)
-            memory = replace(memory, gradients=memory.gradients + rests)
-        if stage in (1, 2) and travels.gather and not sizes.mixed and dtype.itemsize > 2:  # the replica is not exact
-            memory = replace(memory, master=memory.master + _numel(trained) * dtype.itemsize / sharing.optimizer.size)
-        gathered = _three(layouts, int(sizes.weight)) if stage == 3 else 0
-        packed = _three(trained, int(sizes.gradient)) if stage else 0
-        files, passing, time = None, 0, None
-        if offload is not None:
-            files = _files(offload, layouts, stage, sizes, ranks, no_sync, accumulating).at(**numbers)
-            memory, passing = files.left(memory), _passing(offload, files, layouts, stage, sharing)
-        if speed is not None and not trained:
-            raise ValueError("no parameter requires a gradient: there is no training step to time.")
-        if speed is not None:
-            rates = {"b": speed.bandwidth, "a": speed.latency, "c": speed.flops or 1.0}
-            gathers, reductions = speed.codes(travels.gather), speed.codes(travels.reduction)
-            # Stages 1 and 2 gather in the first of the forwards alone.
-            forward = speed.forward + gathers / (1 if stage == 3 else micro_batches)
-            backward = speed.backward + (gathers if stage == 3 else 0.0) + reductions
-            numbers |= rates | {"F": forward, "B": backward}
-            timed = files if speed.disk is not None else None
-            time = cost.time(stage, travels.sizes, **options, files=timed).at(**numbers, d=speed.disk or 1.0)
-            if timed is not None:
-                arithmetic = cost.updated(stage, sizes, ranks=ranks, of_16_bit=dtype.itemsize == 2)
-                time = replace(time, optimizer=_optimizer(timed, arithmetic.subs(cost.N, numbers["N"]), speed))
-        return StageCost(stage, memory, traffic, gathered, packed, time, files=files, passing=passing)
-
-    return of
-
-
-def _files(
-    offload: Offload,
-    layouts: list[GroupLayout],
-    stage: int,
-    sizes: cost.Sizes,
-    ranks: cost.Ranks,
-    no_sync: bool,
-    accumulating: bool,
-) -> cost.Filed:
-    """What of all that lives in a file, as a formula of micro-batches."""
-    names = offload.chosen(layouts) if offload.kinds or offload.on_host else set()
-    trained, frozen = (
-        _numel([x for x in layouts if x.name in names and x.requires_grad is flag]) for flag in (True, False)
-    )
-    of_16_bit = max(layout.dtype.itemsize for layout in layouts) == 2
-    options: Any = dict(no_sync=no_sync, accumulating=accumulating, of_16_bit=of_16_bit, on_host=offload.on_host)
-    return cost.filed(stage, offload.kinds, sizes, ranks=ranks, moved=trained, frozen=frozen, **options)
-
-
-def _optimizer(files: cost.Filed, arithmetic: Expr, speed: Speed) -> Expr:
-    """Seconds of its step: of what passes through the file, or of so many bytes of memory."""
-    return Max(files.optimizer / (speed.disk or math.inf), arithmetic / (speed.memory or math.inf))
-
-
-def _passing(offload: Offload, files: cost.Filed, layouts: list[GroupLayout], stage: int, sharing: Sharing) -> int:
-    """Bytes of memory that what lives in a file takes while it passes; see `plan`."""
-    nbytes = 0 if offload.on_host else int(files.at_rest)
-    streamed = ("weights" in offload.kinds and stage == 3) + ("gradient" in offload.kinds and stage > 0)
-    shards = _three(layouts, max(layout.dtype.itemsize for layout in layouts)) // sharing.optimizer.size
-    return BUFFERS * min(BUFFER, nbytes) + min(KEPT, nbytes) + streamed * shards
+        made = [run.on_mesh(mesh, stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
+    return Plan(numel_of(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas, filed)
 
 
 def _check_offload(
@@ -415,67 +283,6 @@ def _schemes(stage: int, sharding: Sharding | None, ranks: int) -> tuple[Shardin
     return tuple(each for each in SCHEMES if ranks > 1 or not each.gathers_near)
 
 
-def _mesh_costs(
-    layouts: list[GroupLayout],
-    precision: MixedPrecision | None,
-    micro_batches: int,
-    no_sync: bool,
-    wire: Wire | None,
-    mesh: tuple[int, int],
-    speed: Speed | None,
-    offload: Offload | None = None,
-) -> Callable[[int, Sharding], StageCost]:
-    """A function of stage and scheme, on a mesh of so many rows of so many ranks."""
-    dtype = max((layout.dtype for layout in layouts), key=lambda dtype: dtype.itemsize)
-    sizes, reductions = cost.Sizes.of(precision, dtype), 1 if no_sync else micro_batches
-    (trained, learns), (frozen, _) = (
-        (Held(_numel(found), len(found)), found)
-        for found in ([x for x in layouts if x.requires_grad is flag] for flag in (True, False))
-    )
-
-    def of(stage: int, sharding: Sharding) -> StageCost:
-        two_hops = stage == 3 and (wire is None or wire.between == "nodes")
-        sharing: Sharing = OneGroup.pretended(mesh[0] * mesh[1])
-        if stage:
-            sharing = pretended(*mesh, sharding=sharding, two_hops=two_hops)
-        accumulating = no_sync and micro_batches > 1
-        held = memory_of_mesh(stage, sizes, sharing, of_16_bit=dtype.itemsize == 2, accumulating=accumulating)
-        held = held.at(N=trained.numel, n=trained.groups, k=micro_batches)
-        parts = (sharing.optimizer if sharing.two_hops else sharing.weights).size if stage == 3 else 1
-        far = crossing(layouts, wire.in_stage(stage) if wire else None, sizes, precision, *mesh, sharding)
-        apart = trained.numel * dtype.itemsize / sharing.optimizer.size if far.first else 0  # shards beside copies
-        sent_on = trained.numel / (mesh[1] if sharing.replicas else 1)
-        cut_off = 4 * sent_on * _others(sharing) if wire and stage and wire.error_feedback and far.reduction else 0
-        held = replace(held, weights=held.weights + frozen.numel * dtype.itemsize / parts, master=held.master + apart)
-        held = replace(held, gradients=held.gradients + cut_off)
-        files, passing, ranks = None, 0, cost.Ranks.of(sharing)
-        if offload is not None:
-            files = _files(offload, layouts, stage, sizes, ranks, no_sync, accumulating).at(k=micro_batches)
-            held, passing = files.left(held), _passing(offload, files, layouts, stage, sharing)
-        left = trained.numel * int(sizes.weight) // mesh[1] if stage == 3 and sharding.gathers_near else 0
-        gathered = left + (_three(layouts, int(sizes.weight)) if stage == 3 else 0)
-        packed = _three(learns, int(sizes.gradient)) if stage else 0
-        phases, time = Mesh(*mesh, sharding, sharing.two_hops).sent(stage, sizes, far, trained, frozen), None
-        if speed is not None and not learns:
-            raise ValueError("no parameter requires a gradient: there is no training step to time.")
-        if speed is not None:
-            time = phases.time(speed, far, micro_batches, reductions, len(layouts))
-            if files is not None and speed.disk is not None:
-                arithmetic = cost.updated(stage, sizes, ranks=ranks, of_16_bit=dtype.itemsize == 2)
-                time = replace(time, optimizer=_optimizer(files, arithmetic.subs(cost.N, trained.numel), speed))
-        sent = phases.traffic(micro_batches, reductions)
-        return StageCost(stage, held, sent, gathered, packed, time, sharding, files=files, passing=passing)
-
-    return of
-
-
-def _others(sharing: Sharing) -> float:
-    """What part of what a rank reduces it keeps the rest of, with error feedback."""
-    if sharing.replicas is None:
-        return 1 - 1 / sharing.gradients.size
-    return 1 - 1 / sharing.replicas.size if sharing.divides_between else 1.0
-
-
 def _least(fits: Callable[[int], bool]) -> int | None:
     """The smallest number of ranks that fits, where more ranks never need more."""
     high = 1
@@ -488,13 +295,3 @@ def _least(fits: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
-
-
-def _three(layouts: list[GroupLayout], itemsize: int) -> int:
-    """Bytes of the three neighbouring groups that are largest together."""
-    sizes = [layout.numel * itemsize for layout in layouts]
-    return max(map(sum, zip(sizes, sizes[1:], sizes[2:])), default=sum(sizes))
-
-
-def _numel(layouts: list[GroupLayout]) -> int:
-    return sum(slot.numel for layout in layouts for slot in layout.slots)

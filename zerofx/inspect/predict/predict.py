@@ -12,10 +12,9 @@ from torch import nn
 
 from zerofx.compiler.api import _groups, graphs
 from zerofx.compiler.records import GraphRecord
-from zerofx.inspect.memory import holders_of
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import Context
-from zerofx.runtime.state.account import held_by_layouts
+from zerofx.runtime.state.account import of_group
 from zerofx.simulate.clock import Prediction, Rates, on_the_clock
 from zerofx.simulate.files import Files
 from zerofx.simulate.rehearsal import rehearse, updated_inside
@@ -57,13 +56,13 @@ def predict(
             "nothing was compiled for training yet: graphs are captured when they first run. Run one step, forward and "
             "loss.backward(), before zerofx.predict."
         )
-    held = _held_by(chosen) if isinstance(model, GraphRecord) else _held(model)
     context = next(trace.context for record in chosen for trace in record.traces())
-    if isinstance(model, GraphRecord):
-        files = Files.of_module(context, layouts_of(chosen))
-    else:
+    layouts, rank = layouts_of(chosen), 0
+    if not isinstance(model, GraphRecord):
         groups = _groups(model)
-        files = Files.of_module(context, [group.layout for group in groups], groups[0].rank)
+        layouts, rank = [group.graph_layout for group in groups], groups[0].rank
+    held = sum(of_group(layout, context).weights for layout in layouts)
+    files = Files.of_module(context, layouts, rank)
     if files is not None:
         files = replace(files, inside=updated_inside(chosen, step_in_backward))
     updates = {} if files is None else files.updates
@@ -91,26 +90,3 @@ def ranks_of(context: Context, layout: GroupLayout) -> str:
     if context.replicas == 1:
         return f"{layout.world_size} ranks"
     return f"{context.replicas} replicas of {layout.world_size} ranks"
-
-
-def _held(module: nn.Module) -> int:
-    storages = {}
-    for group in _groups(module):
-        if group.weights.streams:
-            tensors = []  # it lives elsewhere, wherever it is now
-        elif group.family.stage:
-            tensors = [group.shard, group.weights.buffer]
-        else:
-            tensors = [group.parameter(slot) for slot in group.layout.slots]
-        tensors += [] if group.gradients.rest is None else [group.gradients.rest]
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes() // holders_of(tensor, group)
-    return sum(storages.values())
-
-
-def _held_by(records: list[GraphRecord]) -> int:
-    """The same, by the layouts (zerofx.runtime.state.group has the table)."""
-    contexts = [trace.context for record in records for trace in record.traces()]
-    away = {name for context in contexts for name in context.weights_away}
-    return held_by_layouts(contexts[0], [layout for layout in layouts_of(records) if layout.name not in away])

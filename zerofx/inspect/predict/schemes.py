@@ -33,16 +33,15 @@ after the other. A phase is as long as its busiest resource, and waits for each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from sympy import Expr, Float
+from sympy import Float
 
 from zerofx.inspect.predict import cost
 from zerofx.inspect.predict.speed import Speed
 from zerofx.inspect.predict.wires import Crossing
 from zerofx.model.sharding import Sharding
-from zerofx.runtime.ranks.sharing import Sharing
 
 
 @dataclass(frozen=True)
@@ -159,20 +158,3 @@ def _seconds(sent: Sent, speed: Speed) -> tuple[float, float]:
 def _phase(compute: float, sent: Sent, speed: Speed, groups: int) -> float:
     resources = (compute, *_seconds(sent, speed))
     return max(each + (sum(resources) - each) / groups for each in resources)
-
-
-def memory(stage: int, sizes: cost.Sizes, sharing: Sharing, *, of_16_bit: bool, accumulating: bool) -> cost.Memory:
-    """What a rank holds at rest, with letters for numbers of elements."""
-    ranks = cost.Ranks.of(sharing)
-    if sharing.divides_between:
-        ranks = replace(ranks, gradients=ranks.optimizer)
-    if sharing.two_hops:
-        ranks = replace(ranks, weights=ranks.optimizer)
-    if of_16_bit:
-        return cost.memory_16_bit(stage, ranks=ranks, accumulating=accumulating)
-    found = cost.memory(stage, sizes, ranks=ranks, accumulating=accumulating)
-    if sharing.divides_between and not sharing.two_hops and sizes.mixed:
-        # What a row has is of the parameters' dtype, and the shard a part of it.
-        copy: Expr = sizes.master * cost.N / ranks.weights
-        return replace(found, weights=copy, master=Float(0))
-    return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import OnDisk
+from zerofx.runtime.state.account import adamw, touched, updated
 from zerofx.runtime.state.raw_file import padded
 
 
@@ -39,23 +40,14 @@ class Moved:
         if not layout.requires_grad:
             return Moved()
         itemsize, kinds = layout.dtype.itemsize, there.kinds if layout.name in there.groups else frozenset()
-        touched = 7 * updated(layout, rank) * (4 if itemsize == 2 else itemsize)
         shard, state = padded(layout.shard_numel * itemsize), 0
         if "moment" in kinds:
             state += sum(map(padded, moments(layout, rank)))
         if "weights" in kinds:
             state += shard
-        return Moved(state, shard if "gradient" in kinds else 0, touched)
+        return Moved(state, shard if "gradient" in kinds else 0, touched(itemsize) * updated(layout, rank))
 
 
 def moments(layout: GroupLayout, rank: int) -> list[int]:
     """Bytes of each flat buffer that `zerofx.AdamW` keeps for a group."""
-    numel, itemsize = updated(layout, rank), layout.dtype.itemsize
-    return [4 * numel] * 3 if itemsize == 2 else [itemsize * numel] * 2
-
-
-def updated(layout: GroupLayout, rank: int) -> int:
-    """Elements of a shard from its first parameter's to its last one's: what moments have. The rest is padding."""
-    pieces = [piece for slot in layout.slots if (piece := layout.piece(slot, rank)).length]
-    ends = [piece.in_shard + piece.length for piece in pieces]
-    return max(ends) - min(piece.in_shard for piece in pieces) if pieces else 0
+    return [nbytes * updated(layout, rank) for nbytes in adamw(layout.dtype.itemsize)]

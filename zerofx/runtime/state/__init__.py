@@ -8,7 +8,7 @@ group         a group, and the family of groups of one module
 weights       shard and replica
 gradients     ``.grad``, and what `zerofx.no_sync` keeps back
 gathered      whole buffers that outlive what gathered them
-account       bytes at rest, by layouts
+account       bytes of each class at rest: what plans, predictions and `memory=` read
 held          what a module's graphs leave in memory between forward and backward
 carriage      what a run of a graph brings to the device and takes away
 home          where state lives: a seam

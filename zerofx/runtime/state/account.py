@@ -1,30 +1,270 @@
-"""Bytes that a rank holds at rest, by its layouts."""
+"""What a rank holds at rest: bytes of each class of state, before a step and after it. The one place that says so.
+
+=========  ==================  =======================  =======================  ====================================
+           stage 0             stages 1, 2              stage 3                  where
+=========  ==================  =======================  =======================  ====================================
+replicas                       w P                      (one copy: w P/M)        `Weights.buffer`, where it is no shard
+                                                        (row copy: m P/S)
+shards     m N                 m P/M, where it is no    m P/M                    `Weights.shard`
+                               part of the replica
+gradients  m N                 m P/M                    m P/M                    ``.grad``
+kept       g N                 g N                      g N                      under `zerofx.no_sync`, instead
+cut off                        4 (M - 1)/M P            4 (M - 1)/M P            `Gradients.rest`, with error feedback
+masters    4 N                 4 P/M                    4 P/M                    `zerofx.AdamW`, of 16-bit parameters
+moments    2 m N               2 m P/M                  2 m P/M                  Adam; 8 N of 16-bit parameters
+=========  ==================  =======================  =======================  ====================================
+
+``N`` elements of parameters, ``P`` with the padding of the flat buffer; bytes of an element: ``m`` of a parameter,
+``w`` as the model computes with it, ``g`` of a gradient as it is reduced. ``M`` ranks, or as many as share the class.
+
+It counts layouts, and letters alike: `zerofx.plan` gives it sympy's. `zerofx.predict`, ``memory=`` and reports read it.
+`zerofx.memory_summary` counts tensors, under these names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
 
 from zerofx.model.layout import GroupLayout
+from zerofx.model.precision import MixedPrecision
+from zerofx.model.wire import Wire
 from zerofx.passes.context import Context
+from zerofx.runtime.ranks.sharing import Sharing
+
+Number = Any
+"""Of bytes or elements: an int, or an expression of sympy's."""
 
 
-def held_by_layouts(context: Context, layouts: Iterable[GroupLayout]) -> int:
-    """Bytes at rest of parameters, shards and replicas of ``layouts``, as graphs with ``context`` see them."""
-    held = 0
-    for layout in layouts:
-        whole, shard = layout.numel * (context.param_dtype or layout.dtype).itemsize, layout.nbytes // layout.world_size
-        inside, between = context.wire_inside, context.wire_between
-        if context.stage == 0:
-            held += sum(slot.numel for slot in layout.slots) * layout.dtype.itemsize
-        elif context.gathers:
-            held += shard
-        else:  # the shard is a part of the replica, where that holds the parameters exactly
-            dtype = context.param_dtype or layout.dtype
-            code = inside.weight_code if inside and layout.world_size > 1 and not context.one_copy else None
-            held += whole // (layout.world_size if context.one_copy else 1)
-            held += shard if dtype != layout.dtype or (code and code.shortens(dtype)) else 0
-        if inside is not None and inside.error_feedback and layout.world_size > 1:
-            held += 4 * (layout.numel - layout.shard_numel)
-        elif between is not None and between.error_feedback:
-            held += 4 * layout.shard_numel
-    return held
+Given = Literal["parameters", "replica", "common replica", "shard", "row copy"]
+"""What graphs are given of a group: `zerofx.runtime.state.weights` has the first, the second and the fourth."""
+
+GIVEN: tuple[Given, ...] = ("parameters", "replica", "replica", "shard")
+"""By stage."""
+
+APART: tuple[Given, ...] = ("replica", "common replica", "row copy")
+"""Beside these there may be a shard."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes by class: the table above. ``masters``: those that the optimizer keeps."""
+
+    replicas: Number = 0
+    shards: Number = 0
+    gradients: Number = 0
+    cut_off: Number = 0
+    masters: Number = 0
+    moments: Number = 0
+
+    @property
+    def weights(self) -> Number:
+        """What parameters take, and what stands beside them; without gradients and the optimizer."""
+        return self.replicas + self.shards + self.cut_off
+
+    def named(self) -> dict[str, Number]:
+        """By the names that `zerofx.memory_summary` has for them."""
+        state = self.masters + self.moments
+        names = {"replicas": self.replicas, "shards": self.shards, "gradients": self.gradients, "cut off": self.cut_off}
+        return names | {"optimizer state": state}
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
+
+    def elsewhere(self, kinds: Collection[str]) -> Account:
+        """What of it is in a file, or in the host's memory, where ``kinds`` are (`zerofx.runtime.state.home.Kind`)."""
+        moves = {"shards": "weights", "gradients": "gradient", "masters": "moment", "moments": "moment"}
+        return Account(**{name: getattr(self, name) for name, kind in moves.items() if kind in kinds})
+
+    def without(self, other: Account) -> Account:
+        """What is left when ``other`` is elsewhere."""
+        return Account(*(getattr(self, x.name) - getattr(other, x.name) for x in fields(self)))
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Of a group, or of all: ``numel`` of the parameters, ``whole`` of the flat buffer; and of that on one rank:
+
+    ``part`` of what is gathered from it, ``owned`` of what it updates, ``updated`` without the padding at its ends.
+    """
+
+    numel: Number
+    whole: Number
+    part: Number
+    owned: Number
+    updated: Number
+
+    @staticmethod
+    def of(layout: GroupLayout, context: Context, rank: int | None = None) -> Elements:
+        """Of a group as graphs with ``context`` see it; ``rank``: its place in it, where padding is not to count."""
+        mine = as_updated(layout, context)
+        owned, numel = mine.shard_numel, sum(slot.numel for slot in layout.slots)
+        part = owned if context.two_hops else layout.shard_numel
+        return Elements(numel, layout.numel, part, owned, owned if rank is None else updated(mine, rank))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What bytes follow from, beside numbers of elements.
+
+    Attributes:
+        given: what graphs are given of a group.
+        master, weight, gradient: bytes of an element of a parameter, as it is computed with, and as it is reduced.
+        apart: whether the shard is a tensor beside what they are given.
+        holders: how many ranks have one replica in common.
+        rests: of how many ranks' elements it keeps what codes cut off.
+        optimizer: bytes of an element that it keeps as a master, and as moments.
+    """
+
+    given: Given
+    master: Number
+    weight: Number
+    gradient: Number
+    apart: bool = False
+    holders: int = 1
+    rests: int = 0
+    optimizer: tuple[Number, Number] = (0, 0)
+
+    @staticmethod
+    def of(
+        stage: int,
+        dtype: torch.dtype,
+        *,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        wire: Wire | None,
+        ranks: int,
+        replicas: int,
+        divides_between: bool,
+        two_hops: bool,
+        crosses: bool,
+        one_copy: bool = False,
+        optimizer: tuple[Number, Number] = (0, 0),
+    ) -> Terms:
+        """Of parameters of ``dtype``; ``ranks``: those that gather. The rest is as in `zerofx.passes.context`."""
+        weight = param_dtype or dtype
+        gradient = reduce_dtype or weight
+        copied = stage == 3 and divides_between and not two_hops
+        given: Given = "row copy" if copied else "common replica" if one_copy else GIVEN[stage]
+        wire = None if wire is None else wire.in_stage(stage)
+        inside = wire is not None and ranks > 1 and (crosses or wire.between == "all")
+        coded, rests = False, 0
+        if wire is not None and (copied or inside):
+            code = wire.weight_code
+            coded = code is not None and code.shortens(dtype if copied else weight)
+        if wire is not None and wire.error_feedback and (inside or replicas > 1):
+            code = wire.gradient_code
+            rests = rest_rows(ranks, replicas, divides_between) if code and code.shortens(gradient) else 0
+        apart = given in APART and (coded or (weight != dtype and not copied))
+        sizes = dtype.itemsize, weight.itemsize, gradient.itemsize
+        return Terms(given, *sizes, apart, ranks if one_copy else 1, rests, optimizer)
+
+    @staticmethod
+    def shared(
+        stage: int,
+        dtype: torch.dtype,
+        precision: MixedPrecision,
+        wire: Wire | None,
+        sharing: Sharing,
+        one_copy: bool = False,
+        optimizer: tuple[Number, Number] = (0, 0),
+    ) -> Terms:
+        """Of parameters that are divided by ``sharing``."""
+        return Terms.of(
+            stage,
+            dtype,
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            wire=wire,
+            ranks=sharing.weights.size,
+            replicas=1 if sharing.replicas is None else sharing.replicas.size,
+            divides_between=sharing.divides_between,
+            two_hops=sharing.two_hops,
+            crosses=sharing.crosses,
+            one_copy=one_copy,
+            optimizer=optimizer,
+        )
+
+    @staticmethod
+    def of_graphs(context: Context, layout: GroupLayout, optimizer: tuple[Number, Number] = (0, 0)) -> Terms:
+        """Of a group of the module whose graphs have ``context``."""
+        return Terms.of(
+            context.stage,
+            layout.dtype,
+            param_dtype=context.param_dtype,
+            reduce_dtype=context.reduce_dtype,
+            wire=context.wire,
+            ranks=layout.world_size,
+            replicas=context.replicas,
+            divides_between=context.divides_between,
+            two_hops=context.two_hops,
+            crosses=context.crosses,
+            one_copy=context.one_copy,
+            optimizer=optimizer,
+        )
+
+
+def at_rest(n: Elements, how: Terms, *, trained: bool = True, accumulating: bool = False) -> Account:
+    """The table. ``accumulating``: between two backwards under `zerofx.no_sync`."""
+    whole = how.given == "parameters"
+    owned, moved = (n.numel, n.numel) if whole else (n.owned, n.updated)
+    given = {
+        "parameters": how.master * n.numel,
+        "replica": how.weight * n.whole,
+        "common replica": how.weight * n.whole // how.holders,
+        "shard": how.master * n.part,
+        "row copy": how.master * n.part,
+    }[how.given]
+    replicas, shards = (given, how.master * owned if how.apart else 0) if how.given in APART else (0, given)
+    if not trained:
+        return Account(replicas, shards)
+    gradients = how.gradient * n.numel if accumulating else how.master * owned
+    master, moment = how.optimizer
+    return Account(replicas, shards, gradients, 4 * how.rests * owned, master * moved, moment * moved)
+
+
+def of_group(layout: GroupLayout, context: Context, terms: Terms | None = None) -> Account:
+    """In memory of the device, of a group of the module whose graphs have ``context``."""
+    terms = Terms.of_graphs(context, layout) if terms is None else terms
+    held = at_rest(Elements.of(layout, context), terms, trained=layout.requires_grad)
+    there = context.on_disk
+    kinds = there.kinds if there is not None and layout.name in there.groups else frozenset[str]()
+    return held.without(held.elsewhere(kinds | {"moment"} if layout.name in context.on_host else kinds))
+
+
+def as_updated(layout: GroupLayout, context: Context) -> GroupLayout:
+    """The layout of a group that graphs see so, divided over all ranks that update it."""
+    return replace(layout, world_size=layout.world_size * (context.replicas if context.divides_between else 1))
+
+
+def rest_rows(ranks: int, replicas: int, divides_between: bool) -> int:
+    """Of how many ranks' elements a rank keeps what codes cut off: of other ranks', or of what goes to all replicas."""
+    if replicas == 1:
+        return ranks - 1
+    return replicas - 1 if divides_between else 1
+
+
+def adamw(itemsize: int) -> tuple[int, ...]:
+    """Bytes of an element in each buffer of `zerofx.AdamW`: a float32 master of a 16-bit parameter, and two moments."""
+    return (4, 4, 4) if itemsize == 2 else (itemsize, itemsize)
+
+
+def state_of(itemsize: int) -> tuple[int, int]:
+    """The same, as `Terms` take it: masters, and moments."""
+    *masters, one, other = adamw(itemsize)
+    return sum(masters), one + other
+
+
+def touched(itemsize: int) -> int:
+    """Bytes of memory that it reads and writes for an element: the gradient once, the others twice."""
+    return 7 * adamw(itemsize)[-1]
+
+
+def updated(layout: GroupLayout, rank: int) -> int:
+    """Elements of a shard from its first parameter's to its last one's: what moments have. The rest is padding."""
+    pieces = [piece for slot in layout.slots if (piece := layout.piece(slot, rank)).length]
+    ends = [piece.in_shard + piece.length for piece in pieces]
+    return max(ends) - min(piece.in_shard for piece in pieces) if pieces else 0

@@ -26,6 +26,7 @@ from zerofx.model.precision import MixedPrecision
 from zerofx.passes.travel import run
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
+from zerofx.runtime.state.account import rest_rows
 from zerofx.runtime.state.home import Home
 from zerofx.runtime.state.weights import Weights
 
@@ -220,9 +221,8 @@ class Gradients:
     def rest_shape(self) -> tuple[int, int]:
         """Of `rest`: rows of a pack for other ranks; or this rank's shard, which goes to all replicas alike."""
         replicas, layout = self.sharing.replicas, self.layout
-        if replicas is None:
-            return layout.world_size - 1, layout.shard_numel
-        return replicas.size - 1 if self.sharing.divides_between else 1, layout.shard_numel
+        number = 1 if replicas is None else replicas.size
+        return rest_rows(layout.world_size, number, self.sharing.divides_between), layout.shard_numel
 
     def rest_of(self, rows: int, numel: int) -> torch.Tensor:
         """`rest`, made where there is none yet."""

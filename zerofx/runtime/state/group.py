@@ -32,6 +32,7 @@ from zerofx.passes.context import Buckets, OnDisk
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.turns import Turns
 from zerofx.runtime.ranks.used import UsedMap
+from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held
@@ -298,6 +299,15 @@ class ShardGroup:
     def gathered_nbytes(self) -> int:
         """`Weights.nbytes`"""
         return self.weights.nbytes
+
+    def at_rest(self, *, accumulating: bool = False) -> Account:
+        """Bytes that it takes of this rank, wherever they are, without the optimizer's; see `account`."""
+        layout, family, sharing = self.layout, self.family, self.sharing
+        part = layout.shard_numel if sharing.two_hops else self.graph_layout.shard_numel
+        numel = sum(slot.numel for slot in layout.slots)
+        elements = Elements(numel, layout.numel, part, layout.shard_numel, layout.shard_numel)
+        terms = Terms.shared(family.stage, layout.dtype, family.precision, family.wire, sharing, family.one_copy)
+        return at_rest(elements, terms, trained=layout.requires_grad, accumulating=accumulating)
 
     def parameter(self, slot: Slot) -> Any:
         """The parameter of ``slot``, which must be alive."""
