@@ -455,7 +455,7 @@ class CompiledGraph:
             "process_group": group.sharing.weights.name,
             "reduce_group": group.sharing.gradients.name,
             "replica_group": "" if group.sharing.replicas is None else group.sharing.replicas.name,
-            "replicas": 1 if group.sharing.replicas is None else group.sharing.replicas.size,
+            "replicas": group.sharing.copies,
             "divides_between": group.sharing.divides_between,
             "two_hops": group.sharing.two_hops,
             "near_group": "" if group.sharing.near is None else group.sharing.near.name,

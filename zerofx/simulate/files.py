@@ -49,13 +49,13 @@ class Files:
         there = context.on_disk
         if there is None:
             return None
-        layouts, found = list(layouts), Account()
+        found, updates = Account(), {}
         for layout in layouts:
             terms = Terms.of_graphs(context, layout, state_of(layout.dtype.itemsize))
-            held = at_rest(Elements.of(layout, context, rank), terms, trained=layout.requires_grad)
+            held = at_rest(Elements.of(layout, terms, rank), terms, trained=layout.requires_grad)
             found += held.elsewhere(there.kinds if layout.name in there.groups else ())
+            updates[layout.name] = Moved.of(as_updated(layout, terms), there, rank)
         sizes = {"moment": found.masters + found.moments, "weights": found.shards, "gradient": found.gradients}
-        updates = {layout.name: Moved.of(as_updated(layout, context), there, rank) for layout in layouts}
         by_kind = {kind: sizes[kind] for kind in STATE if kind in there.kinds}
         return Files(there, by_kind, updates)
 

@@ -162,8 +162,7 @@ class Ranks(Formulas):
     @staticmethod
     def of(sharing: Sharing) -> Ranks:
         """The numbers of ranks of ``sharing``."""
-        replicas = 1 if sharing.replicas is None else sharing.replicas.size
-        shared = (sharing.weights.size, sharing.gradients.size, sharing.optimizer.size, replicas)
+        shared = (sharing.weights.size, sharing.gradients.size, sharing.optimizer.size, sharing.copies)
         return Ranks(*map(Integer, shared))
 
 

@@ -168,8 +168,9 @@ class Run:
 
     def _at_rest(self, stage: int, sharing: Sharing) -> tuple[cost.Memory, cost.Filed | None]:
         """What is in memory, and with ``offload`` in a file, of which it says what passes through it, too."""
+        shared = sharing, sharing.weights.size, sharing.copies
         optimizer = state_of(self.dtype.itemsize)
-        terms = Terms.shared(stage, self.dtype, self.precision, self.wire, sharing, optimizer=optimizer)
+        terms = Terms.of(stage, self.dtype, self.precision, self.wire, *shared, optimizer=optimizer)
         ranks, mixed = cost.Ranks.of(sharing), self.sizes.mixed
         if sharing.two_hops:
             ranks = replace(ranks, weights=ranks.optimizer)

@@ -171,7 +171,12 @@ class Sharing:
     @property
     def averaged_over(self) -> int:
         """How many ranks a gradient is averaged over."""
-        return self.gradients.size * (1 if self.replicas is None else self.replicas.size)
+        return self.gradients.size * self.copies
+
+    @property
+    def copies(self) -> int:
+        """How many replicas of the module there are."""
+        return 1 if self.replicas is None else self.replicas.size
 
     @property
     def divides_between(self) -> bool:

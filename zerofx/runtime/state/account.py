@@ -25,15 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from zerofx.model.layout import GroupLayout
-from zerofx.model.precision import MixedPrecision
 from zerofx.model.wire import Wire
 from zerofx.passes.context import Context
-from zerofx.runtime.ranks.sharing import Sharing
 
 Number = Any
 """Of bytes or elements: an int, or an expression of sympy's."""
@@ -47,6 +45,26 @@ GIVEN: tuple[Given, ...] = ("parameters", "replica", "replica", "shard")
 
 APART: tuple[Given, ...] = ("replica", "common replica", "row copy")
 """Beside these there may be a shard."""
+
+
+class Precision(Protocol):
+    """`zerofx.model.precision.MixedPrecision`, or a graph's context."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+
+
+class Shared(Protocol):
+    """`zerofx.runtime.ranks.sharing.Sharing`, or a graph's context."""
+
+    @property
+    def divides_between(self) -> bool: ...
+    @property
+    def two_hops(self) -> bool: ...
+    @property
+    def crosses(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,70 @@ class Account:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What bytes follow from, beside numbers of elements.
+
+    Attributes:
+        given: what graphs are given of a group.
+        master, weight, gradient: bytes of an element of a parameter, as it is computed with, and as it is reduced.
+        apart: whether the shard is a tensor beside what they are given.
+        holders: how many ranks have one replica in common.
+        rests: of how many ranks' elements it keeps what codes cut off.
+        optimizer: bytes of an element that it keeps as a master, and as moments.
+        updaters: among how many ranks what a rank gathers from is divided for the optimizer.
+        two_hops: whether it has no more than that of it.
+    """
+
+    given: Given
+    master: Number
+    weight: Number
+    gradient: Number
+    apart: bool = False
+    holders: int = 1
+    rests: int = 0
+    optimizer: tuple[Number, Number] = (0, 0)
+    updaters: int = 1
+    two_hops: bool = False
+
+    @staticmethod
+    def of(
+        stage: int,
+        dtype: torch.dtype,
+        precision: Precision,
+        wire: Wire | None,
+        sharing: Shared,
+        ranks: int,
+        replicas: int,
+        one_copy: bool = False,
+        optimizer: tuple[Number, Number] = (0, 0),
+    ) -> Terms:
+        """Of parameters of ``dtype`` in so many ``replicas`` of a module, each gathered by so many ``ranks``."""
+        weight = precision.param_dtype or dtype
+        gradient = precision.reduce_dtype or weight
+        copied = stage == 3 and sharing.divides_between and not sharing.two_hops
+        given: Given = "row copy" if copied else "common replica" if one_copy else GIVEN[stage]
+        wire = None if wire is None else wire.in_stage(stage)
+        inside = wire is not None and ranks > 1 and (sharing.crosses or wire.between == "all")
+        coded, rests = False, 0
+        if wire is not None and (copied or inside):
+            code = wire.weight_code
+            coded = code is not None and code.shortens(dtype if copied else weight)
+        if wire is not None and wire.error_feedback and (inside or replicas > 1):
+            code = wire.gradient_code
+            rests = rest_rows(ranks, replicas, sharing.divides_between) if code and code.shortens(gradient) else 0
+        apart = given in APART and (coded or (weight != dtype and not copied))
+        sizes, holders = (dtype.itemsize, weight.itemsize, gradient.itemsize), ranks if one_copy else 1
+        updaters = replicas if sharing.divides_between else 1
+        return Terms(given, *sizes, apart, holders, rests, optimizer, updaters, sharing.two_hops)
+
+    @staticmethod
+    def of_graphs(context: Context, layout: GroupLayout, optimizer: tuple[Number, Number] = (0, 0)) -> Terms:
+        """Of a group of the module whose graphs have ``context``."""
+        how = context.wire, context, layout.world_size, context.replicas, context.one_copy
+        return Terms.of(context.stage, layout.dtype, context, *how, optimizer)
+
+
+@dataclass(frozen=True)
 class Elements:
     """Of a group, or of all: ``numel`` of the parameters, ``whole`` of the flat buffer; and of that on one rank:
 
@@ -98,113 +180,12 @@ class Elements:
     updated: Number
 
     @staticmethod
-    def of(layout: GroupLayout, context: Context, rank: int | None = None) -> Elements:
-        """Of a group as graphs with ``context`` see it; ``rank``: its place in it, where padding is not to count."""
-        mine = as_updated(layout, context)
+    def of(layout: GroupLayout, terms: Terms, rank: int | None = None) -> Elements:
+        """Of a group as graphs see it; ``rank``: its place in it, where padding is not to count."""
+        mine = as_updated(layout, terms)
         owned, numel = mine.shard_numel, sum(slot.numel for slot in layout.slots)
-        part = owned if context.two_hops else layout.shard_numel
+        part = owned if terms.two_hops else layout.shard_numel
         return Elements(numel, layout.numel, part, owned, owned if rank is None else updated(mine, rank))
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What bytes follow from, beside numbers of elements.
-
-    Attributes:
-        given: what graphs are given of a group.
-        master, weight, gradient: bytes of an element of a parameter, as it is computed with, and as it is reduced.
-        apart: whether the shard is a tensor beside what they are given.
-        holders: how many ranks have one replica in common.
-        rests: of how many ranks' elements it keeps what codes cut off.
-        optimizer: bytes of an element that it keeps as a master, and as moments.
-    """
-
-    given: Given
-    master: Number
-    weight: Number
-    gradient: Number
-    apart: bool = False
-    holders: int = 1
-    rests: int = 0
-    optimizer: tuple[Number, Number] = (0, 0)
-
-    @staticmethod
-    def of(
-        stage: int,
-        dtype: torch.dtype,
-        *,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        wire: Wire | None,
-        ranks: int,
-        replicas: int,
-        divides_between: bool,
-        two_hops: bool,
-        crosses: bool,
-        one_copy: bool = False,
-        optimizer: tuple[Number, Number] = (0, 0),
-    ) -> Terms:
-        """Of parameters of ``dtype``; ``ranks``: those that gather. The rest is as in `zerofx.passes.context`."""
-        weight = param_dtype or dtype
-        gradient = reduce_dtype or weight
-        copied = stage == 3 and divides_between and not two_hops
-        given: Given = "row copy" if copied else "common replica" if one_copy else GIVEN[stage]
-        wire = None if wire is None else wire.in_stage(stage)
-        inside = wire is not None and ranks > 1 and (crosses or wire.between == "all")
-        coded, rests = False, 0
-        if wire is not None and (copied or inside):
-            code = wire.weight_code
-            coded = code is not None and code.shortens(dtype if copied else weight)
-        if wire is not None and wire.error_feedback and (inside or replicas > 1):
-            code = wire.gradient_code
-            rests = rest_rows(ranks, replicas, divides_between) if code and code.shortens(gradient) else 0
-        apart = given in APART and (coded or (weight != dtype and not copied))
-        sizes = dtype.itemsize, weight.itemsize, gradient.itemsize
-        return Terms(given, *sizes, apart, ranks if one_copy else 1, rests, optimizer)
-
-    @staticmethod
-    def shared(
-        stage: int,
-        dtype: torch.dtype,
-        precision: MixedPrecision,
-        wire: Wire | None,
-        sharing: Sharing,
-        one_copy: bool = False,
-        optimizer: tuple[Number, Number] = (0, 0),
-    ) -> Terms:
-        """Of parameters that are divided by ``sharing``."""
-        return Terms.of(
-            stage,
-            dtype,
-            param_dtype=precision.param_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            wire=wire,
-            ranks=sharing.weights.size,
-            replicas=1 if sharing.replicas is None else sharing.replicas.size,
-            divides_between=sharing.divides_between,
-            two_hops=sharing.two_hops,
-            crosses=sharing.crosses,
-            one_copy=one_copy,
-            optimizer=optimizer,
-        )
-
-    @staticmethod
-    def of_graphs(context: Context, layout: GroupLayout, optimizer: tuple[Number, Number] = (0, 0)) -> Terms:
-        """Of a group of the module whose graphs have ``context``."""
-        return Terms.of(
-            context.stage,
-            layout.dtype,
-            param_dtype=context.param_dtype,
-            reduce_dtype=context.reduce_dtype,
-            wire=context.wire,
-            ranks=layout.world_size,
-            replicas=context.replicas,
-            divides_between=context.divides_between,
-            two_hops=context.two_hops,
-            crosses=context.crosses,
-            one_copy=context.one_copy,
-            optimizer=optimizer,
-        )
 
 
 def at_rest(n: Elements, how: Terms, *, trained: bool = True, accumulating: bool = False) -> Account:
@@ -229,15 +210,15 @@ def at_rest(n: Elements, how: Terms, *, trained: bool = True, accumulating: bool
 def of_group(layout: GroupLayout, context: Context, terms: Terms | None = None) -> Account:
     """In memory of the device, of a group of the module whose graphs have ``context``."""
     terms = Terms.of_graphs(context, layout) if terms is None else terms
-    held = at_rest(Elements.of(layout, context), terms, trained=layout.requires_grad)
+    held = at_rest(Elements.of(layout, terms), terms, trained=layout.requires_grad)
     there = context.on_disk
     kinds = there.kinds if there is not None and layout.name in there.groups else frozenset[str]()
     return held.without(held.elsewhere(kinds | {"moment"} if layout.name in context.on_host else kinds))
 
 
-def as_updated(layout: GroupLayout, context: Context) -> GroupLayout:
+def as_updated(layout: GroupLayout, terms: Terms) -> GroupLayout:
     """The layout of a group that graphs see so, divided over all ranks that update it."""
-    return replace(layout, world_size=layout.world_size * (context.replicas if context.divides_between else 1))
+    return replace(layout, world_size=layout.world_size * terms.updaters)
 
 
 def rest_rows(ranks: int, replicas: int, divides_between: bool) -> int:

@@ -220,9 +220,8 @@ class Gradients:
     @property
     def rest_shape(self) -> tuple[int, int]:
         """Of `rest`: rows of a pack for other ranks; or this rank's shard, which goes to all replicas alike."""
-        replicas, layout = self.sharing.replicas, self.layout
-        number = 1 if replicas is None else replicas.size
-        return rest_rows(layout.world_size, number, self.sharing.divides_between), layout.shard_numel
+        layout, sharing = self.layout, self.sharing
+        return rest_rows(layout.world_size, sharing.copies, sharing.divides_between), layout.shard_numel
 
     def rest_of(self, rows: int, numel: int) -> torch.Tensor:
         """`rest`, made where there is none yet."""

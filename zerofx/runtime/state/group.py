@@ -302,12 +302,10 @@ class ShardGroup:
 
     def at_rest(self, *, accumulating: bool = False) -> Account:
         """Bytes that it takes of this rank, wherever they are, without the optimizer's; see `account`."""
-        layout, family, sharing = self.layout, self.family, self.sharing
-        part = layout.shard_numel if sharing.two_hops else self.graph_layout.shard_numel
-        numel = sum(slot.numel for slot in layout.slots)
-        elements = Elements(numel, layout.numel, part, layout.shard_numel, layout.shard_numel)
-        terms = Terms.shared(family.stage, layout.dtype, family.precision, family.wire, sharing, family.one_copy)
-        return at_rest(elements, terms, trained=layout.requires_grad, accumulating=accumulating)
+        layout, family = self.graph_layout, self.family
+        how = family.precision, family.wire, self.sharing, layout.world_size, self.sharing.copies, family.one_copy
+        terms = Terms.of(family.stage, layout.dtype, *how)
+        return at_rest(Elements.of(layout, terms), terms, trained=layout.requires_grad, accumulating=accumulating)
 
     def parameter(self, slot: Slot) -> Any:
         """The parameter of ``slot``, which must be alive."""
