@@ -308,13 +308,10 @@ class _Step:
 
     def _room(self, layout: GroupLayout, nbytes: int, beside: int = 0) -> torch.Tensor:
         """Memory for what the file has, in the place of sums that were not used for the longest time."""
-        for other in list(self.sums):
-            if nbytes + beside + sum(map(nbytes_of, self.sums.values())) <= state_file.KEPT:
-                break
-            if other != layout:
-                gone = nbytes_of(self.sums.pop(other))
-                number = self.recorder.transfer("sum", other.name, written=gone)
-                self.recorder.arrived("sum", other.name, number)
+        kept = [(other, nbytes_of(x), other == layout) for other, x in self.sums.items()]
+        for other in state_file.leaving(kept, nbytes + beside):
+            number = self.recorder.transfer("sum", other.name, written=nbytes_of(self.sums.pop(other)))
+            self.recorder.arrived("sum", other.name, number)
         with self.recorder.unseen():
             made = torch.empty(layout.shard_numel, dtype=layout.dtype)
         self.recorder.allocate(made)

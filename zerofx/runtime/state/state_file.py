@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,6 +48,20 @@ BUFFER = 8 << 20
 """Bytes of what passes through memory at once; a chunk of all state of one kind of elements fits."""
 
 _numbers = itertools.count()
+_T = TypeVar("_T")
+
+
+def leaving(kept: Sequence[tuple[_T, int, bool]], nbytes: int) -> list[_T]:
+    """What leaves memory, the longest unused first, until ``nbytes`` more are at most `KEPT`.
+
+    ``kept``: what is there, its bytes, and whether it must stay; in the order of its last use.
+    """
+    total, found = nbytes + sum(size for _, size, _ in kept), []
+    for each, size, stays in kept:
+        if total > KEPT and not stays:
+            found.append(each)
+            total -= size
+    return found
 
 
 class OffloadError(RuntimeError):
@@ -289,14 +303,10 @@ class StateFile:
                     self._free.setdefault(padded(extent.nbytes), []).append(extent.at)
 
     def _make_room(self, nbytes: int) -> None:
-        """What is not pinned leaves memory, the longest unused first, until ``nbytes`` more are at most `KEPT`."""
-        total = nbytes + sum(extent.nbytes for extent in self._recent.values())
-        for extent in list(self._recent.values()):
-            if total <= KEPT:
-                break
-            if not extent.pins:
-                self._put_away(extent)
-                total -= extent.nbytes
+        """What is not pinned leaves memory as `leaving` says."""
+        recent = [(extent, extent.nbytes, extent.pins > 0) for extent in self._recent.values()]
+        for extent in leaving(recent, nbytes):
+            self._put_away(extent)
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
