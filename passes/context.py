@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.wire import Wire
 from zerofx.passes.own import Pass
-from zerofx.passes.saved import SavedPart, Stowed, Stows
+from zerofx.passes.saved import ActivationChoice, OffloadedActivation, SavedPart
 from zerofx.passes.travel import Travel, travel_of
 
 Phase = Literal["forward", "backward", "inference"]
@@ -43,52 +43,9 @@ class ParameterRef:
 class Tag:
     """What a node is for: ``node.meta["zerofx"]`` of every node that a pass inserted.
 
-    ======================  =================================================
-    kind                    node
-    ======================  =================================================
-    rebuild                 a view or cast that backward makes anew
-    shard                   the placeholder of a group's shard (stage 3), or
-    replica                 of its full copy (stages 1 and 2; one_copy), and
-    refresh                 the wait for that copy to be up to date
-    kept                    the placeholder of a gradient that was kept back
-    gathered                the placeholder of a whole group that forward kept
-    far, wait_far           the start of bringing a shard from the parts of its
-                            column, and the shard when it has come
-    near                    this rank's part of a gathered group among near
-                            ranks: what forward takes of it; the placeholder
-                            that brings it to backward
-    narrow                  a cast or a part of a shard that is gathered
-    widen                   a cast of a weight back to its parameter's dtype
-    unshard, reduce_grad    the symbolic per-parameter nodes (gather, reduce)
-    all_gather, wait        the group's gather, and the wait for it
-    encode, decode          codes on the wire: a row of them, and what is read
-                            of all ranks' rows (compress)
-    weight                  a parameter as a view of the gathered buffer
-    prepare                 what adds a kept gradient, or casts, before packing
-    pack                    what lays a group's gradients into one flat buffer
-    reduce_scatter          its reduction (all_reduce: in stage 0), and
-    wait_grad               the wait for it
-    sum_replicas            the sum of its result over the replicas, or of this
-                            rank's part of it, and
-    wait_replicas           the wait for it (replicate)
-    gradient                what makes the averaged gradient of it
-    fetch, wait_fetch       the start of bringing a shard that lives elsewhere,
-                            and the shard when it has come
-    put, wait_put           the start of taking a gradient away, and the wait
-                            until it has left
-    part                    this rank's part of what all tensor-parallel ranks
-                            have alike, which forward saves
-    collect, collected      the gather of all parts, and the wait for it
-    saved                   a view of that, or of what is cut
-    stow, wait_stow         the same of what forward saves; and, in backward,
-    unstow, wait_unstow     the start of bringing it, and what has come
-    step                    the update of a group in its backward, and
-    ahead                   the start of its replicas' refresh after that
-    discard                 the end of a gathered buffer
-    (a pass's name)         what a user's pass inserted
-    ======================  =================================================
-
-    Corners insert nodes of further kinds (`zerofx.passes.kinds`).
+    Attributes:
+        kind: of `zerofx.passes.kinds.NODE_KINDS`; or the name of a user's pass.
+        group: the group of parameters that it serves.
     """
 
     kind: str
@@ -153,7 +110,7 @@ class Meanings:
         saved: what forward saved before all passes, by the name under which backward receives it.
         brought: what it hands over after them: what backward is given under that name.
         kept: by group, what was left gathered (`zerofx.passes.proof.facts.Flat`).
-        stowed: by place, the value that left for backward to bring.
+        offloaded: by place, the value that left for backward to bring.
         widened: of what was cast to a wider dtype, what it was cast from.
         parts: by a part's number, what views of the whole are: size, strides and offset -> number.
     """
@@ -161,7 +118,7 @@ class Meanings:
     saved: dict[str, int] = field(default_factory=dict)
     brought: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-    stowed: dict[int, int] = field(default_factory=dict)
+    offloaded: dict[int, int] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
     parts: dict[int, Any] = field(default_factory=dict)
 
@@ -298,9 +255,9 @@ class Context:
     divides_between: bool = False
     """Stage 3: each of these updates a part of the shard, and shards are refreshed before forward."""
     two_hops: bool = False
-    """Stage 3: each of these has that part alone, and graphs bring the shard from there (`far`)."""
+    """Stage 3: each of these has that part alone, and graphs gather the shard from there (`two_hop_gather`)."""
     near_group: str = ""
-    """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left it (`near`)."""
+    """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left there."""
     near_ranks: int = 1
     """How many ranks are near each other, where that is known."""
     crosses: bool = False
@@ -323,8 +280,8 @@ class Context:
     one_copy: bool = False
     """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.state.one_copy`)."""
     lookups: bool = False
-    """Stage 3: of tables that are only looked up, rows travel (`zerofx.passes.lookups`). Indices have one shape on all
-    ranks."""
+    """Stage 3: of tables that are only looked up, rows travel (`zerofx.features.lookups`). Indices have one
+    shape on all ranks."""
     buckets: Buckets = "group"
     sync: Sync = "reduce"
     steps: bool = False
@@ -336,17 +293,17 @@ class Context:
     wire: Wire | None = None
     """What travels in codes; None: nothing."""
     weights_away: frozenset[str] = frozenset()
-    """Stage 3: the groups whose shards live elsewhere than on the device (`fetch`)."""
+    """Stage 3: the groups whose shards live elsewhere than on the device (`reload_weights`)."""
     gradients_away: frozenset[str] = frozenset()
-    """Those whose gradients do (`put`)."""
+    """Those whose gradients do (`offload_gradients`)."""
     on_host: frozenset[str] = frozenset()
     """The groups whose optimizer state is in the host's memory."""
     on_disk: OnDisk | None = None
     """What lives in a file, moments as well; None: nothing does."""
-    stows: Stows | None = None
-    """Which activations do (`stow`); None: they stay."""
-    stowed: dict[str, Stowed] = field(default_factory=dict)
-    """Written by forward's `stow`, read by backward's: name of the saved value -> what backward is given instead."""
+    activation_choice: ActivationChoice | None = None
+    """Which activations do (`offload_activations`); None: they stay."""
+    offloaded: dict[str, OffloadedActivation] = field(default_factory=dict)
+    """Written by forward's `offload_activations`, read by backward's: name of the saved value -> what backward gets."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""
@@ -355,7 +312,7 @@ class Context:
     held_elsewhere: int = 0
     """Gathered bytes that other graphs of the module keep between forward and backward."""
     kept_gathered: dict[str, Gathered] = field(default_factory=dict)
-    """Written by forward's `keep` and `near`, read by backward's: group name -> what was left gathered."""
+    """Written by forward's `keep` and `secondary_shard`, read by backward's: group name -> what was left gathered."""
     parts_group: str = ""
     """Name of the process group whose ranks save parts of what they have alike (`save_parts`); "" where none do."""
     parts_ranks: int = 1
@@ -381,8 +338,8 @@ class Context:
     kept: list[ParameterRef] = field(default_factory=list)
     """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
     gathered: list[str] = field(default_factory=list)
-    """Set by backward's `keep` and `near`: the groups whose gathered buffers, or parts of these, are the graph's very
-    last inputs, in that order."""
+    """Set by backward's `keep` and `secondary_shard`: the groups whose gathered buffers, or parts of these, are the
+    graph's very last inputs, in that order."""
     reductions: list[Reduction] = field(default_factory=list)
     """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order; where it ``steps``, what
     the outputs of its updates, which are empty, stand for."""

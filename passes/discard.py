@@ -13,7 +13,7 @@ The last use is that of the buffer or of any view of it, by the operators' schem
 the graph (the model returns a weight) is not discarded: who holds the view holds the memory.
 
 A buffer that came from forward (`keep`) belongs to what autograd saved: it is marked by ``zerofx.release``, which
-frees nothing by itself; the memory is free once nobody holds it. So is a shard that was fetched (`fetch`): what sends
+frees nothing by itself; the memory is free once nobody holds it. So is a shard that was fetched (`reload`): what sends
 it may hold it a little longer.
 
 In the eager executor the node frees the storage. Inductor frees a buffer after its last reader by itself; `lower`
@@ -35,7 +35,7 @@ from zerofx.passes.ops import release
 def discard(gm: GraphModule, ctx: Context) -> int:
     """Insert the discard nodes; returns how many."""
     graph, order, edits = gm.graph, edit.positions(gm.graph), 0
-    for buffer in edit.tagged(graph, "wait", "gathered", "wait_fetch"):
+    for buffer in edit.tagged(graph, "wait", "gathered", "wait_reload"):
         last = edit.last_use(buffer, order)
         if last is None or last.op == "placeholder":
             continue

@@ -37,11 +37,11 @@ must not move against each other is therefore made a dependence::
     reduce B                     sum C over the replicas, after reduce B; the next reduction after that; and the wait
     sum C over the replicas      for B after the sum: both links are under way by then
 
-    use a; release a             fetch C, after every use of a; each fetch, and each wait for one, after the one before
-    fetch C;  wait B    ─────▶   it, and a wait for one with the gather that it stands in front of; puts the same
+    use a; release a             reload C, after every use of a; each reload, and each wait for one, after the one
+    reload C;  wait B   ─────▶   before it, and a wait for one with the gather that it stands in front of; offloads too
 
-    use a                        unstow c, after every use of a, and after the wait for b: what forward saved comes back
-    wait b;  unstow c   ─────▶   as the graph has it, and never more of it at a time
+    use a                        reload c, after every use of a, and after the wait for b: what forward saved comes back
+    wait b;  reload c   ─────▶   as the graph has it, and never more of it at a time
 
 A value that is computed from A and read after ``start C`` is stored before it is first read, so that no later kernel
 goes back to A. The discard marks are taken out: Inductor frees a buffer after its last reader, which is where they
@@ -72,7 +72,7 @@ _c10d = torch.ops._c10d_functional
 
 def lower(gm: GraphModule, ctx: Context) -> int:
     """Make the graph ready for ``ctx.executor`` and ``ctx.backend``; returns how many nodes were replaced."""
-    edits, coded = 0, set(edit.tagged(gm.graph, "encode"))
+    edits, coded = 0, set(edit.tagged(gm.graph, "quantize"))
     for node in edit.tagged(gm.graph, "all_reduce"):
         if node.args[0].target is _aten.cat.default:  # type: ignore[union-attr]
             node.target = _c10d.all_reduce_.default
@@ -110,8 +110,8 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
     reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
     apart = travelling()
-    carried = ("fetch", "wait_fetch")
-    for node in edit.tagged(gm.graph, "all_gather", "wait", "wait_far", "discard", *carried, *apart, *reductions):
+    carried = ("reload", "wait_reload")
+    for node in edit.tagged(gm.graph, "all_gather", "wait", "wait_hop", "discard", *carried, *apart, *reductions):
         kind = node.meta["zerofx"].kind
         if kind == "discard":
             dead.append(node.args[0])  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
         elif kind in apart:
             after[node] += previous
             previous = [*previous, node]
-        elif kind == "wait_far":
+        elif kind == "wait_hop":
             after[node] += [start for start in previous if start is not node.args[0]]
         elif kind == "all_gather":
             for buffer in dead:
@@ -138,10 +138,11 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
                 waited, ahead, started = node.meta["zerofx"].group, started, []
             after[node] += [start for start in ahead if start is not node.args[0]]
     _order_sums(gm, after)
-    for kinds in (carried, ("put", "wait_put"), ("stow", "wait_stow"), ("unstow", "wait_unstow")):
+    waits = [(kind, f"wait_{kind}") for kind in ("reload", "offload", "offload_activation", "reload_activation")]
+    for kinds in waits:
         for before, node in pairwise(edit.tagged(gm.graph, *kinds)):
             after[node] += [before] * (before not in node.all_input_nodes)
-    _order_brought(gm, after, "unstow", "wait_unstow", order, nodes)
+    _order_brought(gm, after, "reload_activation", "wait_reload_activation", order, nodes)
     _order_steps(gm, after, order, nodes)
     if ctx.own_kinds:
         _order_own(gm, ctx, after)
@@ -192,14 +193,14 @@ def _order_foreign(gm: GraphModule, after: dict[Node, list[Node]], order: dict[N
 
     Each of these gathers follows the readers of what is gone.
     """
-    starts, previous = edit.tagged(gm.graph, "collect"), None
+    starts, previous = edit.tagged(gm.graph, "gather_saved"), None
     started = [n for n in nodes if communicates(n.target) or n.target is torch.ops.zerofx.refresh.default]
     if not starts and all("zerofx" in node.meta for node in started):
         return
     for node in started:
         after[node] += [previous] if previous is not None else []
         previous = node
-    _order_brought(gm, after, "collect", "collected", order, nodes)
+    _order_brought(gm, after, "gather_saved", "wait_saved", order, nodes)
 
 
 def _order_brought(
@@ -275,7 +276,7 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     dtype = gradient.meta["val"].dtype
     wider = dtype if dtype.itemsize > wait.meta["val"].dtype.itemsize else None
     tag = gradient.meta["zerofx"]
-    if tag.kind in ("sum_replicas", "encode"):
+    if tag.kind in ("sum_replicas", "quantize"):
         tag = Tag("gradient", tag.group)
     call = _inserting(gm, gradient, near=node, tag=tag)
     sums = travel.summed(call, pack, wait, numel, world_size, process_group, wider)

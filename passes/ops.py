@@ -22,7 +22,7 @@ goes with the second:
 
 `zerofx.passes.pairwise` says how the exchange goes.
 
-One that cuts what forward saves (`zerofx.passes.save_parts`):
+One that cuts what forward saves (`zerofx.features.partition_activations.partition_saved`):
 
 ==========================================================  ========================================================
 ``zerofx.part(whole, T, group)``                            this rank's part of T, a copy: of the elements in row-major

@@ -37,15 +37,6 @@ LAST = "lower"
 COLLECTIVES: set[OpOverload] = set()
 """Operators of users that communicate, as their passes declared them (`Pass.collectives`)."""
 
-KINDS = frozenset(
-    """
-    rebuild shard replica refresh kept gathered far wait_far near narrow widen unshard reduce_grad all_gather wait
-    encode decode weight prepare pack reduce_scatter all_reduce wait_grad sum_replicas wait_replicas gradient
-    fetch wait_fetch put wait_put part collect collected saved stow wait_stow unstow wait_unstow step ahead discard
-    """.split()
-)
-"""The kinds of nodes that our passes insert (`zerofx.passes.context.Tag`): names that a user's pass must not have."""
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -75,7 +66,7 @@ class Pass:
         if not callable(self.function):
             raise TypeError(f"zerofx.Pass({self.function!r}): expected a function of a graph module and a context.")
         _check_signature(self.function)
-        if self.name in KINDS or self.name in kinds.KINDS:
+        if self.name in kinds.NODE_KINDS:
             raise ValueError(f"a pass named {self.name!r}: zerofx's own nodes are of that kind. Give it another name.")
         for target in self.collectives:
             if not isinstance(target, OpOverload):

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class SavedPart:
-    """A value of which forward saves this rank's part (`zerofx.passes.save_parts`).
+    """A value of which forward saves this rank's part (`zerofx.features.partition_activations.partition_saved`).
 
     Attributes:
         name: what computes it in forward.
@@ -39,7 +39,7 @@ class SavedPart:
 
 
 @dataclass(frozen=True)
-class Stows:
+class ActivationChoice:
     """Which saved tensors leave the device: those of ``smallest`` bytes or more; ``only``: of these, by name."""
 
     smallest: int
@@ -47,8 +47,8 @@ class Stows:
 
 
 @dataclass(frozen=True)
-class Stowed:
-    """What stands behind one saved value that left in forward (`stow`).
+class OffloadedActivation:
+    """What stands behind one saved value that left in forward (`offload_activation`).
 
     Attributes:
         place: its number among what left; several saved views of one tensor have one number.

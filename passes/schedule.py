@@ -96,7 +96,7 @@ def find_gathers(graph: Graph, ctx: Context | None = None) -> tuple[list[Gather]
 
 def _read_of(wait: Node) -> Node:
     """The gathered buffer: what ``wait`` yields, or what is read of the codes that it yields (`compress`)."""
-    return next((user for user in wait.users if edit.is_kind(user, "decode")), wait)
+    return next((user for user in wait.users if edit.is_kind(user, "dequantize")), wait)
 
 
 def _end(waits: list[Node], order: dict[Node, int]) -> Node | None:

@@ -13,7 +13,7 @@ travel           a gather                              a reduction
 `Pairwise`       ``zerofx.all_gather_pairwise``        ``zerofx.all_to_all_pairwise``, and a sum of all parts
 ===============  ====================================  ==========================================================
 
-An *exchange* is a reduction without the sum: parts in codes (`zerofx.passes.compress`) are to be read before they are
+An *exchange* is a reduction without the sum: quantized parts (`zerofx.features.wire`) are to be read before they are
 added. It is ``all_to_all_single``, or ``zerofx.all_to_all_pairwise``.
 
 A buffer travels as the bytes that it is given: `Travel.gathered` gives back what arrived. Another case is a

@@ -27,14 +27,14 @@ order        values are computed before they are read; gathers start in the orde
 wire         what travels in codes is written and read once, by one description, which is the option's and the layout's
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
              that this changes; its replicas at most once, after that; the order is pinned
-fetch        weights that live elsewhere are read by their fetch alone: each is brought once, waited for once, and read;
+reload       weights that live elsewhere are read by their reload alone: each comes once, is waited for once, and read;
              two are on their way at most, in the order of the graph, each behind the readers of what is gone by then
-put          gradients that live elsewhere are taken away once, by the place that the caller knows, and waited for once;
+offload      gradients that live elsewhere are taken away once, by the place that the caller knows, and waited for once;
              two are on their way at most, and nothing writes to one of them
 parts        of what all tensor-parallel ranks have alike, a part is saved, in the order of its memory; backward gathers
              each once, in their process group, and reads what forward would have saved; one is under way beside the one
              that is waited for; the order among that group's collectives is pinned
-stow         what forward saves and is to leave is taken away once, whole, and its handle is saved; nothing else of it
+activation   what forward saves and is to leave is taken away once, whole, and its handle is saved; nothing else of it
              is returned; backward brings each handle's tensor once, by its number, and reads nothing else of it; two
              are on their way at most, in the order of the graph, and nothing writes to one of them
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
@@ -58,12 +58,10 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from zerofx.passes.context import Context
-from zerofx.passes.proof.carried import check_carried
 from zerofx.passes.proof.live import check_discards, check_live_bytes, check_order, check_pinned, check_read
 from zerofx.passes.proof.outputs import Outputs
-from zerofx.passes.proof.parts import check_parts
 from zerofx.passes.proof.reader import Reader
-from zerofx.passes.proof.steps import check_steps
+from zerofx.passes.proof.rules import ask
 
 
 def verify(gm: GraphModule, ctx: Context) -> int:
@@ -77,13 +75,11 @@ def verify(gm: GraphModule, ctx: Context) -> int:
     Outputs(reader).check()
     buffers = list(reader.buffers.values())
     check_read(buffers)
-    check_discards([*buffers, *reader.fetched.values()], reader.nodes, ctx)
+    check_discards([*buffers, *reader.owned.values()], reader.nodes, ctx)
     check_live_bytes(buffers, reader.order, ctx)
     waits = {s: w for s, w in reader.waits.items() if s not in reader.apart | reader.own}
     check_order(waits, reader.ops, reader.order, ctx)
-    check_steps(reader)
-    check_carried(reader)
-    check_parts(reader)
+    ask("finished", reader)
     if ctx.executor == "inductor":
         check_pinned(buffers, reader.ops, reader.order, reader.apart)
     return 0

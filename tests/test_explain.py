@@ -14,7 +14,7 @@ from tests.models import GPT
 from zerofx.compiler.explain import Reasons
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.model.units import format_bytes
-from zerofx.passes import edit, pipeline
+from zerofx.passes import edit
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -135,7 +135,7 @@ def test_every_node_of_zerofxs_was_made_by_a_pass_that_made_it(stage: int) -> No
         reasons = Reasons(trace)
         graphs = {"": {n.name for n in trace.before.graph.nodes}}
         graphs |= {p.__name__: {n.name for n in gm.graph.nodes} for p, gm in trace.steps()}
-        passes = ["", *(pass_.__name__ for pass_ in pipeline(stage))]
+        passes = ["", *(pass_.__name__ for pass_ in trace.passes)]
         for node in reasons.graph.nodes:
             answers = dict(reasons.why(node))
             if "zerofx" not in node.meta:

@@ -13,7 +13,7 @@ import zerofx
 from tests.seams.host_memory import counting
 from tests.seams.test_seams import all_equal
 from tests.workers import Workers
-from zerofx.passes.carry import ROOM
+from zerofx.features.offload.operators import ROOM
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16)
 WIDTH = 48
@@ -120,14 +120,14 @@ def listing(executor: str) -> list[str]:
         model = zerofx.compile(Deep(), groups=zerofx.Grouping((nn.Linear,), min_bytes=0), stage=3, executor=executor)
         model(torch.ones(4, WIDTH)).sum().backward()
         (record,) = zerofx.graphs(model)
-        said = [record.explain("wait_fetch layers.1"), record.explain("put layers.1")]
+        said = [record.explain("wait_reload layers.1"), record.explain("offload layers.1")]
         return [str(record.forward), str(record.backward), *said]
 
 
-def test_a_listing_shows_what_is_fetched_and_what_leaves(workers2: Workers) -> None:
-    forward, backward, fetched, left = workers2.run(listing, "eager")[0]
-    assert "4 shards are fetched: 18.9 kB" in forward.splitlines()[0]
+def test_a_listing_shows_what_is_reloaded_and_what_leaves(workers2: Workers) -> None:
+    forward, backward, reloaded, left = workers2.run(listing, "eager")[0]
+    assert "4 shards are reloaded: 18.9 kB" in forward.splitlines()[0]
     assert "4 gradients leave the device: 18.9 kB" in backward.splitlines()[0]
-    assert "  fetch    layers.1     4.7 kB" in forward and "  left     layers.0" in backward
-    assert "made by  fetch: Weights that live elsewhere are brought" in fetched
-    assert "made by  put: Gradients that live elsewhere leave" in left
+    assert "  reload   layers.1     4.7 kB" in forward and "  left     layers.0" in backward
+    assert "made by  reload_weights: Weights that live elsewhere come" in reloaded
+    assert "made by  offload_gradients: Gradients that live elsewhere leave" in left

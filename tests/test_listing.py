@@ -16,7 +16,7 @@ import zerofx
 from tests.models import GPT
 from tests.slow import quick_if, slow
 from zerofx.compiler.listing import difference, python_of
-from zerofx.passes import edit, pipeline
+from zerofx.passes import edit
 from zerofx.runtime.state.group import groups_of
 
 
@@ -76,7 +76,7 @@ def record_of(stage: int = 3, executor: str = "eager", layers: int = 2) -> Any:
 def test_a_pass_has_changed_something_exactly_where_it_counted_edits(stage: int) -> None:
     record = record_of(stage)
     for trace in record.traces():
-        for pass_ in pipeline(stage):
+        for pass_ in trace.passes:
             title, *lines = trace.diff(pass_.__name__).splitlines()
             assert title == f"{trace.context.phase}: {pass_.__name__} changed"
             assert (lines != ["  nothing"]) == bool(trace.edits[pass_.__name__]), pass_.__name__

@@ -21,9 +21,9 @@ from tests.models import GPT
 from tests.slow import quick_if
 from tests.test_offload import no_space, small, spoil
 from tests.workers import Workers
+from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.state_file import StateFile
-from zerofx.runtime.state.stows import Stows
 
 EACH = zerofx.Grouping(min_bytes=0)
 BF16 = zerofx.MixedPrecision(torch.bfloat16)
@@ -58,8 +58,8 @@ def compiled(where: zerofx.Offload | None, build: Any = Net, **options: Any) -> 
     return zerofx.compile(build(), **{"groups": EACH, "executor": "eager", "offload": where, **options})
 
 
-def stows(model: nn.Module) -> Stows:
-    found = groups_of(model)[0].family.stows
+def stows(model: nn.Module) -> ActivationStore:
+    found = groups_of(model)[0].family.activation_store
     assert found is not None
     return found
 
@@ -102,7 +102,7 @@ def both_ways(folder: str, options: dict[str, Any], how: str, parts: tuple[str, 
         where = zerofx.Offload(activations=folder, smallest=64, **dict.fromkeys(parts, folder))
         model = compiled(where, build, **options)
         found = train(model, how)
-        left = sum(len(r.forward.context.stowed) for r in zerofx.graphs(model) if r.forward is not None)
+        left = sum(len(r.forward.context.offloaded) for r in zerofx.graphs(model) if r.forward is not None)
         nothing_left = parts or on_disk(model) == 0
     equal = all(a.equal(b) for a, b in zip(found, wanted, strict=True)) and all(x.isfinite().all() for x in found)
     return [bool(equal), left > 6, bool(nothing_left)]
@@ -325,7 +325,7 @@ def test_host_memory_on_a_cpu_moves_nothing_and_says_so(fake_world: Any) -> None
     fake_world(1)
     with pytest.warns(UserWarning, match="nothing moves"):
         model = zerofx.shard(nn.Linear(4, 4), stage=3, offload=zerofx.Offload(activations="cpu"))
-    assert groups_of(model)[0].family.stows is None
+    assert groups_of(model)[0].family.activation_store is None
 
 
 # ---- within a budget ------------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_live_bytes_of_a_fetch_begin_with_it_and_of_a_put_end_with_its_wait() ->
     forward, backward = on_the_clock(rehearse([record])).phases
     plain, _ = on_the_clock(rehearse([mlp()])).phases
     shard, at = 256, dict(zip((o.name for o in forward.operations), forward.live, strict=False))
-    first = next(name for name in at if name.startswith("fetch"))
+    first = next(name for name in at if name.startswith("reload"))
     assert at[first]["weights"] == shard
     # Two are on their way at most, and one is sent: a shard more than is gathered at once.
     assert plain.peak["weights"] < forward.peak["weights"] <= plain.peak["weights"] + 3 * shard
@@ -325,24 +325,24 @@ def test_explain_says_what_a_transfer_is_from_where_and_who_waits() -> None:
     assert answers["on disk"] == (
         f"its optimizer state, weights and gradients, in {NOWHERE}: as of 2 of 5 groups (fraction=0.5)"
     )
-    waits = answers_of(record.forward, "wait_fetch blocks.1")
+    waits = answers_of(record.forward, "wait_reload blocks.1")
     assert waits["started"].startswith("fetch_default_1: ") and waits["then"].startswith("all_gather_into_tensor")
-    put, left = answers_of(record.backward, "put blocks.1"), answers_of(record.backward, "wait_put blocks.1")
+    put, left = answers_of(record.backward, "put blocks.1"), answers_of(record.backward, "wait_offload blocks.1")
     assert put["takes"] == left["takes"] and "blocks.1.norm1.weight" in put["takes"]
-    assert put["waits"].startswith(left["started"].replace("put", "wait_put", 1).partition(":")[0])
+    assert put["waits"].startswith(left["started"].replace("offload", "wait_offload", 1).partition(":")[0])
     other = answers_of(record.forward, "all_gather blocks.2")
     assert other["on disk"] == f"nothing of it: the group is none of the 2 of 5 groups (fraction=0.5) in {NOWHERE}"
 
 
 def test_explain_counts_what_computes_while_a_gradient_is_written() -> None:
     graph = dry("mg", stage=2).backward.before_lower().graph
-    (start,) = (n for n in edit.tagged(graph, "put") if n.meta["zerofx"].group == "norm")
+    (start,) = (n for n in edit.tagged(graph, "offload") if n.meta["zerofx"].group == "norm")
     (wait,) = start.users
     order = edit.positions(graph)
     between = [n for n in graph.nodes if order[start] < order[n] < order[wait]]
     count = sum(n.op == "call_function" and "zerofx" not in n.meta for n in between)
     assert count > 0
-    answer = answers_of(dry("mg", stage=2).backward, "put norm")["waits"]
+    answer = answers_of(dry("mg", stage=2).backward, "offload norm")["waits"]
     assert answer == f"{wait.name}: {count} of the model's operators compute meanwhile"
 
 

@@ -128,7 +128,7 @@ def in_parts(shape: tuple[int, int], kind: dict[str, Any], **options: Any) -> di
     assert all(torch.equal(parts.weights[name], x) for name, x in whole.weights.items())
     (record,) = zerofx.graphs(parts.model)
     context = record.forward.context
-    said = ["collect"] if context.parts else []
+    said = ["gather_saved"] if context.parts else []
     return {
         "parts": [(part.name, part.nbytes) for part in context.parts.values()],
         "spared": sum(part.nbytes - part.numel_of_one * part.dtype.itemsize for part in context.parts.values()),

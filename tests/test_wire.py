@@ -332,7 +332,7 @@ def looks_up() -> tuple[float, bool]:
             p.copy_(p if name == "table.weight" else rounded(p))
     (record,) = zerofx.graphs(model)
     rows = {n.meta["zerofx"].kind for n in record.forward.before_lower().graph.nodes if "zerofx" in n.meta}
-    return abs(float(loss.detach() - plain(batch(0, dist.get_rank())))), {"rows", "encode"} <= rows
+    return abs(float(loss.detach() - plain(batch(0, dist.get_rank())))), {"rows", "quantize"} <= rows
 
 
 def test_rows_of_tables_travel_as_they_are_beside_layers_in_codes(workers2: Workers) -> None:

@@ -213,7 +213,7 @@ def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int, 
     if sharing.replicas is not None:
         names[sharing.replicas.name] = "column"
     if sharing.near is not None:
-        names[sharing.near.name] = "near"
+        names[sharing.near.name] = "secondary"
     found: dict[str, int] = {}
     for event in log.events:
         found[names[event.group]] = found.get(names[event.group], 0) + event.bytes

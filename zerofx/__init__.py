@@ -16,6 +16,7 @@ The way of a weight, from ``zerofx.compile(model, stage=3)`` through one trainin
 Under a trainer of others, ``zerofx.integrations`` has what takes these steps; it is imported by those who use it.
 """
 
+from zerofx import features as _features
 from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
@@ -84,4 +85,5 @@ __all__ = [
     "verify",
 ]
 _corners.furnish()
-del _ops, _corners
+_features.load()
+del _ops, _corners, _features

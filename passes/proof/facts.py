@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from zerofx.model.layout import GroupLayout
 
 _c10d, _zerofx = torch.ops._c10d_functional, torch.ops.zerofx
 
-ENCODE, DECODE, SUM_CODED = _zerofx.encode.default, _zerofx.decode.default, _zerofx.sum_coded.default
-ENCODE_REST, SUM_SENT = _zerofx.encode_rest.default, _zerofx.sum_sent.default
 STEP, REFRESH = _zerofx.step.default, _zerofx.refresh.default
 ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
 
@@ -24,14 +22,12 @@ class Flat:
     """Elements of a group's flat buffer: the same ranges of every rank's shard, here (a rank's own) or end to end.
 
     ``dtypes``: what they were cast to, one after the other.
-    ``code``: what they are written in (`zerofx.kernels.wire.Code`).
     """
 
     layout: GroupLayout
     ranges: tuple[range, ...]
     dtypes: tuple[torch.dtype, ...] = ()
     whole: bool = False
-    code: str = ""
 
     @property
     def part(self) -> int:
@@ -61,6 +57,12 @@ class Flat:
         return first if self.flat_index(offset + numel - 1) == first + numel - 1 else None
 
 
+def divided(flat: Flat, ranks: int) -> Flat:
+    """A part of a whole group that is divided over ``ranks``."""
+    layout = replace(flat.layout, world_size=ranks)
+    return Flat(layout, (range(layout.shard_numel),), flat.dtypes)
+
+
 @dataclass(frozen=True)
 class Part:
     """One gradient in a pack: ``numel`` elements from ``offset``."""
@@ -77,7 +79,7 @@ class Pack:
     ``dtype``: of its elements.
     ``state``: "packed", then "shard" (summed, this rank's) or "whole" (summed); or, by way of an exchange, "parts" (of
     every other rank), "parts of 4" (ranks: seen as a matrix), "others of 4" (their sum), "own of 4" (this rank's part),
-    and "shard of 4"; in codes "coded", "coded parts" or "coded rows" (of all replicas), and "shard of 4".
+    and "shard of 4".
     ``narrowed``: it was cast to its parameters' dtype, and that is narrower.
     ``replicas``: over how many replicas it was summed.
     ``divided``: of that sum, this is this rank's part.

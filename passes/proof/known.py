@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.passes.context import Context, Meanings
-from zerofx.passes.proof.facts import Flat, Pack, Part
+from zerofx.passes.proof.facts import Flat, Pack, Part, Started
 from zerofx.passes.proof.live import Buffer
 from zerofx.passes.proof.meaning import Number, Numbering, Op, Original
 from zerofx.passes.proof.refusal import refuse
+from zerofx.passes.proof.rules import ask
 
 _aten = torch.ops.aten
+
+T = TypeVar("T")
 
 
 class Known:
@@ -26,7 +27,6 @@ class Known:
 
     Attributes:
         nodes, order: of the graph; each node's place.
-        row: how many ranks graphs gather among.
         before: the graph before all passes, read; None where it is not known.
         facts: of nodes that are no values of the model's (facts.py).
         numbers: of those that are (meaning.py).
@@ -40,20 +40,9 @@ class Known:
         ops: of all calls.
         homes: by group, the inputs that hold its weights.
         updates: the operations that change these.
-        arrived: the waits that yield whole groups in codes, and the starts of these gathers.
-        decoded: of those that are read, by what.
-        rests: what adds the rest of a group's gradient, by group.
-        apart: the starts of a corner's collectives, which neither gather a shard nor reduce a pack.
-        carried: the starts of what brings and takes state, and their waits;
-        under_way: how many of these are not waited for yet, by rule;
-        brought: the shards that are brought;
-        fetched: what was brought, by its wait; and
-        leaving: what is being taken away, and what shares its memory.
-        collects: the starts of gathers of saved parts; and
-        collected: the numbers of these parts; and
+        apart: the starts of a feature's collectives, which neither gather a shard nor reduce a pack.
+        owned: buffers of a feature's that weights may be read from, by the node that yields them.
         renumbered: by the name of what was saved, the number of what is the same view of the same memory.
-        stowed: what leaves for backward, or the handles of what has come back, and their places;
-        saved_handles: the handles that backward is given.
         own: what a user's passes inserted; and
         fresh: of these, what has memory of its own.
     """
@@ -63,7 +52,6 @@ class Known:
         self.ctx = ctx
         self.meanings: Meanings = ctx.meanings or Meanings()
         self.numbering: Numbering = Numbering(self.meanings)
-        self.row: int = ctx.world_size
         self.nodes: list[Node] = list(gm.graph.nodes)
         self.order: dict[Node, int] = {node: i for i, node in enumerate(self.nodes)}
         self.before: Original | None = None
@@ -82,25 +70,19 @@ class Known:
         self.writes: list[Number] = []
         self.homes: dict[str, list[Node]] = {}
         self.updates: list[Op] = []
-        self.arrived: dict[Node, Node] = {}
-        self.decoded: dict[Node, Node] = {}
-        self.rests: dict[str, Node] = {}
         self.apart: set[Node] = set()
-        self.carried: dict[Node, list[Node]] = {}
-        self.under_way: Counter[str] = Counter()
-        self.brought: set[Node] = set()
-        self.fetched: dict[Node, Buffer] = {}
-        self.leaving: set[Node] = set()
-        self.collects: list[Node] = []
-        self.collected: set[Number] = set()
+        self.owned: dict[Node, Buffer] = {}
         self.renumbered: dict[str, Any] = {}
-        self.stowed: dict[Node, int] = {}
-        self.saved_handles: set[Node] = set()
         self.own: set[Node] = set()
         self.fresh: set[Node] = set()
+        self._records: dict[type, Any] = {}
         self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
+
+    def record(self, kind: type[T]) -> T:
+        """What a feature's rules have found out: one record of its own class."""
+        return self._records.setdefault(kind, kind())
 
     def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
         """The parameter that lies there, if it is all of it."""
@@ -120,9 +102,22 @@ class Known:
         if type(op.value.numel()) is not int:
             self.fail("order", op.node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
 
-    def is_part(self, flat: Flat) -> bool:
-        """Whether it is a part of what a column has, which crosses the rows first."""
-        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == self.row * self.ctx.replicas
+    def refreshed(self, node: Node, flat: Flat) -> None:
+        """The input ``node`` is ``flat``, and whoever runs the graph has started to bring it up to date."""
+        self.facts[node] = Started(node, flat)
+        self.waits[node] = []
+
+    def start_gather(self, op: Op, flat: Flat) -> Flat:
+        """Check the start of a gather; returns what it brings."""
+        _, world_size, process_group = op.args
+        core = replace(flat, whole=True), flat.layout, self.ctx.process_group
+        brings, over, right = ask("gathers", self, op, flat) or core
+        self.check_collective(op, over, world_size, process_group, right)
+        if flat in self.started:
+            self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
+        self.started[flat] = op.node
+        self.waits[op.node] = []
+        return brings
 
     def new_buffer(self, node: Node, start: Node, flat: Flat, wait: Node | None = None) -> None:
         """``node`` is a gathered buffer; ``wait``: for what it was made of, if that is another node."""
@@ -201,13 +196,3 @@ class Known:
 def is_reshape(node: Node) -> bool:
     """Whether the node looks at a tensor another way, or copies it."""
     return Op.of(node).target is _aten.reshape.default
-
-
-READERS: dict[type, Callable[[Known, Op, Any], None]] = {}
-"""What reads a node with a corner's fact, by the type of the fact."""
-
-SHARD_READERS: dict[Any, Callable[[Known, Op, Flat], None]] = {}
-"""What else may read a shard than its gather, by operator."""
-
-OTHER_GATHERS: list[Callable[[Known, Op], bool]] = []
-"""Gathers of what is no shard: each is asked whether it knows this one."""

@@ -14,15 +14,12 @@ from torch.fx import GraphModule, Node
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Meanings, ParameterRef, Reduction
-from zerofx.passes.proof.carried import Ticket, gradient_away, rule_of
 from zerofx.passes.proof.facts import Flat, Pack, Share, Started
 from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Original
 from zerofx.passes.proof.own import check_own
-from zerofx.passes.proof.parts import Cut, check_saved
 from zerofx.passes.proof.reader import Reader
 from zerofx.passes.proof.refusal import refuse
-from zerofx.passes.proof.steps import gradient_of
-from zerofx.passes.proof.stowed import Handle, check_handle, refuse_keeping
+from zerofx.passes.proof.rules import ask
 
 _aten = torch.ops.aten
 
@@ -76,7 +73,7 @@ class Outputs:
                 found = f"it is output {i}, which is the model's or a gradient"
                 self.reader.fail("own", value, found, "edit.publish, for what is neither")
         for i, value in enumerate(values[:first]):
-            refuse_keeping(self.reader, value)
+            ask("outputs", self.reader, i, value)
             self._check_output(i, value)
         if ctx.phase == "forward" and self.before is not None and (lost := ctx.kept_gathered.keys() - self.left):
             found = f"{sorted(lost)[0]!r} does not leave the graph gathered"
@@ -107,13 +104,9 @@ class Outputs:
                 self.meanings.brought[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
             elif was is not None:
                 self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
-        elif isinstance(ticket := self.facts.get(value), Ticket):
-            rule = rule_of(self.reader.ops[ticket.start])
-            self.reader.fail(rule, value, f"output {i} is a ticket", "what it is for")
-        elif isinstance(handle := self.facts.get(value), Handle) and i in ctx.saved and ctx.phase == "forward":
-            check_handle(self.reader, value, name, handle)
         elif i in ctx.saved:
-            self._check_saved(i, name, value, was)
+            if not ask("saved", self.reader, i, name, value, was):
+                self._check_saved(i, name, value, was)
         elif isinstance(value, Node):
             self._check_number(value, was, f"output {i}")
             if self.before is not None and value in self.reader.weights and i not in self.before.lent:
@@ -152,9 +145,6 @@ class Outputs:
             return
         if not isinstance(value, Node):
             return
-        if isinstance(flat, Cut):
-            check_saved(self.reader, i, name, value, was)
-            return
         whole = value.op == "placeholder" or self.ctx.stage
         if value in self.reader.memory or (whole and value in self.derived):
             full_size = "a weight, or a view or a cast of one, goes to backward"
@@ -188,10 +178,8 @@ class Outputs:
             if ctx.sync == "keep":
                 self._check_gradient(expected, ParameterRef(layout, reduction.slots[0]), value, value)
                 continue
-            if ctx.steps and ctx.stage:
-                value = gradient_of(self.reader, value, layout)
-            elif ctx.stage and layout.name in ctx.gradients_away:
-                value = gradient_away(self.reader, value, layout, i)
+            if ctx.stage:
+                value = ask("gradients", self.reader, value, layout, i) or value
             share = self._averaged(value, layout)
             pack = share.pack
             inside = [p for p in pack.parts if p.numel and share.offset <= p.offset < share.offset + share.numel]
@@ -281,14 +269,7 @@ class Outputs:
                 fact = Share(fact, 0, (fact.numel,))
         if not isinstance(fact, Share) or fact.pack.state.startswith("shard") != scatter:
             self.reader.fail("reduction", value, "it is no averaged gradient", "a gradient, reduced over all ranks")
-        if fact.pack.replicas != self.ctx.replicas:
-            found = f"it is summed over {fact.pack.replicas} replicas"
-            self.reader.fail("reduction", value, found, f"over all {self.ctx.replicas}")
-        if fact.pack.divided != self.ctx.divides_between:
-            expected = (
-                "the part of the shard that this rank updates" if self.ctx.divides_between else "all of its shard"
-            )
-            self.reader.fail("reduction", value, "it is another part of the gradient", expected)
+        ask("averaged", self.reader, value, fact.pack)
         if fact.pack.dtype != layout.dtype:
             self.reader.fail("reduction", value, f"it is of {fact.pack.dtype}", f"{layout.dtype}")
         return fact

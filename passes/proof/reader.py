@@ -17,24 +17,12 @@ from zerofx.passes import edit
 from zerofx.passes.context import ParameterRef
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
-from zerofx.passes.proof import carried, coded, own, parts, stowed
-from zerofx.passes.proof.facts import (
-    ALL_REDUCES,
-    DECODE,
-    ENCODE,
-    ENCODE_REST,
-    REFRESH,
-    STEP,
-    SUM_CODED,
-    SUM_SENT,
-    Flat,
-    Pack,
-    Share,
-    Started,
-)
-from zerofx.passes.proof.known import OTHER_GATHERS, READERS, SHARD_READERS, Known, is_reshape
+from zerofx.passes.proof import own
+from zerofx.passes.proof.facts import ALL_REDUCES, Flat, Pack, Share, Started, divided
+from zerofx.passes.proof.known import Known, is_reshape
 from zerofx.passes.proof.live import check_sorted
 from zerofx.passes.proof.meaning import Number, Op, input_number, write
+from zerofx.passes.proof.rules import ask, readers
 from zerofx.passes.travel import EXCHANGES, GATHERS, SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
@@ -61,7 +49,6 @@ class Reader(Known):
         for start, waits in self.waits.items():
             if not waits:
                 self.fail("wait", start, "it is never waited for", "exactly one wait")
-        coded.check_decoded(self)
 
     # ---- inputs -----------------------------------------------------------------------------------------------------
 
@@ -79,10 +66,9 @@ class Reader(Known):
         for node in theirs:
             brought = self.meanings.brought if ctx.phase == "backward" else {}
             self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.numbering)
-            parts.read_input(self, node)
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)
-        stowed.read_handles(self, theirs)
+        ask("inputs", self, theirs)
         for layout, node in zip(ctx.shards, ours):
             self._read_shard(layout, node)
         for ref, node in zip(ctx.kept, ours):
@@ -95,7 +81,7 @@ class Reader(Known):
                 cast = () if node.meta["val"].dtype == layout.dtype else (node.meta["val"].dtype,)
                 kept = Flat(layout, (range(layout.shard_numel),), cast, whole=True)
                 if (ranks := ctx.kept_gathered[name].ranks) > 1:
-                    kept = _divided(kept, ranks)
+                    kept = divided(kept, ranks)
             self._sized(node, (kept.numel,), kept.dtypes[-1] if kept.dtypes else kept.layout.dtype)
             if kept.whole:
                 self.new_buffer(node, node, kept)
@@ -107,17 +93,15 @@ class Reader(Known):
         self.homes.setdefault(layout.name, []).append(node)
         dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
         cast = (dtype,) if dtype != layout.dtype else ()
-        if ctx.two_hops:
-            layout = replace(layout, world_size=layout.world_size * ctx.replicas)
+        layout = ask("held", self, layout) or layout
         self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)
         flat = Flat(layout, (range(layout.shard_numel),), cast)
         flat = replace(flat, whole=layout.world_size == 1 or not sharded)
-        if ctx.refreshed_shards or (layout.world_size > 1 and not sharded):  # the caller started to refresh it
-            self.facts[node] = Started(node, flat)
-            self.waits[node] = []
+        if layout.world_size > 1 and not sharded:
+            self.refreshed(node, flat)
         else:
-            away = sharded and layout.name in ctx.weights_away
-            self.facts[node] = carried.Away(flat) if away else flat
+            self.facts[node] = flat
+            ask("shard", self, node, flat)
 
     def _sized(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         value = node.meta["val"]
@@ -149,34 +133,21 @@ class Reader(Known):
         for target in op.written():
             if (target in self.weights or isinstance(self.facts.get(target), Flat)) and op.target not in ALL_REDUCES:
                 self.fail("write", node, f"it writes to {target.name!r}, which holds weights", "no write to weights")
-        carried.refuse_writing(self, op)
+        ask("writes", self, op)
         if isinstance(fact, Started):
             self._read_started(op, fact)
-        elif op.target in (*carried.STARTS, *carried.WAITS):
-            carried.read_carried(self, op)
-        elif isinstance(fact, (carried.Away, carried.Ticket)):
-            READERS[type(fact)](self, op, fact)
-        elif op.target is parts.PART:
-            parts.read_part(self, op)
-        elif op.target in (STEP, REFRESH):
-            self.updates.append(op)
-            self.numbers[node] = hash(("update", node.name))
+        elif (reader := readers(op, fact)) is not None:
+            reader(self, op, fact)
         elif op.target is _WAIT and not self._theirs(node):
             self.fail("wait", node, "it waits for what is not under way", "a collective that was started")
-        elif op.target in (ENCODE, ENCODE_REST, DECODE, SUM_CODED, SUM_SENT):
-            coded.read_coded(self, op, fact)
-        elif isinstance(fact, Pack) and fact.state == "coded":
-            coded.start_exchange(self, op, fact)
         elif isinstance(fact, Flat):
             self._read_flat(op, fact, inputs)
-        elif type(fact) in READERS:
-            READERS[type(fact)](self, op, fact)
         elif isinstance(fact, (Pack, Share)):
             self._read_pack(op, fact)
         elif (op.target in SCATTERS or op.target in GATHERS or op.target in ALL_REDUCES) and not self._theirs(node):
             self._start_reduction(op)
         elif op.target in EXCHANGES and not self._theirs(node):
-            self.fail("wire", node, f"it exchanges {inputs[0].name!r}, which is not in codes", "gradients in codes")
+            self.fail("reduction", node, f"it exchanges {inputs[0].name!r}", "a reduction")
         elif op.target is _OWN_PART:
             self._read_own_part(op)
         else:
@@ -202,10 +173,10 @@ class Reader(Known):
 
     def _give_back(self, op: Op) -> None:
         (node,) = op.inputs
-        buffer = self.buffers.get(node) or self.fetched.get(node)
+        buffer = self.buffers.get(node) or self.owned.get(node)
         if buffer is None:
             self.fail("discard", op.node, f"it gives back {node.name!r}", "a gathered buffer")
-        if (op.target is release) != (buffer.start is node or node in self.fetched):
+        if (op.target is release) != (buffer.start is node or node in self.owned):
             self.fail("discard", op.node, "what autograd owns is freed, or what is ours is not", "the other of the two")
         buffer.ends.append(self.order[op.node])
 
@@ -215,21 +186,16 @@ class Reader(Known):
         if self.waits[fact.start]:
             self.fail("wait", op.node, f"{fact.start.name!r} was waited for before", "exactly one wait")
         self.waits[fact.start].append(op.node)
-        if isinstance(fact.brings, Flat) and fact.brings.code:
-            self.arrived[op.node] = fact.start
-            self.facts[op.node] = fact.brings
-        elif isinstance(fact.brings, Flat) and fact.brings.whole and self.ctx.gathers and fact.start in self.ops:
+        if isinstance(fact.brings, Flat) and fact.brings.whole and self.ctx.gathers and fact.start in self.ops:
             self.new_buffer(op.node, fact.start, fact.brings)
         else:
             self.facts[op.node] = fact.brings
 
     def _read_flat(self, op: Op, flat: Flat, inputs: list[Node]) -> None:
         node, to = op.node, op.cast_to()
-        if flat.code and op.target not in GATHERS:
-            self.fail("wire", node, f"it reads codes of {flat.layout.name!r}", "a gather, or what reads codes")
-        if flat.whole and op.target is _OWN_PART and self.ctx.near_group:
-            self._read_near(op, flat)
-        elif flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
+        if ask("flats", self, op, flat):
+            return
+        if flat.whole and not (to is not None and flat.layout.world_size == 1):  # one rank's shard is the whole
             if op.target is not _aten.as_strided.default:
                 self.fail("slice", node, "it reads a whole group", "weights as views of it")
             self._read_weight(op, flat)
@@ -247,11 +213,7 @@ class Reader(Known):
                 self.fail("slice", node, "it mixes parts of a shard", "ascending parts of one shard")
             self.facts[node] = replace(flat, ranges=ranges)
         elif op.target in GATHERS:
-            self._start_gather(op, flat)
-        elif op.target is _aten.clone.default and len(op.args) == 1 and self._is_near(flat):
-            self.facts[node] = flat
-        elif op.target in SHARD_READERS:
-            SHARD_READERS[op.target](self, op, flat)
+            self.facts[node] = Started(node, self.start_gather(op, flat))
         else:
             self.fail("gather", node, f"it reads the shard of {flat.layout.name!r}", "the gathered weight")
 
@@ -276,53 +238,17 @@ class Reader(Known):
         if full in self.memory:
             self.memory[op.node] = self.memory[full]
 
-    def _is_near(self, flat: Flat) -> bool:
-        """Whether it is a part of a group among near ranks."""
-        return bool(self.ctx.near_group) and not flat.whole and flat.layout.world_size == self.ctx.near_ranks
-
-    def _read_near(self, op: Op, flat: Flat) -> None:
-        """This rank's part of a gathered group, among near ranks."""
-        full, ranks, process_group = op.args
-        found, wanted = (ranks, process_group), (self.ctx.near_ranks, self.ctx.near_group)
-        if found != wanted:
-            self.fail(
-                "group", op.node, "it is a part among {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted)
-            )
-        if flat.part != flat.layout.shard_numel:
-            self.fail("slice", op.node, "it is a part of what is not all of a group", "of a whole group")
-        self.facts[op.node] = _divided(flat, ranks)
-        self.memory[op.node] = self.memory[full]
-
     # ---- collectives ------------------------------------------------------------------------------------------------
-
-    def _start_gather(self, op: Op, flat: Flat) -> None:
-        _, world_size, process_group = op.args
-        brings, over, right = replace(flat, whole=True), flat.layout, self.ctx.process_group
-        if self._is_near(flat):
-            right = self.ctx.near_group
-        elif self.is_part(flat):
-            row = replace(over, world_size=over.world_size // self.ctx.replicas)
-            if flat.part != over.shard_numel:
-                self.fail("slice", op.node, "it brings pieces of a part from other rows", "all of the part")
-            brings = Flat(row, (range(row.shard_numel),), flat.dtypes, code=flat.code)
-            over, right = replace(over, world_size=self.ctx.replicas), self.ctx.replica_group
-        self.check_collective(op, over, world_size, process_group, right)
-        if flat in self.started:
-            self.fail("gather", op.node, f"{self.started[flat].name!r} brings the same", "one gather")
-        self.started[flat] = op.node
-        self.facts[op.node] = Started(op.node, brings)
-        self.waits[op.node] = []
 
     def _start_reduction(self, op: Op) -> None:
         node, name = op.node, op.target
         if name in GATHERS:
-            if not any(knows(self, op) for knows in OTHER_GATHERS):
+            if not ask("other_gathers", self, op):
                 self.fail("gather", node, "it gathers what is no shard", "a shard")
             return
         pack = self.pack(op.args[0])
         layout = self.layout_of(pack, node)
-        if self.ctx.is_of_replicas(op.args) and layout.world_size == 1:  # one rank's shard is the whole
-            self._sum_over_replicas(op, replace(pack, state="shard"))
+        if ask("reductions", self, op, pack):
             return
         operation = op.args[1] if isinstance(op.args[1], str) else "sum"
         *_, world_size, process_group = op.args if name in SCATTERS else (layout.world_size, op.args[-1])
@@ -335,46 +261,10 @@ class Reader(Known):
         self.facts[node] = Started(node, replace(pack, state=state))
         self.waits[node] = []
 
-    def _sum_over_replicas(self, op: Op, pack: Pack) -> None:
-        """A reduced gradient is summed over the replicas: once, in their process group, as it came."""
-        node, ctx, whole = op.node, self.ctx, op.target in ALL_REDUCES
-        operation = op.args[1] if isinstance(op.args[1], str) else "sum"
-        ranks = ctx.replicas if whole else op.args[-2]
-        found, wanted = (operation, ranks, op.args[-1]), ("sum", ctx.replicas, ctx.replica_group or "(none)")
-        if found != wanted or ctx.replicas == 1:
-            words = "a {} over {} ranks of {!r}"
-            self.fail("group", node, f"it is {words.format(*found)}", words.format(*wanted))
-        if whole == ctx.divides_between:
-            self.fail("reduction", node, "it is not the part of the sum that this rank updates", "that part, or all")
-        if pack.replicas != 1 or pack.narrowed or not pack.state.startswith("shard"):
-            what = (
-                "was narrowed"
-                if pack.narrowed
-                else "was summed over the replicas"
-                if pack.replicas != 1
-                else "is no sum"
-            )
-            self.fail("reduction", node, f"what it sums over the replicas {what}", "a group's sum over a row, once")
-        if type(op.value.numel()) is not int:
-            self.fail("order", node, f"it moves {op.value.numel()} elements, which depends on data", "a number")
-        in_place = op.target is _c10d.all_reduce_.default
-        if in_place and (len(op.args[0].users) > 1 or is_reshape(op.args[0])):
-            self.fail("write", node, f"it sums {op.args[0].name!r} in place, which others read", "memory of its own")
-        if whole or op.target is _c10d.reduce_scatter_tensor.default:
-            brings = replace(pack, replicas=ctx.replicas, divided=not whole)
-        else:
-            brings = Pack((), op.args[0].meta["val"].numel(), pack.dtype, "parts", of=pack)
-        if op.target is _OWN_PART:
-            self.facts[node] = replace(brings, state=f"own of {ranks}")
-        else:
-            self.facts[node] = Started(node, brings)
-            self.waits[node] = []
-
     def _read_own_part(self, op: Op) -> None:
         pack, world_size, process_group = op.args
         fact = self.pack(pack)
-        if self.ctx.is_of_replicas(op.args) and self.layout_of(fact, op.node).world_size == 1:
-            self._sum_over_replicas(op, replace(fact, state="shard"))
+        if ask("reductions", self, op, fact):
             return
         self.check_collective(op, self.layout_of(fact, op.node), world_size, process_group, self.ctx.reduce_group)
         self.facts[op.node] = replace(fact, state=f"own of {world_size}")
@@ -392,9 +282,7 @@ class Reader(Known):
         node, to = op.node, op.cast_to()
         if isinstance(fact, Share):
             self.fail("reduction", node, "it reads an averaged gradient", "gradients leave the graph as they are")
-        again = op.target in SCATTERS or op.target is _OWN_PART
-        if op.target in ALL_REDUCES or (again and fact.state.startswith("shard") and self.ctx.replicas > 1):
-            self._sum_over_replicas(op, fact)
+        if ask("packs", self, op, fact):
             return
         if fact.state.startswith(("parts", "own", "others")):
             if self.read_exchange(op, fact):
@@ -414,9 +302,3 @@ class Reader(Known):
                 self.facts[node] = Share(fact, rest[0] if rest else 0, tuple(shape))
                 return
         self.fail("reduction", node, "it does something else with a reduced gradient", "a sum, a cast, or a scaling")
-
-
-def _divided(flat: Flat, ranks: int) -> Flat:
-    """A part of a whole group that is divided over ``ranks``."""
-    layout = replace(flat.layout, world_size=ranks)
-    return Flat(layout, (range(layout.shard_numel),), flat.dtypes)

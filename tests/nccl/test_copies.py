@@ -124,7 +124,8 @@ def test_weights_that_are_gathered_before_they_came_back_are_found(
 
 def test_weights_that_come_back_while_a_graph_reads_them_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `test_a_replica_that_is_refreshed_ahead_of_its_last_reader_is_found`: the reader comes behind the update."""
-    monkeypatch.setattr(importlib.import_module("zerofx.passes.step"), "_last_reads", lambda graph: {})
+    step = importlib.import_module("zerofx.features.step_in_backward.step")
+    monkeypatch.setattr(step, "_last_reads", lambda graph: {})
     monkeypatch.setattr(CudaCopies, "end", lambda self: None)
 
     def read_once_more(gm: GraphModule) -> None:

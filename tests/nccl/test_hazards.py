@@ -291,7 +291,8 @@ def test_replicas_are_refreshed_ahead_while_backward_goes_on() -> None:
 
 
 def test_a_replica_that_is_refreshed_ahead_of_its_last_reader_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("zerofx.passes.step"), "_last_reads", lambda graph: {})
+    step = importlib.import_module("zerofx.features.step_in_backward.step")
+    monkeypatch.setattr(step, "_last_reads", lambda graph: {})
 
     def read_once_more(gm: GraphModule) -> None:
         """A reader of the weights behind the gradients, as a model may have one."""

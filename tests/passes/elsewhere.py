@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from tests.passes.graphs import Numbers
+from zerofx.features.offload.operators import new_handle
 from zerofx.passes import Context
-from zerofx.passes.carry import new_handle
 
 
 class Elsewhere:
-    """`zerofx.passes.carry.Carrier`: weights by group; gradients by group and place.
+    """`zerofx.features.offload.operators.Carrier`: weights by group; gradients by group and place.
 
     Attributes:
         gradients: what was taken away.
@@ -36,35 +36,35 @@ class Elsewhere:
         self.flying[kind].append(name)
         self.most[kind] = max(self.most[kind], len(self.flying[kind]))
 
-    def fetch(self, group: str, here: torch.Tensor) -> None:
+    def reload(self, group: str, here: torch.Tensor) -> None:
         self._start("weights", group)
         self._brought[group] = here.copy_(self.weights[group])
 
-    def fetched(self, group: str) -> torch.Tensor:
+    def reloaded(self, group: str) -> torch.Tensor:
         self.flying["weights"].remove(group)
         return self._brought.pop(group)
 
-    def put(self, group: str, place: int, gradient: torch.Tensor) -> None:
+    def offload(self, group: str, place: int, gradient: torch.Tensor) -> None:
         self._start("gradients", group)
         self.gradients[place] = gradient  # what is written to it before it has left is seen
 
-    def left(self, group: str, place: int) -> None:
+    def offloaded(self, group: str, place: int) -> None:
         self.flying["gradients"].remove(group)
         self.gradients[place] = self.gradients[place].clone()
 
-    def stow(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
+    def offload_activation(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
         self._start("activations", str(place))
         self._saved[place] = saved
 
-    def stowed(self, place: int) -> torch.Tensor:
+    def activation_offloaded(self, place: int) -> torch.Tensor:
         self.flying["activations"].remove(str(place))
         self._saved[place] = self._saved[place].clone()
         return new_handle(self._saved[place])
 
-    def unstow(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
+    def reload_activation(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
         self._start("activations", str(place))
         self._saved[place] = here.copy_(self._saved[place])
 
-    def unstowed(self, place: int) -> torch.Tensor:
+    def activation_reloaded(self, place: int) -> torch.Tensor:
         self.flying["activations"].remove(str(place))
         return self._saved.pop(place)

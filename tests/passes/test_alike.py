@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from tests.passes.graphs import Sketch, aten
-from zerofx.passes.alike import alike
+from zerofx.features.partition_activations.same_values import alike
 
 c10d = torch.ops._c10d_functional
 

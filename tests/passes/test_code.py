@@ -28,7 +28,7 @@ CASES = [
     *(("experts", {"stage": 3}), ("experts", {"stage": 2, "steps": True})),
     ("gpt", {"stage": 3, "world_size": 3, "memory_budget": 120_000}),
 ]
-RULES = ("wait", "send", "discard", "order", "copy", "step", "read", "fetch", "put", "stow")
+RULES = ("wait", "send", "discard", "order", "copy", "step", "read", "reload", "offload", "activation")
 
 
 @pytest.fixture(scope="module")

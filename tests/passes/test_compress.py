@@ -13,8 +13,10 @@ from torch.testing import FileCheck
 from tests.passes.graphs import apply, assert_documented, assert_left_alone, events, mlp_backward, mlp_forward, up_to
 from tests.passes.mutants import bypass, inner, instead, set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
+from zerofx.features.step_in_backward.step import step
+from zerofx.features.wire.quantize import quantize
 from zerofx.model.wire import Wire
-from zerofx.passes import PIPELINE, Context, compress, step
+from zerofx.passes import PIPELINE, Context
 from zerofx.passes.context import Meanings
 
 BEFORE = up_to(step)
@@ -27,56 +29,58 @@ def calls(gm: GraphModule) -> str:
 
 def test_a_shard_is_written_before_its_gather_and_read_behind_the_wait() -> None:
     gm, ctx = mlp_forward(layers="ab", wire=INT8)
-    found = apply(gm, ctx, *BEFORE, compress)
+    found = apply(gm, ctx, *BEFORE, quantize)
     assert found.edits == 2
-    FileCheck().check("encode").check("(shard_a, 1, 'int8/32'").check("all_gather_into_tensor").check(
-        "(encode_default, 2, 'pg')"
+    FileCheck().check("quantize").check("(shard_a, 1, 'int8/32'").check("all_gather_into_tensor").check(
+        "(quantize_default, 2, 'pg')"
     ).run(calls(gm))
-    assert [e for e in events(gm, "encode", "all_gather", "wait", "decode", "discard") if e.endswith(" a")] == [
-        "encode a",
+    assert [e for e in events(gm, "quantize", "all_gather", "wait", "dequantize", "discard") if e.endswith(" a")] == [
+        "quantize a",
         "all_gather a",
         "wait a",
-        "decode a",
+        "dequantize a",
         "discard a",
     ]
-    FileCheck().check("wait_tensor_default").check("decode_default").check("as_strided").check("decode_default").run(
-        calls(gm)
-    )
+    FileCheck().check("wait_tensor_default").check("dequantize_default").check("as_strided").check(
+        "dequantize_default"
+    ).run(calls(gm))
     assert_documented(found.inserted)
 
 
 def test_gradients_are_exchanged_in_codes_and_summed_with_the_pack_itself() -> None:
     gm, ctx = mlp_backward(layers="ab", wire=INT8)
-    found = apply(gm, ctx, *BEFORE, compress)
+    found = apply(gm, ctx, *BEFORE, quantize)
     of_b = [
-        e for e in events(gm, "pack", "encode", "reduce_scatter", "wait_grad", "decode", "gradient") if e[-1] == "b"
+        e
+        for e in events(gm, "pack", "quantize", "reduce_scatter", "wait_grad", "dequantize", "gradient")
+        if e[-1] == "b"
     ]
-    assert of_b[-6:] == ["pack b", "encode b", "reduce_scatter b", "wait_grad b", "decode b", "gradient b"]
-    FileCheck().check("sum_coded").check("'int4/32?'").check("mul.Tensor").run(calls(gm))
+    assert of_b[-6:] == ["pack b", "quantize b", "reduce_scatter b", "wait_grad b", "dequantize b", "gradient b"]
+    FileCheck().check("sum_quantized").check("'int4/32?'").check("mul.Tensor").run(calls(gm))
     assert_documented(found.inserted)
 
 
 def test_an_average_keeps_the_dtype_of_its_group() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         gm, ctx = mlp_backward(layers="a", wire=INT8, reduce_dtype=dtype)
-        apply(gm, ctx, *BEFORE, compress)
+        apply(gm, ctx, *BEFORE, quantize)
         *_, gradient = gm.graph.output_node().args[0]
         assert gradient.meta["val"].dtype == torch.float32
 
 
 def test_the_buffers_have_the_sizes_of_rows() -> None:
     gm, ctx = mlp_forward(layers="a", wire=Wire("int8", block=32))
-    apply(gm, ctx, *BEFORE, compress)
+    apply(gm, ctx, *BEFORE, quantize)
     sizes = {n.meta["zerofx"].kind: n.meta["val"] for n in gm.graph.nodes if "zerofx" in n.meta}
     layout = ctx.shards[0]
-    assert sizes["encode"].dtype == sizes["wait"].dtype == torch.uint8
-    assert sizes["wait"].numel() == 2 * sizes["encode"].numel()
-    assert sizes["decode"].shape == (layout.numel,) and sizes["decode"].dtype == torch.float32
+    assert sizes["quantize"].dtype == sizes["wait"].dtype == torch.uint8
+    assert sizes["wait"].numel() == 2 * sizes["quantize"].numel()
+    assert sizes["dequantize"].shape == (layout.numel,) and sizes["dequantize"].dtype == torch.float32
 
 
 def left_alone(gm: GraphModule, ctx: Context) -> None:
     apply(gm, ctx, *BEFORE)
-    assert_left_alone(gm, ctx, compress)
+    assert_left_alone(gm, ctx, quantize)
 
 
 def test_graphs_without_collectives_or_codes_are_left_alone() -> None:
@@ -102,7 +106,7 @@ c10d, zero = torch.ops._c10d_functional, torch.ops.zerofx
 
 def test_the_sum_of_a_row_is_written_once_and_all_that_replicas_sent_is_added_up() -> None:
     gm, ctx = mlp_backward(layers="ab", **ROWS)
-    found = apply(gm, ctx, *BEFORE, compress)
+    found = apply(gm, ctx, *BEFORE, quantize)
     assert found.edits == 2
     assert_documented(found.inserted)
     for start in tagged(gm, "reduce_scatter"):
@@ -113,19 +117,19 @@ def test_the_sum_of_a_row_is_written_once_and_all_that_replicas_sent_is_added_up
         assert row.args[1:3] == (1, "int4/32?") and row.args[0].meta["zerofx"].kind == "wait_grad"
         (wait,) = start.users
         (total,) = wait.users
-        assert total.target is zero.sum_sent.default and total.meta["val"].dtype == torch.float32
-    assert [e[:-2] for e in events(gm, "encode", "sum_replicas", "wait_replicas", "decode") if e[-1] == "b"] == [
-        "encode",
+        assert total.target is zero.sum_replicas_quantized.default and total.meta["val"].dtype == torch.float32
+    assert [e[:-2] for e in events(gm, "quantize", "sum_replicas", "wait_replicas", "dequantize") if e[-1] == "b"] == [
+        "quantize",
         "sum_replicas",
         "wait_replicas",
-        "decode",
+        "dequantize",
     ]
 
 
 def test_replicas_that_share_the_optimizers_work_exchange_parts_of_a_sum() -> None:
     gm, ctx = mlp_backward(layers="ab", **DIVIDED)
-    apply(gm, ctx, *BEFORE, compress)
-    for total in (n for n in tagged(gm, "decode") if n.target is zero.sum_coded.default):
+    apply(gm, ctx, *BEFORE, quantize)
+    for total in (n for n in tagged(gm, "dequantize") if n.target is zero.sum_quantized.default):
         sums, wait, numel, *_, group, within = total.args
         assert sums.meta["zerofx"].kind == "wait_grad" and wait.meta["zerofx"].kind == "wait_replicas"
         assert (2 * numel, group, within) == (sums.meta["val"].numel(), "columns", "pg")
@@ -133,19 +137,19 @@ def test_replicas_that_share_the_optimizers_work_exchange_parts_of_a_sum() -> No
 
 def test_weights_of_several_rows_are_gathered_in_codes_and_near_ones_as_they_are() -> None:
     wire = Wire("int8", "int4", block=32, between="nodes")
-    assert apply(*mlp_forward(wire=wire, crosses=True), *BEFORE, compress).edits == 3
+    assert apply(*mlp_forward(wire=wire, crosses=True), *BEFORE, quantize).edits == 3
     left_alone(*mlp_forward(**{**ROWS, "wire": wire}))
     left_alone(*mlp_forward(wire=wire))
     left_alone(*mlp_backward(wire=wire))
 
 
 def the_code_of_another_row(gm: GraphModule, ctx: Context) -> None:
-    _set(_call(gm, "encode"), -1, "columns")
+    _set(_call(gm, "quantize"), -1, "columns")
 
 
 def a_sum_that_is_written_twice(gm: GraphModule, ctx: Context) -> None:
-    node = _node(gm, "encode")
-    instead(node, zero.encode.default, *node.args[1:])
+    node = _node(gm, "quantize")
+    instead(node, zero.quantize.default, *node.args[1:])
 
 
 def codes_that_are_added_up(gm: GraphModule, ctx: Context) -> None:
@@ -162,16 +166,16 @@ def a_sum_of_one_replica_less(gm: GraphModule, ctx: Context) -> None:
 
 
 def what_another_rank_of_the_row_has_sent(gm: GraphModule, ctx: Context) -> None:
-    _set(_call(gm, "decode"), -1, "columns")
+    _set(_call(gm, "dequantize"), -1, "columns")
 
 
 def codes_of_other_bits(gm: GraphModule, ctx: Context) -> None:
-    call = _call(gm, "decode")
+    call = _call(gm, "dequantize")
     _set(call, next(i for i, x in enumerate(call.args) if isinstance(x, str)), "int8/32")
 
 
 def the_sum_of_a_row_in_place_of_all(gm: GraphModule, ctx: Context) -> None:
-    bypass(_node(gm, "decode"), inner(gm, _node(gm, "encode")).args[0])  # type: ignore[arg-type]
+    bypass(_node(gm, "dequantize"), inner(gm, _node(gm, "quantize")).args[0])  # type: ignore[arg-type]
 
 
 def a_row_that_travels_in_codes(gm: GraphModule, ctx: Context) -> None:
@@ -206,7 +210,7 @@ def test_what_breaks_a_rule_of_codes_between_replicas_is_found(scheme: Any, worl
 
 
 def _node(gm: GraphModule, kind: str) -> Any:
-    return next(n for n in tagged(gm, kind) if kind != "decode" or n.target is not zero.decode.default)
+    return next(n for n in tagged(gm, kind) if kind != "dequantize" or n.target is not zero.dequantize.default)
 
 
 def _call(gm: GraphModule, kind: str) -> Any:

@@ -20,41 +20,53 @@ from tests.passes.graphs import (
     run,
     up_to,
 )
-from zerofx.passes import Context, compress, discard, fetch, lower, replicate, verify
-from zerofx.passes.carry import FETCH, WAIT_FETCH, carrying
+from zerofx.features.meshes.replicate import replicate
+from zerofx.features.offload.operators import RELOAD, WAIT_RELOAD, carrying
+from zerofx.features.offload.reload_weights import reload_weights
+from zerofx.features.wire.quantize import quantize
+from zerofx.passes import Context, discard, lower, verify
 from zerofx.passes.ops import release
 from zerofx.passes.proof.meaning import Op
 
-KINDS = "fetch", "wait_fetch", "all_gather", "wait"
+KINDS = "reload", "wait_reload", "all_gather", "wait"
 GRAPHS = {"forward": mlp_forward, "backward": mlp_backward}
 
 
 def fetched(phase: str = "forward", *, away: str = "abc", **context: object) -> tuple[GraphModule, Context]:
     gm, ctx = GRAPHS[phase](weights_away=frozenset(away), **context)
-    apply(gm, ctx, *up_to(fetch))
+    apply(gm, ctx, *up_to(reload_weights))
     return gm, ctx
 
 
 def test_a_shard_is_fetched_in_front_of_the_wait_for_the_one_before_it() -> None:
     gm, _ = fetched()
     assert events(gm, *KINDS) == [
-        *("fetch a", "fetch b", "wait_fetch a", "all_gather a"),
-        *("fetch c", "wait_fetch b", "all_gather b"),
-        *("wait_fetch c", "all_gather c", "wait a", "wait b", "wait c"),
+        *("reload a", "reload b", "wait_reload a", "all_gather a"),
+        *("reload c", "wait_reload b", "all_gather b"),
+        *("wait_reload c", "all_gather c", "wait a", "wait b", "wait c"),
     ]
 
 
 def test_a_gather_that_starts_later_is_fetched_for_later() -> None:
     gm, _ = fetched(memory_budget=2 * 4 * 128)
     assert events(gm, *KINDS) == [
-        *("fetch a", "fetch b", "wait_fetch a", "all_gather a", "fetch c", "wait_fetch b", "all_gather b", "wait a"),
-        *("wait_fetch c", "all_gather c", "wait b", "wait c"),
+        *(
+            "reload a",
+            "reload b",
+            "wait_reload a",
+            "all_gather a",
+            "reload c",
+            "wait_reload b",
+            "all_gather b",
+            "wait a",
+        ),
+        *("wait_reload c", "all_gather c", "wait b", "wait c"),
     ]
 
 
 def test_backward_fetches_in_the_order_of_its_own_use() -> None:
     gm, _ = fetched("backward")
-    assert [e for e in events(gm, "fetch")] == ["fetch c", "fetch b", "fetch a"]
+    assert [e for e in events(gm, "reload")] == ["reload c", "reload b", "reload a"]
 
 
 @pytest.mark.parametrize("phase", GRAPHS)
@@ -75,7 +87,7 @@ def test_the_numbers_stay_after_every_pass(phase: str) -> None:
     plain, known = GRAPHS[phase](world_size=1)
     numbers = Numbers.random(plain, known)
     wanted = run(plain, known, numbers)
-    for last in (fetch, discard, lower, verify):
+    for last in (reload_weights, discard, lower, verify):
         gm, ctx = GRAPHS[phase](world_size=1, weights_away=frozenset("abc"))
         apply(gm, ctx, *up_to(last))
         with carrying(Elsewhere.of(ctx, numbers)):
@@ -91,7 +103,7 @@ def test_what_was_fetched_is_released_behind_its_gather() -> None:
     names = events(gm, *KINDS, "discard")
     assert names[names.index("all_gather a") + 1] == "discard a"
     mark = next(n for n in gm.graph.nodes if n.target is release)
-    assert mark.args[0].target is WAIT_FETCH
+    assert mark.args[0].target is WAIT_RELOAD
 
 
 def test_casts_and_parts_read_what_was_fetched() -> None:
@@ -101,17 +113,17 @@ def test_casts_and_parts_read_what_was_fetched() -> None:
     w16 = s.call(torch.ops.prims.convert_element_type.default, w, torch.bfloat16)
     y = s.call(aten.mm.default, x, w16)
     gm, ctx = s.done(s.call(aten.add.Tensor, y, b))
-    apply(gm, ctx, *up_to(fetch))
+    apply(gm, ctx, *up_to(reload_weights))
     (shard,) = (n for n in gm.graph.nodes if n.name.startswith("shard_"))
-    assert {user.target for user in shard.users} == {FETCH, WAIT_FETCH}
-    assert len(events(gm, "fetch")) == 1 and len(events(gm, "all_gather")) == 2
+    assert {user.target for user in shard.users} == {RELOAD, WAIT_RELOAD}
+    assert len(events(gm, "reload")) == 1 and len(events(gm, "all_gather")) == 2
     apply(gm, ctx, discard, lower)
     verify(gm, ctx)
 
 
 def test_a_group_whose_weights_are_here_is_not_fetched() -> None:
     gm, ctx = fetched(away="b")
-    assert events(gm, "fetch", "wait_fetch") == ["fetch b", "wait_fetch b"]
+    assert events(gm, "reload", "wait_reload") == ["reload b", "wait_reload b"]
     apply(gm, ctx, discard, lower)
     verify(gm, ctx)
 
@@ -120,18 +132,18 @@ def test_a_group_whose_weights_are_here_is_not_fetched() -> None:
 def test_it_leaves_other_graphs_alone(changes: dict) -> None:
     gm, ctx = mlp_forward(**changes)
     apply(gm, ctx, *up_to(replicate))
-    assert_left_alone(gm, ctx, fetch)
+    assert_left_alone(gm, ctx, reload_weights)
 
 
 def test_new_nodes_say_what_they_are_for() -> None:
     gm, ctx = mlp_forward(weights_away=frozenset("abc"))
     apply(gm, ctx, *up_to(replicate))
-    assert_documented(apply(gm, ctx, fetch).inserted, {"fetch": {1, 3, 5}, "wait_fetch": {1, 3, 5}})
+    assert_documented(apply(gm, ctx, reload_weights).inserted, {"reload": {1, 3, 5}, "wait_reload": {1, 3, 5}})
 
 
 def test_inductor_is_told_the_order() -> None:
     gm, ctx = fetched(executor="inductor", away="abcdef", layers="abcdef", memory_budget=3 * 4 * 128)
-    apply(gm, ctx, discard, compress, lower)
+    apply(gm, ctx, discard, quantize, lower)
     verify(gm, ctx)
     ops = {
         f"{n.meta['zerofx'].kind} {n.meta['zerofx'].group}": Op.of(n)
@@ -139,8 +151,8 @@ def test_inductor_is_told_the_order() -> None:
         if "zerofx" in n.meta and n.op == "call_function"
     }
     names = {op.node: name for name, op in ops.items()}
-    assert "fetch d" in {names.get(n) for n in ops["wait_fetch c"].after}
-    assert "all_gather b" in {names.get(n) for n in ops["fetch d"].after}
+    assert "reload d" in {names.get(n) for n in ops["wait_reload c"].after}
+    assert "all_gather b" in {names.get(n) for n in ops["reload d"].after}
 
 
 def test_without_a_carrier_nobody_knows_where_weights_live() -> None:

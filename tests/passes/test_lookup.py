@@ -25,7 +25,8 @@ from tests.passes.graphs import (
     up_to,
 )
 from tests.workers import Workers
-from zerofx.passes import Context, edit, gather, group, lookup, narrow, prefetch, reduce
+from zerofx.features.lookups.lookup import lookup
+from zerofx.passes import Context, edit, gather, group, narrow, prefetch, reduce
 
 LOW = torch.bfloat16
 FIRST = (gather, narrow, reduce)

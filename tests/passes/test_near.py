@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from tests.passes.graphs import Sketch, apply, aten, events, up_to
 from tests.passes.mutants import bypass, set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
-from zerofx.passes import PIPELINE, Context, near
+from zerofx.features.meshes.secondary_shard import secondary_shard
+from zerofx.passes import PIPELINE, Context
 from zerofx.passes.context import Meanings
 
 NEAR: dict[str, Any] = {"near_group": "row", "near_ranks": 2, "memory_budget": 600}
@@ -50,42 +51,49 @@ def finished(**options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphMo
 
 def test_forward_leaves_its_part_and_backward_gathers_from_it() -> None:
     (forward, ctx), (backward, back) = pair()
-    assert apply(forward, ctx, *up_to(near)).edits == 2
-    assert events(forward, "wait", "near") == ["wait a", "near a", "near a", "wait b", "near b", "near b"]
+    assert apply(forward, ctx, *up_to(secondary_shard)).edits == 2
+    assert events(forward, "wait", "secondary") == [
+        "wait a",
+        "secondary a",
+        "secondary a",
+        "wait b",
+        "secondary b",
+        "secondary b",
+    ]
     assert {kept.ranks for kept in ctx.kept_gathered.values()} == {2} and not ctx.saved_parameters
-    assert apply(backward, back, *up_to(near)).edits == 2
+    assert apply(backward, back, *up_to(secondary_shard)).edits == 2
     for start in tagged(backward, "all_gather"):
-        assert start.args[1:] == (2, "row") and start.args[0].meta["zerofx"].kind == "near"
+        assert start.args[1:] == (2, "row") and start.args[0].meta["zerofx"].kind == "secondary"
         assert start.args[0].meta["val"].numel() * 2 == start.meta["val"].numel()
     assert back.shards == [] and back.gathered == ["b", "a"]
 
 
 def test_without_near_ranks_it_changes_nothing() -> None:
     for gm, ctx in pair(near_group="", near_ranks=1):
-        assert apply(gm, ctx, *up_to(near)).edits == 0
+        assert apply(gm, ctx, *up_to(secondary_shard)).edits == 0
 
 
 def a_part_among_other_ranks(gm: GraphModule, ctx: Context) -> None:
-    node = next(n for n in tagged(gm, "near") if n.op == "call_function")
+    node = next(n for n in tagged(gm, "secondary") if n.op == "call_function")
     set_arg(node, 2, ctx.process_group)
 
 
 def a_part_of_four(gm: GraphModule, ctx: Context) -> None:
-    node = next(n for n in tagged(gm, "near") if n.op == "call_function")
+    node = next(n for n in tagged(gm, "secondary") if n.op == "call_function")
     set_arg(node, 1, 4)
 
 
 def a_part_of_another_group(gm: GraphModule, ctx: Context) -> None:
-    first, second = (n for n in tagged(gm, "near") if n.target is aten.clone.default)
+    first, second = (n for n in tagged(gm, "secondary") if n.target is aten.clone.default)
     outputs = gm.graph.output_node()
     swap = {first: second, second: first}
     outputs.args = (tuple(swap.get(x, x) for x in outputs.args[0]),)
 
 
 def a_whole_group_in_the_place_of_a_part(gm: GraphModule, ctx: Context) -> None:
-    clone = next(n for n in tagged(gm, "near") if n.target is aten.clone.default)
+    clone = next(n for n in tagged(gm, "secondary") if n.target is aten.clone.default)
     bypass(clone)
-    part = next(n for n in tagged(gm, "near") if n.op == "call_function")
+    part = next(n for n in tagged(gm, "secondary") if n.op == "call_function")
     bypass(part)
 
 

@@ -14,7 +14,8 @@ from tests.passes.graphs import apply, assert_documented, assert_left_alone, eve
 from tests.passes.mutants import bypass, inner, instead, like, set_arg, tagged, what_verify_misses
 from zerofx import _torch
 from zerofx.compiler.rewriting import copy_graph
-from zerofx.passes import PIPELINE, Context, replicate
+from zerofx.features.meshes.replicate import replicate
+from zerofx.passes import PIPELINE, Context
 from zerofx.passes.context import Meanings
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten

@@ -13,9 +13,9 @@ from torch.testing import FileCheck
 from tests.passes.graphs import Sketch, apply, assert_documented, assert_left_alone, aten, events
 from tests.passes.mutants import set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
-from zerofx.passes import PIPELINE, Context, rematerialize, save_parts
+from zerofx.features.partition_activations.partition_saved import LEAST_BYTES, partition_saved
+from zerofx.passes import PIPELINE, Context, rematerialize
 from zerofx.passes.context import Meanings
-from zerofx.passes.save_parts import LEAST_BYTES
 
 c10d = torch.ops._c10d_functional
 PARTS: dict[str, Any] = {"parts_group": "tp", "parts_ranks": 3, "alike": frozenset({"wait_tensor", "neg", "relu"})}
@@ -67,7 +67,7 @@ def finished(**options: Any) -> tuple[Graph, Graph]:
 
 def test_a_part_is_saved_behind_the_last_reader_and_gathered_ahead_of_the_first() -> None:
     (forward, ctx), (backward, back) = pair()
-    done = apply(forward, ctx, rematerialize, save_parts)
+    done = apply(forward, ctx, rematerialize, partition_saved)
     assert done.edits == 2
     assert_documented(done.inserted)
     FileCheck().check("mm_1 = ").check("permute.default(relu, [1, 0])").check(
@@ -75,11 +75,11 @@ def test_a_part_is_saved_behind_the_last_reader_and_gathered_ahead_of_the_first(
     ).check("part.default(wait_tensor, 3, 'tp')").check(
         "return (mm_1, x, part_default, part_default, part_default_1, neg, aw)"
     ).run(forward.code)
-    done = apply(backward, back, save_parts)
+    done = apply(backward, back, partition_saved)
     assert done.edits == 2
     assert_documented(done.inserted)
-    kinds = events(backward, "collect", "collected")
-    assert kinds == ["collect wait_tensor", "collect relu", "collected wait_tensor", "collected relu"]
+    kinds = events(backward, "gather_saved", "wait_saved")
+    assert kinds == ["gather_saved wait_tensor", "gather_saved relu", "wait_saved wait_tensor", "wait_saved relu"]
     FileCheck().check("all_gather_into_tensor.default(wait_tensor, 3, 'tp')").check("mul.Tensor").check(
         "all_gather_into_tensor.default(relu, 3, 'tp')"
     ).check("as_strided.default(wait_tensor_default, [64, 64], [1, 64], 0)").check("mm.default(").check(
@@ -100,16 +100,16 @@ def test_two_gathers_are_under_way_at_most() -> None:
     x = s.input("x", 64, 64)
     nodes = [x := s.call(aten.neg.default, x) for _ in range(4)]
     forward = s.done(x, *nodes[:3], s.call(aten.abs.default, x), nodes[3], saved=[1, 2, 3, 4])
-    apply(*forward, rematerialize, save_parts)
+    apply(*forward, rematerialize, partition_saved)
     s = Sketch("backward", **shared)
     inputs, dy = [s.input(node.name, 64, 64) for node in nodes[:3]], s.input("tangents_1", 64, 64)
     for value in reversed(inputs):
         dy = s.call(aten.mul.Tensor, dy, value)
     backward, ctx = s.done(dy)
-    apply(backward, ctx, save_parts)
+    apply(backward, ctx, partition_saved)
     assert events(backward) == [
-        "collect neg_2", "collect neg_1", "collected neg_2", "saved neg_2", "mul",
-        "collect neg", "collected neg_1", "saved neg_1", "mul", "collected neg", "saved neg", "mul",
+        "gather_saved neg_2", "gather_saved neg_1", "wait_saved neg_2", "saved neg_2", "mul",
+        "gather_saved neg", "wait_saved neg_1", "saved neg_1", "mul", "wait_saved neg", "saved neg", "mul",
     ]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_two_gathers_are_under_way_at_most() -> None:
 def test_what_is_small_or_not_alike_or_of_one_rank_is_left_alone(what: dict[str, Any]) -> None:
     for gm, ctx in pair(**what):
         apply(gm, ctx, rematerialize)
-        assert_left_alone(gm, ctx, save_parts)
+        assert_left_alone(gm, ctx, partition_saved)
 
 
 def test_what_the_caller_has_anyway_is_left_alone() -> None:
@@ -134,7 +134,7 @@ def test_what_the_caller_has_anyway_is_left_alone() -> None:
     y = s.call(aten.relu.default, s.call(aten.neg.default, x))
     gm, ctx = s.done(y, x, s.call(aten.t.default, y), saved=[1, 2])
     apply(gm, ctx, rematerialize)
-    assert_left_alone(gm, ctx, save_parts)
+    assert_left_alone(gm, ctx, partition_saved)
 
 
 def test_memory_with_gaps_and_a_view_of_a_part_of_it_are_told_apart() -> None:
@@ -143,7 +143,7 @@ def test_memory_with_gaps_and_a_view_of_a_part_of_it_are_told_apart() -> None:
     rows = s.call(aten.slice.Tensor, s.call(aten.neg.default, x), 0, 64, 128)  # a view: of all of neg a part is saved
     same = s.call(aten.expand.default, s.call(aten.sum.dim_IntList, x, [0]), [128, 64])  # 64 elements of memory
     gm, ctx = s.done(s.call(aten.mul.Tensor, same, x), rows, same, saved=[1, 2])
-    assert apply(gm, ctx, rematerialize, save_parts).edits == 1
+    assert apply(gm, ctx, rematerialize, partition_saved).edits == 1
     assert ctx.parts["slice_1"].numel == 128 * 64
     assert ctx.parts["slice_1"].views == {"slice_1": ((64, 64), (64, 1), 64 * 64)}
 
@@ -198,20 +198,20 @@ def a_part_of_what_is_not_alike(gm: GraphModule, ctx: Context) -> None:
 
 
 def a_gather_in_another_group(gm: GraphModule, ctx: Context) -> None:
-    set_arg(tagged(gm, "collect")[0], 2, ctx.process_group)
+    set_arg(tagged(gm, "gather_saved")[0], 2, ctx.process_group)
 
 
 def a_gather_over_two_ranks(gm: GraphModule, ctx: Context) -> None:
-    set_arg(tagged(gm, "collect")[0], 1, 2)
+    set_arg(tagged(gm, "gather_saved")[0], 1, 2)
 
 
 def a_part_that_is_read(gm: GraphModule, ctx: Context) -> None:
     whole = tagged(gm, "saved")[0]
-    set_arg(whole, 0, tagged(gm, "collect")[0].args[0])
+    set_arg(whole, 0, tagged(gm, "gather_saved")[0].args[0])
 
 
 def a_gather_of_the_other_part(gm: GraphModule, ctx: Context) -> None:
-    first, second = tagged(gm, "collect")
+    first, second = tagged(gm, "gather_saved")
     a, b = first.args[0], second.args[0]
     set_arg(first, 0, b)
     set_arg(second, 0, a)
@@ -222,18 +222,18 @@ def another_view_of_all_parts(gm: GraphModule, ctx: Context) -> None:
 
 
 def a_second_gather_of_one_part(gm: GraphModule, ctx: Context) -> None:
-    first, second = tagged(gm, "collect")
+    first, second = tagged(gm, "gather_saved")
     set_arg(second, 0, first.args[0])
 
 
 def a_wait_that_is_left_out(gm: GraphModule, ctx: Context) -> None:
-    wait = tagged(gm, "collected")[0]
+    wait = tagged(gm, "wait_saved")[0]
     wait.replace_all_uses_with(wait.args[0])
     gm.graph.erase_node(wait)
 
 
 def gathers_out_of_order(gm: GraphModule, ctx: Context) -> None:
-    first, second = tagged(gm, "collect")
+    first, second = tagged(gm, "gather_saved")
     first.prepend(second)
 
 
@@ -272,5 +272,5 @@ def test_what_breaks_a_rule_of_saved_parts_is_found(backend: str) -> None:
 def test_for_inductor_gathers_are_kept_in_their_place_among_the_collectives_of_their_group() -> None:
     _, (backward, _) = finished(executor="inductor")
     calls = [n for n in backward.graph.nodes if n.op == "call_function"]
-    starts = [n for n in calls if "zerofx" in n.meta and n.meta["zerofx"].kind == "collect"]
+    starts = [n for n in calls if "zerofx" in n.meta and n.meta["zerofx"].kind == "gather_saved"]
     assert len(starts) == 2 and starts[0] in starts[1].all_input_nodes[0].all_input_nodes + starts[1].all_input_nodes

@@ -22,7 +22,8 @@ from tests.passes.graphs import (
     run,
     up_to,
 )
-from zerofx.passes import Context, discard, lower, step, verify
+from zerofx.features.step_in_backward.step import step
+from zerofx.passes import Context, discard, lower, verify
 from zerofx.passes.ops import stepping
 from zerofx.passes.proof.meaning import Op
 

@@ -10,17 +10,23 @@ from torch.fx import GraphModule, Node
 
 from tests.passes.elsewhere import Elsewhere
 from tests.passes.graphs import Sketch, apply, assert_documented, assert_left_alone, aten, events
-from zerofx.passes import Context, edit, lower, rematerialize, stow, verify
-from zerofx.passes.carry import carrying, new_handle
-from zerofx.passes.context import Meanings, Stows
-from zerofx.passes.stow import order_of
+from zerofx.features.offload.offload_activations import offload_activations, order_of
+from zerofx.features.offload.operators import carrying, new_handle
+from zerofx.passes import Context, edit, lower, rematerialize, verify
+from zerofx.passes.context import ActivationChoice, Meanings
 
 Pair = tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]
 
 
 def chain(letters: str = "abcd", smallest: int = 1, **context: Any) -> Pair:
     """Forward: a = exp(x), b = exp(a), ...; what backward reads is saved, and read in the opposite order."""
-    shared: dict[str, Any] = {"stage": 0, "stows": Stows(smallest), "stowed": {}, "meanings": Meanings(), **context}
+    shared: dict[str, Any] = {
+        "stage": 0,
+        "activation_choice": ActivationChoice(smallest),
+        "offloaded": {},
+        "meanings": Meanings(),
+        **context,
+    }
     forward = Sketch("forward", **shared)
     x, made = forward.input("x", 4, 8), []
     for _ in letters:
@@ -39,29 +45,43 @@ def chain(letters: str = "abcd", smallest: int = 1, **context: Any) -> Pair:
 def through(graph: tuple[GraphModule, Context]) -> tuple[GraphModule, Context]:
     gm, ctx = graph
     ctx.before = GraphModule(gm, gm.graph.__deepcopy__())
-    apply(gm, ctx, rematerialize, stow)
+    apply(gm, ctx, rematerialize, offload_activations)
     return graph
 
 
 def test_what_is_saved_leaves_behind_its_last_use_and_two_are_on_their_way() -> None:
     there, _ = chain()
     gm, _ = through(there)
-    assert events(gm, "stow", "wait_stow") == [
-        *("stow exp", "stow exp_1", "wait_stow exp", "stow exp_2", "wait_stow exp_1", "stow exp_3"),
-        *("wait_stow exp_2", "wait_stow exp_3"),
+    assert events(gm, "offload_activation", "wait_offload_activation") == [
+        *(
+            "offload_activation exp",
+            "offload_activation exp_1",
+            "wait_offload_activation exp",
+            "offload_activation exp_2",
+            "wait_offload_activation exp_1",
+            "offload_activation exp_3",
+        ),
+        *("wait_offload_activation exp_2", "wait_offload_activation exp_3"),
     ]
     nodes = list(gm.graph.nodes)
     (last,) = (node for node in nodes if node.name == "exp_1")
-    assert edit.is_kind(last.next, "stow")  # `exp` is not read any more
+    assert edit.is_kind(last.next, "offload_activation")  # `exp` is not read any more
 
 
 def test_what_comes_back_is_on_its_way_while_others_are_used() -> None:
     there, (gm, ctx) = chain()
     through(there)
     through((gm, ctx))
-    assert events(gm, "unstow", "wait_unstow") == [
-        *("unstow exp_3", "unstow exp_2", "wait_unstow exp_3", "unstow exp_1", "wait_unstow exp_2", "unstow exp"),
-        *("wait_unstow exp_1", "wait_unstow exp"),
+    assert events(gm, "reload_activation", "wait_reload_activation") == [
+        *(
+            "reload_activation exp_3",
+            "reload_activation exp_2",
+            "wait_reload_activation exp_3",
+            "reload_activation exp_1",
+            "wait_reload_activation exp_2",
+            "reload_activation exp",
+        ),
+        *("wait_reload_activation exp_1", "wait_reload_activation exp"),
     ]
 
 
@@ -91,11 +111,11 @@ def test_for_inductor_a_tensor_comes_back_when_all_have_read_what_came_before_it
     through((gm, ctx))
     gone = {
         start.name: [use.name for use in gm.graph.nodes if use.target is aten.mul.Tensor and use < start]
-        for start in edit.tagged(gm.graph, "unstow")
+        for start in edit.tagged(gm.graph, "reload_activation")
     }
     assert [len(uses) for uses in gone.values()] == [0, 0, 0, 1, 2, 3]
     apply(gm, ctx, lower)
-    starts = edit.tagged(gm.graph, "unstow")
+    starts = edit.tagged(gm.graph, "reload_activation")
     for start, uses in zip(starts, gone.values(), strict=True):
         before = {str(dep) for dep in start.args[0]} if "control_deps" in str(start.target) else set()
         assert set(uses[-1:]) <= before, (start, uses, before)
@@ -103,7 +123,7 @@ def test_for_inductor_a_tensor_comes_back_when_all_have_read_what_came_before_it
 
 def views(saved_size: bool) -> tuple[GraphModule, Context]:
     """Two views of one product are saved, one by a size that is known when the graph runs."""
-    s = Sketch("forward", stage=0, stows=Stows(1))
+    s = Sketch("forward", stage=0, activation_choice=ActivationChoice(1))
     product = s.call(aten.mul.Tensor, s.input("x", 4, 8), 2)
     size = s.call(aten.sym_size.int, product, 0)
     left, right = (s.call(aten.slice.Tensor, product, 1, i, i + 4) for i in (0, 4))
@@ -115,19 +135,23 @@ def views(saved_size: bool) -> tuple[GraphModule, Context]:
 
 def test_of_several_views_what_they_look_at_leaves_once() -> None:
     gm, ctx = through(views(saved_size=True))
-    assert events(gm, "stow") == ["stow mul"]
-    assert [len(left.steps) for left in ctx.stowed.values()] == [1, 1]
-    assert len({left.place for left in ctx.stowed.values()}) == 1
+    assert events(gm, "offload_activation") == ["offload_activation mul"]
+    assert [len(left.steps) for left in ctx.offloaded.values()] == [1, 1]
+    assert len({left.place for left in ctx.offloaded.values()}) == 1
 
 
 def test_a_view_of_a_size_that_backward_does_not_know_stays() -> None:
     gm, ctx = views(saved_size=False)
-    assert_left_alone(gm, ctx, stow)
+    assert_left_alone(gm, ctx, offload_activations)
 
 
 @pytest.mark.parametrize("case", ["small", "an input", "returned", "gaps", "written", "not asked for"])
 def test_what_cannot_leave_stays(case: str) -> None:
-    s = Sketch("forward", stage=0, stows=Stows(256 if case == "small" else 1, frozenset() if "ask" in case else None))
+    s = Sketch(
+        "forward",
+        stage=0,
+        activation_choice=ActivationChoice(256 if case == "small" else 1, frozenset() if "ask" in case else None),
+    )
     x = s.input("x", 4, 8)
     value: Node = s.call(aten.mul.Tensor, x, 2)
     if case == "an input":
@@ -138,17 +162,17 @@ def test_what_cannot_leave_stays(case: str) -> None:
     if case == "written":
         s.call(aten.zero_.default, value)
     gm, ctx = s.done(returned, value, saved=[1])
-    assert_left_alone(gm, ctx, stow)
+    assert_left_alone(gm, ctx, offload_activations)
 
 
 def test_it_leaves_graphs_alone_of_which_nothing_is_to_leave() -> None:
-    for gm, ctx in chain(stows=None):
-        assert_left_alone(gm, ctx, stow)
+    for gm, ctx in chain(activation_choice=None):
+        assert_left_alone(gm, ctx, offload_activations)
 
 
 def test_new_nodes_say_what_they_are_for() -> None:
     for gm, ctx in chain():
-        assert_documented(apply(gm, ctx, stow).inserted)
+        assert_documented(apply(gm, ctx, offload_activations).inserted)
 
 
 @pytest.mark.parametrize("stride", [(48, 16, 4, 1), (48, 1, 12, 3), (1, 2, 6, 24), (48, 12, 3, 1)])

@@ -40,7 +40,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
 from tests.slow import slow_if
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.passes import VerificationError, edit, pipeline, verify
-from zerofx.passes.context import Stows
+from zerofx.passes.context import ActivationChoice
 from zerofx.passes.schedule import groups_ahead
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
@@ -60,7 +60,10 @@ RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"stage": 3}),
 }
 EVERY = frozenset(["scale", "embedding", "table", *(f"blocks.{i}" for i in range(3))])
-AWAY: dict[str, Any] = {"weights_away": EVERY, "gradients_away": EVERY, "stows": Stows(64)}
+CARRIED = ["reload", "offload", "offload_activation", "reload_activation"]
+CARRIED += [f"wait_{kind}" for kind in CARRIED]
+
+AWAY: dict[str, Any] = {"weights_away": EVERY, "gradients_away": EVERY, "activation_choice": ActivationChoice(64)}
 CONTEXTS: dict[str, dict[str, Any]] = {
     "gloo, eager": {"backend": "gloo", "executor": "eager"},
     "gloo, inductor": {"backend": "gloo", "executor": "inductor"},
@@ -77,9 +80,8 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 }
 MOVED = "stage 3", "stage 3, autocast", "stage 3, codes", "stage 2", "one rank"
 """The records of which there are graphs whose state lives elsewhere: for the rules of that alone."""
-RULES = (
-    "inputs gather wait group slice discard budget saved reduction order step fetch put stow wire write value".split()
-)
+RULES = "inputs gather wait group slice discard budget saved reduction order".split()
+RULES += "step reload offload activation wire write value".split()
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,8 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     kinds = Counter(n.meta["zerofx"].kind for gm, _ in graphs.values() for n in gm.graph.nodes if "zerofx" in n.meta)
     wanted = "shard replica kept gathered narrow rebuild all_gather wait refresh weight prepare pack reduce_scatter"
     assert all(kinds[kind] for kind in [*wanted.split(), *"all_reduce wait_grad gradient discard".split()])
-    assert all(kinds[kind] for kind in "fetch wait_fetch put wait_put stow wait_stow unstow wait_unstow".split())
-    assert kinds["encode"] and kinds["decode"]
+    assert all(kinds[kind] for kind in CARRIED)
+    assert kinds["quantize"] and kinds["dequantize"]
     assert all(kinds[kind] for kind in "ask asked answer answered give given rows".split())
     assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
 
@@ -147,7 +149,7 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
     wrong, tried = [], set[str]()
     names = sorted(graphs, key=lambda name: zlib.crc32(f"{mutant.name} {name}".encode()))  # a mixed bag for each
     for name in names:
-        if "elsewhere" in name and mutant.rule not in ("fetch", "put", "stow"):
+        if "elsewhere" in name and mutant.rule not in ("reload", "offload", "activation"):
             continue
         places = mutant.places(*graphs[name])
         if not places:
@@ -325,7 +327,7 @@ def test_the_error_names_rule_node_group_and_line() -> None:
 def test_a_refused_compilation_saves_its_graphs_in_a_file_that_the_error_names(fake_world, monkeypatch) -> None:
     fake_world(2)
     broken = (*pipeline(3)[:-1], _shift_a_weight, verify)
-    monkeypatch.setattr("zerofx.compiler.rewriting.pipeline", lambda stage, own=(): broken)
+    monkeypatch.setattr("zerofx.compiler.rewriting.pipeline", lambda stage, own=(), ctx=None: broken)
     with pytest.raises(Exception, match=r"breaks the rule 'slice'.*saved in") as caught:
         record(stage=3)
     path = re.search(r"saved in (\S+\.txt)", str(caught.value))

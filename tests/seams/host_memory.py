@@ -1,8 +1,8 @@
-"""A second home: weights and gradients in the host's memory. Graphs fetch and put them by copies on a thread.
+"""A second home: weights and gradients in the host's memory. Graphs reload and offload them by copies on a thread.
 
 ::
 
-    graph        fetch h ──────────── wait_fetch h ─ all-gather ...        the thread copies h meanwhile
+    graph        reload h ─────────── wait_reload h ─ all-gather ...        the thread copies h meanwhile
     home         a copy on the device is filled    handed out
 
 State is a tensor of the host's at any time. What is no graph, an optimizer or a checkpoint, computes with it where it
@@ -66,14 +66,14 @@ class HostMemory(OnDevice):
         return stage > 0
 
     def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
-        return self.put(tensor).result() if kind in self.streams else tensor
+        return self.offload(tensor).result() if kind in self.streams else tensor
 
-    def fetch(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
+    def reload(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
         self.traffic.arrives(here)
         self.traffic.brought += here.nbytes
         return _copies().submit(here.copy_, state)
 
-    def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
+    def offload(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
         self.traffic.arrives(gradient)
         self.traffic.taken += gradient.nbytes
         return _copies().submit(torch.empty_like(gradient).copy_, gradient)

@@ -4,7 +4,7 @@
 
     inputs and parameters     each rank's value, as a digest        those that differ are out
     the joint graph           a parameter stays alike only if its gradient is: else it is out, and what follows from it
-    what forward saves        each value's operators, as a digest   (`zerofx.passes.alike`)
+    what forward saves        each value's operators, as a digest   (`same_values`)
     as backward begins        the gradients of outputs, once        an error where they differ
 
 A value is compared with the other ranks' by what computes it: comparing the numbers of one step would prove nothing for
@@ -30,8 +30,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx._torch import OpOverload
+from zerofx.features.partition_activations.same_values import alike
 from zerofx.passes import edit
-from zerofx.passes.alike import alike
 from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.state.group import Family
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor

@@ -31,7 +31,7 @@ from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 from zerofx.passes import before_lower, edit
 from zerofx.passes.context import Context, OnDisk, Tag
-from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.kinds import NODE_KINDS, NodeKind
 from zerofx.passes.own import Pass
 from zerofx.passes.schedule import (
     Gather,
@@ -142,7 +142,7 @@ class Reasons:
     def __init__(self, trace: Rewriting, history: History | None = None) -> None:
         self.context: Context = trace.context
         self.history: History = history or History(trace)
-        self.graph: Graph = self.history.graphs[before_lower(trace.context.stage, trace.context.own)]
+        self.graph: Graph = self.history.graphs[before_lower(trace.context)]
         self.order: dict[Node, int] = edit.positions(self.graph)
         self.gathers: list[Gather]
         self.held: list[Gather]
@@ -157,18 +157,17 @@ class Reasons:
             return [("is", "the model's own, or AOTAutograd's"), *self._saving(node), *self._line(node)]
         said: Why = []
         tag = tag or Tag("", "")
-        kind = KINDS.get(tag.kind, Kind())
-        about = _ABOUT.get(tag.kind) or {"gather": "brings", "scatter": "takes"}.get(kind.travels)
-        if about:
-            said.append((about, self._what(node, tag)))
+        kind = NODE_KINDS.get(tag.kind, NodeKind(""))
+        if kind.about:
+            said.append((kind.about, self._what(node, tag)))
         for question, passes in (("made by", self.history.made), ("moved by", self.history.moved)):
             if node.name in passes:
                 name = passes[node.name]
                 said.append((question, f"{name}: {self.purposes[name]}"))
         said += _PLACES[tag.kind](self, node, tag.group) if tag.kind in _PLACES else []
         if kind.stands:
-            said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(self.graph, tag.group)))
-        if tag.kind in _CARRIES:
+            said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(node, self.context)))
+        if kind.transfer:
             said += self._carried(node, tag.kind)
         if self.context.on_disk is not None and tag.kind in _SAID_OF_DISKS:
             said.append(("on disk", self._on_disk(self.context.on_disk, tag.group)))
@@ -177,10 +176,9 @@ class Reasons:
 
     def _what(self, node: Node, tag: Tag) -> str:
         """Bytes and parameters that a collective or a buffer is about."""
-        about = node.args[0] if tag.kind == "discard" else node.args[1] if tag.kind == "wait_put" else node
+        about = node.args[0] if tag.kind == "discard" else node.args[1] if tag.kind == "wait_offload" else node
         size = format_bytes(whole_bytes(about))  # type: ignore[arg-type]
-        taken = ("reduce_scatter", "all_reduce", "sum_replicas")
-        if tag.kind in taken or KINDS.get(tag.kind, Kind()).brings == "gradients":
+        if NODE_KINDS[tag.kind].brings == "gradients":
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:
@@ -198,7 +196,7 @@ class Reasons:
         chosen, phase = self.context.activations, self.context.phase
         if phase == "forward" and any(part.name == node.name for part in self.context.parts.values()):
             return [("then", f"a part is saved: {self.context.parts_ranks} tensor-parallel ranks have it alike")]
-        if any(edit.is_kind(user, "stow") for user in node.users):
+        if any(edit.is_kind(user, "offload_activation") for user in node.users):
             return [("then", "it is saved, and leaves the device: backward brings it back")]
         if chosen is None or node.name not in chosen.recomputed:
             return []
@@ -219,7 +217,7 @@ class Reasons:
             f"{len(between)} of the model's operators compute meanwhile" if between else "nothing computes meanwhile"
         )
         said = [(words, f"{other.name}: {meanwhile}")]
-        if kind in ("wait_fetch", "wait_unstow"):
+        if kind in ("wait_reload", "wait_reload_activation"):
             readers = [n for n in node.users if n.meta.get("zerofx", Tag("", "")).kind != "discard"]
             said.append(("then", f"{', '.join(n.name for n in readers[:MOST_NAMES])} reads it"))
         return said
@@ -301,16 +299,6 @@ class Reasons:
     def _reduction(self, node: Node, group: str) -> Why:
         return [("stands", "right behind the last of these gradients to be there")]
 
-    def _sum_replicas(self, node: Node, group: str) -> Why:
-        replicas = self.context.replicas
-        return [("stands", f"right behind the sum over a row: its shard goes to the {replicas} replicas' ranks")]
-
-    def _wait_replicas(self, node: Node, group: str) -> Why:
-        later = [n for n in edit.tagged(self.graph, "sum_replicas") if self.order[n] > self.order[node]]
-        if later:
-            return [("stands", "behind the start of the next sum: both are under way by then")]
-        return [("stands", "at the end: until then both links and the processor are at work")]
-
     def _wait_grad(self, node: Node, group: str) -> Why:
         if self.context.replicas > 1 and any(n.meta["zerofx"].kind == "sum_replicas" for n in node.users):
             return [("stands", "behind the start of the next reduction: what goes to the replicas is to start early")]
@@ -324,22 +312,6 @@ class Reasons:
         much = f"with it, more than {format_bytes(room)} would be in flight"
         return [("stands", f"in front of the packing of {following}: {much}")]
 
-    def _step(self, node: Node, group: str) -> Why:
-        behind = "the start of the next reduction, and behind the last reader of the weights that it changes"
-        return [("stands", f"behind {behind}")]
-
-    def _ahead(self, node: Node, group: str) -> Why:
-        share = "of the bytes that forward gathers, backward's reductions leave room for these (`step`)"
-        return [("stands", f"right behind the group's update, which forward needs last: {share}")]
-
-    def _near(self, node: Node, group: str) -> Why:
-        ranks = self.context.near_ranks
-        if node.op == "placeholder":
-            return [
-                ("stands", f"among the inputs: forward left a part of the group, and {ranks} near ranks have it all")
-            ]
-        return [("stands", f"right behind the wait: of what {ranks} near ranks have together, backward gathers again")]
-
     def _gathered(self, node: Node, group: str) -> Why:
         return [("stands", "among the inputs: forward left the group gathered, so that it is not gathered again")]
 
@@ -352,31 +324,7 @@ _PLACES: dict[str, Callable[[Reasons, Node, str], Why]] = {
     "reduce_scatter": Reasons._reduction,
     "all_reduce": Reasons._reduction,
     "wait_grad": Reasons._wait_grad,
-    "sum_replicas": Reasons._sum_replicas,
-    "wait_replicas": Reasons._wait_replicas,
     "gathered": Reasons._gathered,
-    "near": Reasons._near,
-    "step": Reasons._step,
-    "ahead": Reasons._ahead,
 }
-_STATE = ("fetch", "wait_fetch", "put", "wait_put")
-_CARRIES = (*_STATE, "stow", "wait_stow", "unstow", "wait_unstow")
+_STATE = ("reload", "wait_reload", "offload", "wait_offload")
 _SAID_OF_DISKS = ("all_gather", "refresh", "reduce_scatter", "step", *_STATE)
-_ABOUT = {
-    "fetch": "brings",
-    "wait_fetch": "brings",
-    "put": "takes",
-    "wait_put": "takes",
-    "part": "cuts",
-    "collected": "brings",
-    "stow": "takes",
-    "unstow": "brings",
-    "all_gather": "brings",
-    "wait": "brings",
-    "refresh": "brings",
-    "gathered": "brings",
-    "discard": "frees",
-    "reduce_scatter": "takes",
-    "all_reduce": "takes",
-    "sum_replicas": "takes",
-}

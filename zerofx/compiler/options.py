@@ -79,7 +79,7 @@ class Options:
             `zerofx.runtime.eager.leaf`.
         lookups: stage 3, for embeddings that are only looked up. Their rows travel instead of the table, and the rows'
             gradients, where that is fewer bytes. Every rank's batches must have one shape. See
-            `zerofx.passes.lookups`.
+            `zerofx.features.lookups`.
         one_copy: stage 3 where all ranks are on one host. They share one copy of the weights, in common memory, and
             gather nothing. See `zerofx.runtime.state.one_copy`.
         mesh: a device mesh of one dimension, or of two. Of two, the first is of replicas of the module. Each replica is
@@ -148,7 +148,7 @@ class Options:
             other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
             raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
         if self.lookups and "lookup" not in [pass_.__name__ for pass_ in pipeline(self.stage)]:
-            raise ValueError("lookups=True: this zerofx has no such pass (zerofx.passes.lookups). Leave it out.")
+            raise ValueError("lookups=True: this zerofx has no such pass (zerofx.features.lookups). Leave it out.")
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):

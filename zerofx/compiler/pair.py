@@ -36,17 +36,17 @@ from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes import edit
 from zerofx.passes.context import (
+    ActivationChoice,
     Activations,
     Context,
     Division,
     Gathered,
     Meanings,
+    OffloadedActivation,
     ParameterRef,
     Phase,
     Recipe,
     SavedPart,
-    Stowed,
-    Stows,
     Sync,
 )
 from zerofx.passes.proof.code import Promise
@@ -97,7 +97,7 @@ class CompiledGraph:
         self.division: Division | None = None
         self.recipes: dict[str, Recipe] = {}
         self.kept_gathered: dict[str, Gathered] = {}
-        self.stowed: dict[str, Stowed] = {}
+        self.offloaded: dict[str, OffloadedActivation] = {}
         self.meanings: Meanings = Meanings()
         self.parts: dict[str, SavedPart] = {}
         self.alike: Alike | None = None
@@ -179,8 +179,10 @@ class CompiledGraph:
 
     def away(self, rates: Any = None) -> Away | None:
         """What of activations may leave the device; ``rates``: None: those of the option."""
-        stows, offload = self.family.stows, self.family.offload
-        return None if stows is None or offload is None else Away(Stows(stows.smallest), rates or offload.rates)
+        store, offload = self.family.activation_store, self.family.offload
+        return (
+            None if store is None or offload is None else Away(ActivationChoice(store.smallest), rates or offload.rates)
+        )
 
     def saved_parameters(self) -> list[ShardedParameter]:
         """What forward saves of sharded parameters: backward gathers them anew."""
@@ -264,7 +266,7 @@ class CompiledGraph:
             publish=self.family.published.update,
             counted=self._counting(trace, {*saved, *gathered}) if phase == "forward" else None,
             carries=bool(ctx.weights_away),
-            stows=self.family.stows if self.stowed and phase == "forward" else None,
+            store=self.family.activation_store if self.offloaded and phase == "forward" else None,
             shadow=trace.shadow,
         )
 
@@ -335,7 +337,7 @@ class CompiledGraph:
             keeps=sync == "keep",
             steps=steps,
             carries=bool(ctx.weights_away or ctx.gradients_away),
-            stows=self.family.stows if self.stowed else None,
+            store=self.family.activation_store if self.offloaded else None,
             published=ctx.published,
             publish=self.family.published.update,
             names=names if ctx.parts else (),
@@ -375,11 +377,11 @@ class CompiledGraph:
         if ctx.second_group:
             self._publish(between, trace, ctx.second_group)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
-        stays = [node.name not in ctx.parameters and node.name not in ctx.stowed for node in placeholders]
+        stays = [node.name not in ctx.parameters and node.name not in ctx.offloaded for node in placeholders]
         theirs = {i: k for k, i in enumerate(kept) if stays[i]}
         moved = [left.position for left in self.kept_gathered.values()] if ctx.phase == "forward" else []
         moved += [i for part in ctx.parts.values() for i in part.positions] if ctx.phase == "forward" else ()
-        moved += [i for i, name in ctx.saved_names.items() if name in ctx.stowed]
+        moved += [i for i, name in ctx.saved_names.items() if name in ctx.offloaded]
         returned = len(edit.output_values(gm.graph))
         moved += range(returned - len(ctx.published), returned) if ctx.phase == "forward" else ()
         _torch.forget_output_strides(gm, moved)
@@ -437,7 +439,7 @@ class CompiledGraph:
             alike=alike.saved(gm) if alike is not None and phase == "forward" else frozenset(),
             parts_group=self.alike.ranks.name if self.alike is not None else "",
             parts_ranks=self.alike.ranks.size if self.alike is not None else 1,
-            stowed=self.stowed,
+            offloaded=self.offloaded,
             meanings=self.meanings,
             sync=sync,
             steps=steps,
@@ -476,17 +478,17 @@ class CompiledGraph:
             ),
             "on_host": frozenset(family.on_host),
             "on_disk": family.on_disk,
-            "stows": self._stows(),
+            "activation_choice": self._activation_choice(),
             "memory_budget": self.memory_budget,
             "activations": self.activations,
             "division": self.division,
             "own": self.options.passes,
         }
 
-    def _stows(self) -> Stows | None:
+    def _activation_choice(self) -> ActivationChoice | None:
         """What leaves: with a budget what was chosen, else all."""
-        stows, chosen = self.family.stows, self.activations
-        return None if stows is None else Stows(stows.smallest, None if chosen is None else chosen.offloaded)
+        store, chosen = self.family.activation_store, self.activations
+        return None if store is None else ActivationChoice(store.smallest, None if chosen is None else chosen.offloaded)
 
     def any_group(self) -> ShardGroup:
         return next(iter(self.groups.values()))

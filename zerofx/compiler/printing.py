@@ -27,35 +27,14 @@ from zerofx.compiler.rewriting import Rewriting
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
-from zerofx.passes.kinds import KINDS, Kind, travelling
-from zerofx.passes.own import KINDS as OURS
+from zerofx.passes.kinds import NODE_KINDS, kind_of
 
-_VERBS = {
-    "all_gather": "start",
-    "wait": "wait",
-    "discard": "discard",
-    "refresh": "refresh",
-    "reduce_scatter": "reduce",
-    "all_reduce": "reduce",
-    "wait_grad": "reduced",
-    "encode": "encode",
-    "decode": "decode",
-    "sum_replicas": "sum",
-    "wait_replicas": "summed",
-    "step": "update",
-    "ahead": "renew",
-}
 _SILENT = frozenset(
     """
     getitem view permute t transpose expand unsqueeze squeeze select slice as_strided alias detach reshape
     full _unsafe_view split unbind
     """.split()
 )
-_SIZED = {
-    "reduce_scatter": "reduce-scatters take",
-    "all_reduce": "all-reduces take",
-    "sum_replicas": "sums over replicas take",
-}
 WIDTH = 120
 _PLACE, _OPS = 24, 44
 ALIKE = 3
@@ -107,9 +86,9 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
         parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
     if "part" in sizes and (ranks := trace.context.parts_ranks):
         parts.append(f"{len(sizes['part'])} values of {format_bytes(sum(sizes['part']))} saved in {ranks} parts")
-    for kind, words in (_SIZED | {name: kind.total for name, kind in KINDS.items() if kind.total}).items():
-        if kind in sizes:
-            parts.append(f"{len(sizes[kind])} {words} {format_bytes(sum(sizes[kind]))}")
+    for name, kind in NODE_KINDS.items():
+        if kind.total and name in sizes:
+            parts.append(f"{len(sizes[name])} {kind.total} {format_bytes(sum(sizes[name]))}")
     if "step" in sizes:
         parts.append(f"{len(sizes['step'])} groups updated")
     return f"{trace.name}: {'; '.join([*parts, *_saving(trace)]) or 'no collectives'}"
@@ -128,15 +107,14 @@ def _saving(trace: Rewriting) -> Iterator[str]:
 
 
 def _verbs() -> dict[str, str]:
-    return _VERBS | {name: kind.verb for name, kind in KINDS.items() if kind.verb}
+    return {name: kind.verb for name, kind in NODE_KINDS.items() if kind.verb}
 
 
 def whole_bytes(node: Node) -> int:
     """Bytes of the flat buffer that a collective is about, whole."""
-    kind = node.meta["zerofx"].kind
-    of = KINDS.get(kind, Kind()).of
-    first = kind in ("reduce_scatter", *travelling("scatter"))
-    source = node if of is None and not first else node.args[of or 0]
+    kind = kind_of(node)
+    of = None if kind is None else 0 if kind.travels == "scatter" else kind.of
+    source = node if of is None else node.args[of]
     value = source.meta["val"]  # type: ignore[union-attr]
     return 0 if value is None else value.numel() * value.dtype.itemsize
 
@@ -154,13 +132,11 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
             lines.append((None, _cut(line, WIDTH)))
             ops.clear()
 
-    verbs, sized = _verbs(), {"all_gather", "refresh", "encode", "decode", *_SIZED, *travelling()}
-    sized |= {name for name, kind in KINDS.items() if kind.of is not None}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        tag = node.meta.get("zerofx")
-        if tag is None or not (tag.kind in OURS or tag.kind in KINDS):
+        tag, kind = node.meta.get("zerofx"), kind_of(node)
+        if kind is None:
             name = operator_name(node)
             if name in _SILENT:
                 continue
@@ -169,12 +145,10 @@ def _body(graph: Graph, width: int) -> list[tuple[Tag | None, str]]:
                 flush()
                 place = here
             ops.append(name)
-        elif tag.kind in verbs:
+        elif kind.verb:
             flush()
-            size = ""
-            if tag.kind in sized:
-                size = f"{format_bytes(whole_bytes(node)):>10}"
-            lines.append((tag, f"  {verbs[tag.kind]:<8} {tag.group:<{width}} {size}".rstrip()))
+            size = f"{format_bytes(whole_bytes(node)):>10}" if kind.sized else ""
+            lines.append((tag, f"  {kind.verb:<8} {tag.group:<{width}} {size}".rstrip()))
     flush()
     return lines
 

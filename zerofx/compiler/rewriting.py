@@ -58,7 +58,7 @@ class Rewriting:
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes of this graph, in order, the user's among them."""
-        return pipeline(self.context.stage, self.context.own)
+        return pipeline(self.context.stage, self.context.own, self.context)
 
     def run(self, gm: GraphModule, told: Callable[[str, int, int], None] | None = None) -> None:
         """Run all passes on ``gm`` with ``self.context``.
@@ -161,7 +161,7 @@ class Rewriting:
 
     def before_lower(self) -> GraphModule:
         """The graph to read: in front of `lower`."""
-        return self.after(before_lower(self.context.stage, self.context.own))
+        return self.after(before_lower(self.context))
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
@@ -175,7 +175,7 @@ def copy_context(ctx: Context) -> Context:
         parameters=dict(ctx.parameters),
         recipes=dict(ctx.recipes),
         kept_gathered=dict(ctx.kept_gathered),
-        stowed=dict(ctx.stowed),
+        offloaded=dict(ctx.offloaded),
         saved_names=dict(ctx.saved_names),
         parts=dict(ctx.parts),
         gathered=list(ctx.gathered),
@@ -193,10 +193,10 @@ def examples_of(
     """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
 
     In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else. So it is of
-    what forward saved a part of, and where `stow` put a handle.
+    what forward saved a part of, and where `offload_activations` put a handle.
     """
     other = {name for part in ctx.parts.values() for name in part.views} if ctx.phase == "backward" else ()
-    other = {*ctx.parameters, *ctx.stowed, *other}
+    other = {*ctx.parameters, *ctx.offloaded, *other}
     examples = [n.meta["val"] if n.name in other else x for n, x in zip(old, example_inputs)]
     new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
     return [examples[i] for i in kept] + new

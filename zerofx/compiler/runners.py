@@ -26,19 +26,19 @@ import torch
 
 from zerofx._torch import node_behind, saved_tensors_are_hooked
 from zerofx.compiler.alike import Alike
+from zerofx.features.wire.error_feedback import feeding
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
-from zerofx.passes.feedback import feeding
 from zerofx.passes.ops import stepping
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.turns import Shadow
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.ranks.watch import skip_collective
+from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.carriage import Carriage, carried, noting
 from zerofx.runtime.state.gathered import raise_written
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
-from zerofx.runtime.state.stows import Stows
 
 Publish = Callable[[dict[str, torch.Tensor]], None]
 """Takes what a user's passes publish, by name."""
@@ -56,14 +56,14 @@ def forward_runner(
     publish: Publish,
     counted: Callable[[list[Any]], None] | None = None,
     carries: bool = False,
-    stows: Stows | None = None,
+    store: ActivationStore | None = None,
     shadow: Shadow | None = None,
 ) -> Callable:
     """The boxed forward: ``kept`` are the inputs that are no parameters, ``saved`` the parameters to return.
 
     ``gathered``: the outputs that are whole groups, left gathered for backward. ``uses``: all groups that the graph, or
     its backward, needs. ``trained``: a backward is to come. ``published``: under what names its last outputs go to
-    ``publish``. ``counted`` is told the outputs, to count what is saved. ``carries``: it fetches weights. ``stows``:
+    ``publish``. ``counted`` is told the outputs, to count what is saved. ``carries``: it fetches weights. ``store``:
     where what it saves goes.
     """
     live, used = [weakref.ref(group) for group in groups], [weakref.ref(group) for group in uses]
@@ -73,7 +73,7 @@ def forward_runner(
     def forward(args: list[Any]) -> list[Any]:
         for group in used:
             group().use(trained=trained)  # type: ignore[union-attr]
-        carriage = Carriage(live, stows) if carries or stows is not None else None
+        carriage = Carriage(live, store) if carries or store is not None else None
         with _turn(used, shadow):
             for group in live:
                 group().weights.refresh()  # type: ignore[union-attr]
@@ -129,7 +129,7 @@ class BackwardCode:
         keeps: whether these are to be kept (`zerofx.no_sync`), not accumulated.
         steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
         carries: whether the graph fetches weights, or takes gradients away.
-        stows: where what forward saved went.
+        store: where what forward saved went.
         published: under what names the outputs in front of these go to
         publish.
         names: of its arguments, where tensor-parallel ranks have saved parts of what they have
@@ -149,7 +149,7 @@ class BackwardCode:
     keeps: bool
     steps: bool
     carries: bool
-    stows: Stows | None
+    store: ActivationStore | None
     published: Sequence[str]
     publish: Publish
     names: Sequence[str] = ()
@@ -177,8 +177,8 @@ class BackwardCode:
         for ref in self.uses:
             ref().pending -= 1  # type: ignore[union-attr]
         reading = _reading(self.groups, "backward", written=False)
-        carries = self.carries or self.stows is not None
-        carriage = Carriage([*self.groups, *(ref for ref, *_ in self.reductions)], self.stows) if carries else None
+        carries = self.carries or self.store is not None
+        carriage = Carriage([*self.groups, *(ref for ref, *_ in self.reductions)], self.store) if carries else None
         with carried(carriage), stepping(self if self.steps else None), feeding(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)
@@ -238,7 +238,7 @@ class BackwardCode:
             skip_collective(live.sharing.weights.name)
 
     def rest(self, group: str, rows: int, numel: int) -> torch.Tensor:
-        """`zerofx.passes.feedback.Keeper`"""
+        """`zerofx.features.wire.error_feedback.Keeper`"""
         return self._reduced(group)[0].gradients.rest_of(rows, numel)
 
     def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...], tuple[Slot, ...]]:

@@ -77,13 +77,13 @@ def through_passes(
     Raises:
         zerofx.passes.schedule.TooLittle: ``memory_budget`` is.
     """
-    own: Any = {name: {} for name in ("recipes", "kept_gathered", "stowed", "parts")}  # what forward tells backward
+    own: Any = {name: {} for name in ("recipes", "kept_gathered", "offloaded", "parts")}  # what forward tells backward
     own |= {"meanings": Meanings(), "memory_budget": memory_budget, "activations": rung.chosen, "division": None}
 
     def go(gm: GraphModule, phase: Phase, way: Sync = "reduce") -> Given:
         ctx = contexts(gm, phase, way)
-        stows = ctx.stows and replace(ctx.stows, only=rung.chosen.offloaded)
-        given = Given(gm, replace(ctx, executor="eager", stows=stows, **own), pretended=True)
+        choice = ctx.activation_choice and replace(ctx.activation_choice, only=rung.chosen.offloaded)
+        given = Given(gm, replace(ctx, executor="eager", activation_choice=choice, **own), pretended=True)
         given.go(gm)
         return given
 

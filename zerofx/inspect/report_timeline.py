@@ -227,8 +227,8 @@ _WAITS = {
     "reduce_scatter": "wait_grad",
     "all_reduce": "wait_grad",
     "sum_replicas": "wait_replicas",
-    "fetch": "wait_fetch",
-    "put": "wait_put",
+    "reload": "wait_reload",
+    "offload": "wait_offload",
     "step": "step",
 }
 
@@ -236,7 +236,7 @@ _WAITS = {
 def _node_kind(operation: Operation) -> str:
     """The kind of the node that starts it, as its comment in a listing says."""
     if operation.through_file:
-        return {"update": "step", "write": "put", "read": "fetch"}[_passing(operation)[0]]
+        return {"update": "step", "write": "offload", "read": "reload"}[_passing(operation)[0]]
     if direction(operation) == "gather":
         return "refresh" if "refresh" in operation.name else "all_gather"
     if operation.far == operation.nbytes and operation.far:

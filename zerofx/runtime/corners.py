@@ -17,7 +17,6 @@ CORNERS = (
     "zerofx.runtime.state.one_copy",  # weights once for all ranks of a host            state/weights.py WEIGHTS
     "zerofx.runtime.state.in_file",  # the optimizer's state in a file                 state/home.py HOMES
     "zerofx.runtime.state.on_host",  # the optimizer's state in the host's memory      state/home.py HOMES
-    "zerofx.passes.lookups",  # rows of tables that are only looked up                  passes PIPELINE
 )
 
 

@@ -83,7 +83,7 @@ def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> i
 def passing(files: Files | None, context: Context) -> int:
     """Bytes of the buffers through which state passes, and of the one through which activations do."""
     passing = 0 if files is None else files.passing
-    largest = max((edit.hinted_nbytes(stowed.handle) for stowed in context.stowed.values()), default=0)
+    largest = max((edit.hinted_nbytes(offloaded.handle) for offloaded in context.offloaded.values()), default=0)
     return max(passing, padded(min(BUFFER, largest)))
 
 

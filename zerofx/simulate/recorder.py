@@ -22,15 +22,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
-from zerofx.passes.carry import (
-    FETCH,
-    PUT,
-    STOW,
-    UNSTOW,
-    WAIT_FETCH,
-    WAIT_PUT,
-    WAIT_STOW,
-    WAIT_UNSTOW,
+from zerofx.features.offload.operators import (
+    OFFLOAD,
+    OFFLOAD_ACTIVATION,
+    RELOAD,
+    RELOAD_ACTIVATION,
+    WAIT_OFFLOAD,
+    WAIT_OFFLOAD_ACTIVATION,
+    WAIT_RELOAD,
+    WAIT_RELOAD_ACTIVATION,
     laid_out,
     new_handle,
 )
@@ -174,8 +174,8 @@ class Recorder(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _CARRIES:
             return self._carry(func, *args)
-        if func in _STOWS:
-            return self._stow(func, *args)
+        if func in _ACTIVATIONS:
+            return self._move_activation(func, *args)
         if func is torch.ops.zerofx.step.default and self._code is not None and args[1] in self._code.updates:
             return self._update(args[0], args[1], self._code.updates[args[1]])
         name = func._schema.name.split("::")[1]
@@ -257,25 +257,25 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _carry(self, func: Any, *args: Any) -> Any:
         """A fetch, a put, or the wait for one, as `zerofx.runtime.state.in_file` does it."""
-        name, tensor, group, *place = self.name, *(args if func in (FETCH, PUT) else args[1:])
+        name, tensor, group, *place = self.name, *(args if func in (RELOAD, OFFLOAD) else args[1:])
         with self.unseen():
             nothing = tensor.new_empty(0)
-        if func is FETCH:
+        if func is RELOAD:
             with self.unseen():
                 here = torch.empty_like(tensor)
             self.allocate(here)
             self.classify(here, "weights")
-            self._carried[group,] = self.transfer(name or "fetch", group, read=nbytes_of(tensor)), here
+            self._carried[group,] = self.transfer(name or "reload", group, read=nbytes_of(tensor)), here
             return nothing
-        if func is PUT:
+        if func is OFFLOAD:
             self.classify(tensor, "gradients")
             self.give_back(nbytes_of(tensor))  # the place in the file is a storage that is emptied
-            number = self.transfer(name or "put", group, written=nbytes_of(tensor))
+            number = self.transfer(name or "offload", group, written=nbytes_of(tensor))
             self._carried[(group, *place)] = number, tensor
             return nothing
         number, here = self._carried.pop((group, *place))
         self.arrived(name or "wait", group, number)
-        if func is WAIT_PUT:
+        if func is WAIT_OFFLOAD:
             return nothing
         assert self._code is not None
         if self._code.world_size == 1:  # else the gather is what makes it the group at work
@@ -293,25 +293,25 @@ class Recorder(_torch.TorchDispatchMode):
         with self.unseen():
             return gradient.new_empty(0)
 
-    def _stow(self, func: Any, *args: Any) -> Any:
-        """What forward saves leaves, or comes back, as `zerofx.runtime.state.stows` does it."""
-        of, order, place = args if func in (STOW, UNSTOW) else args[1:]
+    def _move_activation(self, func: Any, *args: Any) -> Any:
+        """What forward saves leaves, or comes back, as `zerofx.runtime.state.activation_store` does it."""
+        of, order, place = args if func in (OFFLOAD_ACTIVATION, RELOAD_ACTIVATION) else args[1:]
         name, key = self.name or func._schema.name.split("::")[1], ("saved", place)
-        if func in (STOW, UNSTOW):
+        if func in (OFFLOAD_ACTIVATION, RELOAD_ACTIVATION):
             here, read = of, 0
-            if func is UNSTOW:  # it has its memory from now on
+            if func is RELOAD_ACTIVATION:  # it has its memory from now on
                 with self.unseen():
                     here = laid_out(of, order)
                 self.allocate(here)
                 read = nbytes_of(here)
             self.classify(here, "activations")
-            written = 0 if func is UNSTOW else nbytes_of(here)
+            written = 0 if func is RELOAD_ACTIVATION else nbytes_of(here)
             self._carried[key] = self.transfer(name, self.group, read=read, written=written), here
             with self.unseen():
                 return of.new_empty(0)
         number, here = self._carried.pop(key)
         self.arrived(name, self.group, number)
-        if func is WAIT_STOW:
+        if func is WAIT_OFFLOAD_ACTIVATION:
             with self.unseen():
                 here = new_handle(of)
             self.allocate(here)
@@ -387,9 +387,9 @@ _WIRE = {
     "all_reduce": 2,
     "all_reduce_": 2,
 }
-_CARRIES = (FETCH, WAIT_FETCH, PUT, WAIT_PUT)
-_STOWS = (STOW, WAIT_STOW, UNSTOW, WAIT_UNSTOW)
-_DECODES = frozenset(["decode"])  # what is read of weights in codes are weights
+_CARRIES = (RELOAD, WAIT_RELOAD, OFFLOAD, WAIT_OFFLOAD)
+_ACTIVATIONS = (OFFLOAD_ACTIVATION, WAIT_OFFLOAD_ACTIVATION, RELOAD_ACTIVATION, WAIT_RELOAD_ACTIVATION)
+_DECODES = frozenset(["dequantize"])  # what is read of weights in codes are weights
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
 _PICKS = frozenset("embedding index index_select gather".split())
 

@@ -30,12 +30,12 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from zerofx import _torch
+from zerofx.features.wire.operators import flattened, row_nbytes
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes import edit
-from zerofx.passes.coded import flattened, row_nbytes
 from zerofx.passes.context import Context, Executor, ParameterRef
-from zerofx.passes.kinds import KINDS, travelling
+from zerofx.passes.kinds import NODE_KINDS, travelling
 from zerofx.passes.ops import discard
 from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state import state_file
@@ -183,7 +183,7 @@ class _Code:
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
         self.groups: dict[tuple[str, int], deque[About]] = defaultdict(deque)
         tagged = trace.before_lower().graph
-        brings = _BRINGS | {kind: KINDS[kind].brings for kind in travelling()}
+        brings = _BRINGS | {kind: NODE_KINDS[kind].brings for kind in travelling()}
         for node in edit.tagged(tagged, *brings):
             whole, tag = whole_of(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
             about = About(tag.group, brings[tag.kind], *self._over(node))
@@ -194,7 +194,7 @@ class _Code:
         context = self.context
         if context.is_of_replicas(node.args):
             return context.replicas, 1
-        if node.meta["zerofx"].kind == "collect":  # inside of a host, as tensor-parallel ranks are
+        if node.meta["zerofx"].kind == "gather_saved":  # inside of a host, as tensor-parallel ranks are
             return context.parts_ranks, context.parts_ranks
         if context.near_ranks == 1:
             return self.world_size, self.world_size
@@ -265,7 +265,7 @@ class _Step:
         begins_with: list[torch.Tensor] = []  # the caller's: not freed before the end
         for node in code.inputs:
             name, tag = node.name, node.meta.get("zerofx")
-            if tag is not None and tag.kind in ("gathered", "near"):
+            if tag is not None and tag.kind in ("gathered", "secondary"):
                 name = code.context.kept_gathered[tag.group].saved
             if name in saved:
                 inputs.append(saved.pop(name))

@@ -17,10 +17,10 @@ order        collectives start in the order of the graph, each with what the gra
 copy         no weight is copied that a matrix product reads, but where the graph says so
 step         a group is updated as often as in the graph, which is once; by its gradient; after its weights' readers
 reread       backward reads no input that forward has written to since
-fetch        weights that live elsewhere come in the order of the graph, each start and each wait once and about what it
+reload       weights that live elsewhere come in the order of the graph, each start and each wait once and about what it
              is about there; nothing touches what is on its way
-put          a gradient leaves likewise, and nothing writes to it until it has left
-stow         what forward saves leaves likewise, and comes back likewise in backward; its handle is saved
+offload      a gradient leaves likewise, and nothing writes to it until it has left
+activation   what forward saves leaves likewise, and comes back likewise in backward; its handle is saved
 read         the code takes the graph's inputs; a line names what is there; no statement of an unknown kind names
              what a collective brings or sends
 ===========  ============================================================================================

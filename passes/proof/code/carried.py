@@ -1,10 +1,10 @@
-"""The rules "fetch", "put" and "stow" of generated code: what lives elsewhere comes and goes as the graph says.
+"""The rules "reload", "offload" and "activation" of generated code: what is offloaded goes and comes as in the graph.
 
 ::
 
-    buf3 = torch.ops.zerofx.unstow.default(addmm, [0, 1], 5)                 addmm, a handle, stands for something
-    cpp_fused_mul_0(…)                                                       nothing touches buf3, nor addmm
-    buf9 = torch.ops.zerofx.wait_unstow.default(buf3, addmm, [0, 1], 5)      it has come: buf9 is that memory
+    buf3 = torch.ops.zerofx.reload_activation.default(addmm, [0, 1], 5)               addmm is a handle, for something
+    cpp_fused_mul_0(…)                                                                nothing touches buf3, nor addmm
+    buf9 = torch.ops.zerofx.wait_reload_activation.default(buf3, addmm, [0, 1], 5)    it has come: buf9 is that memory
 
 The starts and waits of one rule take turns as in the graph. Each names what it names there, and each wait the ticket
 of its own start. Between the two nothing touches what comes, and nothing writes to what leaves.

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from zerofx._torch import OpOverload, runs_again
 from zerofx.passes import edit
 from zerofx.passes.context import Context
-from zerofx.passes.proof.facts import DECODE, REFRESH, STEP
+from zerofx.passes.proof.facts import REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import GATHERS, communicates
 
@@ -26,10 +26,13 @@ Place = tuple[str, int] | None
 state that lives elsewhere is about."""
 
 CARRIES = {
-    **{"fetch": "fetch", "wait_fetch": "fetch", "put": "put", "wait_put": "put"},
-    **{"stow": "stow", "wait_stow": "stow", "unstow": "stow", "wait_unstow": "stow"},
+    "reload": "reload",
+    "offload": "offload",
+    "offload_activation": "activation",
+    "reload_activation": "activation",
 }
-"""The operators of `zerofx.passes.carry`, and the rules that they are under."""
+CARRIES |= {f"wait_{operator}": rule for operator, rule in CARRIES.items()}
+"""The operators of `zerofx.features.offload.operators`, and the rules that they are under."""
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Carry:
 
     @property
     def brings(self) -> bool:
-        return self.operator.removeprefix("wait_") in ("fetch", "unstow")
+        return self.operator.removeprefix("wait_") in ("reload", "reload_activation")
 
 
 @dataclass
@@ -201,7 +204,7 @@ class Promise:
                 for op in users.get(node, ()):
                     if op.node in found:
                         continue
-                    if op.target in (_WAIT, DECODE) or op.shares_memory():
+                    if op.target is _WAIT or plain_name(op.target) == "zerofx.dequantize" or op.shares_memory():
                         found.add(op.node)
                         todo.append(op.node)
                     elif isinstance(numel, int) and not _is_product(op):
@@ -236,7 +239,7 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
         node = todo.pop()
         if node in place:
             found.inputs.add(place[node])
-        elif node in ops and _kind(node) in ("narrow", "encode", "refresh", "fetch", "wait_fetch"):
+        elif node in ops and _kind(node) in ("narrow", "quantize", "refresh", "reload", "wait_reload"):
             todo += ops[node].inputs
     return found
 

@@ -371,5 +371,5 @@ class _Reading:
         return tag.group if tag is not None else None
 
 
-_DECODE = "decode"
+_DECODE = "dequantize"
 _COPIES = ("clone", "copy", "contiguous", "_to_copy")

@@ -465,7 +465,7 @@ def _kind(name: str) -> Kind:
     return "start" if namespace == "_c10d_functional" or f"{namespace}.{operator}" in starts else "call"
 
 
-_TICKETS = ("zerofx.wait_fetch", "zerofx.wait_unstow")
+_TICKETS = ("zerofx.wait_reload", "zerofx.wait_reload_activation")
 _VIEWS = ("reinterpret_tensor", "alloc_from_pool")
 _VIEW_METHODS = ("as_strided", "detach", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "view")
 _OF_SHAPES = ("size", "stride", "storage_offset", "numel", "dim", "append", "data_ptr")

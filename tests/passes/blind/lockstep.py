@@ -18,8 +18,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
+from zerofx.features.lookups import operators as lookups_ops
 from zerofx.passes import ops
-from zerofx.passes.lookups import ops as lookups_ops
 from zerofx.passes.proof.facts import ALL_REDUCES, REFRESH, STEP
 from zerofx.passes.proof.meaning import Op
 from zerofx.passes.travel import GATHERS, SCATTERS

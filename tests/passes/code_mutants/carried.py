@@ -1,4 +1,4 @@
-"""What lives elsewhere comes and leaves: the rules "fetch", "put" and "stow"."""
+"""What lives elsewhere comes and leaves: the rules "reload", "offload" and "activation"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from itertools import pairwise
 from tests.passes.code_mutants import Break, Places, Text, breaks
 
 Where = Callable[[Text, "Carry"], bool]
-RULES = {"fetch": "fetch", "put": "put", "stow": "stow", "unstow": "stow"}
+RULES = {
+    "reload": "reload",
+    "offload": "offload",
+    "offload_activation": "activation",
+    "reload_activation": "activation",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def _named(break_: Break, operator: str, places: Places) -> None:
 ALL = tuple(RULES)
 
 
-@of_each("fetch", "unstow")
+@of_each("reload", "reload_activation")
 def a_wait_left_out(text: Text, each: Carry) -> None:
     text.lines[each.wait] = re.sub(r"torch\.ops\..*", each.ticket, text.lines[each.wait])
 
@@ -89,12 +94,12 @@ def a_start_that_runs_twice(text: Text, each: Carry) -> None:
     text.lines.insert(each.line, text.lines[each.line])
 
 
-@of_each("put", "stow")
+@of_each("offload", "offload_activation")
 def a_wait_that_is_given_another_tensor(text: Text, each: Carry) -> None:
     text.lines[each.wait] = re.sub(r"(default\(\w+, )\w+", rf"\1{each.ticket}", text.lines[each.wait])
 
 
-@of_pairs("fetch", "unstow")
+@of_pairs("reload", "reload_activation")
 def two_starts_of_each_others_tensors(text: Text, pair: tuple[Carry, Carry]) -> None:
     text.exchange(pair[0].line, pair[1].line, r"default\((\w+),")
 
@@ -113,37 +118,37 @@ def two_waits_for_each_others_tickets(text: Text, pair: tuple[Carry, Carry]) -> 
         text.lines[pair[1].wait] = re.sub(r"default\(\w+,", f"default({pair[1].given},", text.lines[pair[1].wait])
 
 
-@of_each("stow", "unstow")
+@of_each("offload_activation", "reload_activation")
 def dimensions_in_another_order(text: Text, each: Carry) -> None:
     text.lines[each.line] = re.sub(r"\[[\d, ]*\]", "[7]", text.lines[each.line])
 
 
-@of_each("fetch", "unstow")
+@of_each("reload", "reload_activation")
 def a_product_that_reads_what_is_on_its_way(text: Text, each: Carry) -> None:
     text.insert(each.wait, f"extern_kernels.mm({each.ticket}, {each.ticket}, out=empty_strided_cpu((1, ), (1, )))")
 
 
-@of_each("fetch", "unstow")
+@of_each("reload", "reload_activation")
 def a_product_that_reads_what_stands_for_it(text: Text, each: Carry) -> None:
     text.insert(each.wait, f"extern_kernels.mm({each.given}, {each.given}, out=empty_strided_cpu((1, ), (1, )))")
 
 
-@of_each("put", "stow")
+@of_each("offload", "offload_activation")
 def a_product_written_to_what_is_leaving(text: Text, each: Carry) -> None:
     text.insert(each.wait, f"extern_kernels.mm({each.given}, {each.given}, out={each.given})")
 
 
-@of_each("stow")
+@of_each("offload_activation")
 def a_product_that_reads_a_handle(text: Text, each: Carry) -> None:
     text.insert(text.end, f"extern_kernels.mm({each.result}, {each.result}, out=empty_strided_cpu((1, ), (1, )))")
 
 
-@of_each("put", "stow", where=lambda text, each: each.result in text.lines[text.end])
+@of_each("offload", "offload_activation", where=lambda text, each: each.result in text.lines[text.end])
 def an_output_that_says_nothing(text: Text, each: Carry) -> None:
     text.rename(text.end, each.result, "None")
 
 
-@of_pairs("put", "stow")
+@of_pairs("offload", "offload_activation")
 def two_outputs_exchanged(text: Text, pair: tuple[Carry, Carry]) -> None:
     one, other = pair[0].result, pair[1].result
     both = {one: other, other: one}

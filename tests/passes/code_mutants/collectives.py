@@ -215,7 +215,7 @@ def two_starts_exchanged(text: Text, place: tuple[Collective, Collective]) -> No
     text.insert(second.line + 1, *lines)
 
 
-@breaks("order", lambda text: not text.find(r"zerofx\.fetch") and _pairs("all_gather")(text))
+@breaks("order", lambda text: not text.find(r"zerofx\.reload") and _pairs("all_gather")(text))
 def two_shards_exchanged(text: Text, place: tuple[Collective, Collective]) -> None:
     for each in place:
         for i in text.dels(each.sent):

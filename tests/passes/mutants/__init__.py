@@ -124,7 +124,7 @@ def record(autocast: bool = False, blocks: int = 3, **options: Any) -> GraphReco
 
 def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
     """The record's graphs once more through all passes but `verify`, in another context."""
-    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "stowed": {}, "meanings": Meanings()}
+    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "offloaded": {}, "meanings": Meanings()}
     graphs: dict[str, Graph] = {}
     for trace in (record.forward, record.backward):
         assert trace is not None

@@ -229,8 +229,8 @@ def a_wait_that_comes_too_soon(gm: GraphModule, ctx: Context, pair: tuple[Node, 
 def _ends(gm: GraphModule) -> list[Node]:
     """The waits for reductions, the sums of codes that came, and the gradients, in order."""
     waits = set(tagged(gm, "wait_grad"))
-    found = tagged(gm, "wait_grad", "decode", "gradient")
-    return [n for n in found if n.meta["zerofx"].kind != "decode" or not waits.isdisjoint(n.all_input_nodes)]
+    found = tagged(gm, "wait_grad", "dequantize", "gradient")
+    return [n for n in found if n.meta["zerofx"].kind != "dequantize" or not waits.isdisjoint(n.all_input_nodes)]
 
 
 @breaks("order", _pairs("wait_grad"))

@@ -121,7 +121,7 @@ _GATHER = torch.ops.zerofx.all_gather_pairwise.default
 def _starts(gm: GraphModule, ctx: Context) -> list[Node]:
     """Of shards as they are: what is wrong with codes breaks another rule."""
     found: list[Node] = tags("all_gather", pinned=False)(gm, ctx)  # type: ignore[assignment]
-    return [start for start in found if start.args[0].meta["zerofx"].kind != "encode"]  # type: ignore[union-attr]
+    return [start for start in found if start.args[0].meta["zerofx"].kind != "quantize"]  # type: ignore[union-attr]
 
 
 def _weights_of_shards(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:

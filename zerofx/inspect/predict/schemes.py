@@ -19,7 +19,7 @@ one dimension, stage 3    two(w N)             two(w N)    row(g N) + col(g N/S)
 stage 0                                                    all(2 g N)
 ========================  ===================  ==========  ==========================  =====================
 
-``two(x)`` is a gather in two hops, ``row(x) + col(x/S)`` (`zerofx.passes.far`). In codes of which some stay in a row
+``two(x)`` is a gather in two hops, ``row(x) + col(x/S)`` (`two_hop_gather`). In codes of which some stay in a row
 (``between="all"``) it is one exchange, ``all(x)``, and so is the reduction.
 
 In codes (``Wire(between="nodes")``) what crosses rows has other sizes of elements (`zerofx.inspect.predict.wires`), and

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from sympy import Float
 
+from zerofx.features.wire.operators import flattened, row_nbytes
 from zerofx.inspect.predict.cost import Sizes
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire, sent_whole
-from zerofx.passes.coded import flattened, row_nbytes
 
 
 @dataclass(frozen=True)

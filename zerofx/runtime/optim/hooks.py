@@ -109,9 +109,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             turns, f"{type(optimizer).__name__}.step()"
         ):  # no rank runs a graph any more that adds to gradients
             pass
-    for stows in dict.fromkeys(shards.family.stows for shards in groups):
-        if stows is not None:
-            stows.file.compare("The gradients are not right, on any rank.")
+    for store in dict.fromkeys(shards.family.activation_store for shards in groups):
+        if store is not None:
+            store.file.compare("The gradients are not right, on any rank.")
     for shards in groups:
         if shards.has_kept():
             raise RuntimeError(

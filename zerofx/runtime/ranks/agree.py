@@ -109,7 +109,7 @@ class Schedule:
             if op is None or second != (kind is not None and op.args[-1:] == (ctx.second_group,)):
                 continue
             tag = node.meta.get("zerofx")
-            if parts != (tag is not None and tag.kind == "collect"):
+            if parts != (tag is not None and tag.kind == "gather_saved"):
                 continue
             if tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
                 kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"

@@ -19,7 +19,7 @@ copies        copies between the two, on streams of their own: a seam
 state_file    that file: chunks, checksums, who has it
 raw_file      what a file is to the operating system
 space         what is free in it
-stows         what forward saves, in such a file
+activation_store  what forward saves, in such a file
 transfers     the thread that reads and writes files for graphs
 doors         what is left to rooms above
 one_copy      a corner: the weights once, for all ranks of a host
@@ -31,5 +31,5 @@ Imports `zerofx.runtime.ranks` and what is below it::
 
     copies ◀── staging ◀─────┐
     ranks ◀── state_file ◀── home ◀── weights ◀── gathered, gradients ◀── group ◀── parameter
-                  └───── stows ◀───────────────────────────────────────────────────────────┘
+                  └── activation_store ◀───────────────────────────────────────────────────────────┘
 """

@@ -1,4 +1,4 @@
-"""What one run of a graph has brought to the device, and taken away from it: `zerofx.passes.carry.Carrier` of homes."""
+"""What one run of a graph has brought to the device, and taken away from it: a `Carrier` of homes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import record_function
 
-from zerofx.passes.carry import carrying
+from zerofx.features.offload.operators import carrying
+from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.state_file import StateFile
-from zerofx.runtime.state.stows import Stows
 
 if TYPE_CHECKING:
     from zerofx.runtime.state.group import ShardGroup
@@ -26,62 +26,62 @@ class Carriage:
         gradients: what has left, where it lives now, by its place among the graph's reductions.
     """
 
-    def __init__(self, groups: Iterable[weakref.ref[ShardGroup]], stows: Stows | None = None) -> None:
-        """``stows``: where what forward saves goes; None: it stays."""
+    def __init__(self, groups: Iterable[weakref.ref[ShardGroup]], store: ActivationStore | None = None) -> None:
+        """``store``: where what forward saves goes; None: it stays."""
         self.gradients: dict[int, torch.Tensor] = {}
         self._groups = {group.layout.name: group for ref in groups if (group := ref()) is not None}
         self._coming: dict[str, Future[torch.Tensor]] = {}
         self._leaving: dict[int, Future[torch.Tensor]] = {}
-        self._stows = stows
-        self._stowed: dict[int, Future[torch.Tensor]] = {}
+        self._store = store
+        self._activations: dict[int, Future[torch.Tensor]] = {}
 
     def files(self) -> list[StateFile]:
         """In which its groups have state, in the same order on every rank."""
         files = [group.home.file for group in self._groups.values()]
-        files += [self._stows.file] if self._stows is not None else []
+        files += [self._store.file] if self._store is not None else []
         return [file for file in dict.fromkeys(files) if file is not None]
 
-    def fetch(self, group: str, here: torch.Tensor) -> None:
-        """`zerofx.passes.carry.Carrier`"""
+    def reload(self, group: str, here: torch.Tensor) -> None:
+        """`zerofx.features.offload.operators.Carrier`"""
         one = self._groups[group]
-        self._coming[group] = one.home.fetch(one.shard, here)
+        self._coming[group] = one.home.reload(one.shard, here)
 
-    def fetched(self, group: str) -> torch.Tensor:
-        """`zerofx.passes.carry.Carrier`"""
-        with record_function(f"zerofx: fetch {group}"):
+    def reloaded(self, group: str) -> torch.Tensor:
+        """`zerofx.features.offload.operators.Carrier`"""
+        with record_function(f"zerofx: reload {group}"):
             return self._coming.pop(group).result()
 
-    def put(self, group: str, place: int, gradient: torch.Tensor) -> None:
-        """`zerofx.passes.carry.Carrier`"""
-        self._leaving[place] = self._groups[group].home.put(gradient)
+    def offload(self, group: str, place: int, gradient: torch.Tensor) -> None:
+        """`zerofx.features.offload.operators.Carrier`"""
+        self._leaving[place] = self._groups[group].home.offload(gradient)
 
-    def left(self, group: str, place: int) -> None:
-        """`zerofx.passes.carry.Carrier`"""
-        with record_function(f"zerofx: put {group}"):
+    def offloaded(self, group: str, place: int) -> None:
+        """`zerofx.features.offload.operators.Carrier`"""
+        with record_function(f"zerofx: offload {group}"):
             self.gradients[place] = self._leaving.pop(place).result()
 
-    def stow(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
-        """`zerofx.passes.carry.Carrier`"""
-        self._stowed[place] = self._its.leave(saved, order)
+    def offload_activation(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
+        """`zerofx.features.offload.operators.Carrier`"""
+        self._activations[place] = self._its.offload(saved, order)
 
-    def stowed(self, place: int) -> torch.Tensor:
-        """`zerofx.passes.carry.Carrier`"""
-        with record_function("zerofx: stow"):
-            return self._stowed.pop(place).result()
+    def activation_offloaded(self, place: int) -> torch.Tensor:
+        """`zerofx.features.offload.operators.Carrier`"""
+        with record_function("zerofx: offload_activation"):
+            return self._activations.pop(place).result()
 
-    def unstow(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
-        """`zerofx.passes.carry.Carrier`"""
-        self._stowed[place] = self._its.bring(handle, here)
+    def reload_activation(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
+        """`zerofx.features.offload.operators.Carrier`"""
+        self._activations[place] = self._its.reload(handle, here)
 
-    def unstowed(self, place: int) -> torch.Tensor:
-        """`zerofx.passes.carry.Carrier`"""
-        with record_function("zerofx: unstow"):
-            return self._stowed.pop(place).result()
+    def activation_reloaded(self, place: int) -> torch.Tensor:
+        """`zerofx.features.offload.operators.Carrier`"""
+        with record_function("zerofx: reload_activation"):
+            return self._activations.pop(place).result()
 
     @property
-    def _its(self) -> Stows:
-        assert self._stows is not None
-        return self._stows
+    def _its(self) -> ActivationStore:
+        assert self._store is not None
+        return self._store
 
     def agree(self) -> None:
         """A graph without a backward has run: no step comes that would ask whether its reads went well. A collective.

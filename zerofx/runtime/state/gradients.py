@@ -61,7 +61,7 @@ class Gradients:
     Attributes:
         kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
         rest: what codes cut off of this rank's last gradient, a row for each that travels
-            (`zerofx.passes.feedback`); None: no gradient was written with error feedback yet.
+            (`zerofx.features.wire.error_feedback`); None: no gradient was written with error feedback yet.
     """
 
     def __init__(

@@ -33,13 +33,13 @@ from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.turns import Turns
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
+from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held
 from zerofx.runtime.state.home import Home, Place, home_of
 from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
-from zerofx.runtime.state.stows import Stows
 from zerofx.runtime.state.weights import Weights, weights_of
 
 
@@ -56,7 +56,7 @@ class Family:
         in_file: the names of the groups whose optimizer state is in `file`.
         on_host: the names of those whose optimizer state is in the host's memory.
         staging: between that and the device.
-        stows: where activations go; None: they stay on the device.
+        activation_store: where activations go; None: they stay on the device.
         unreduced: whether backward did not reduce for a while, and none has run since that does.
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
@@ -84,7 +84,7 @@ class Family:
         self.on_host: set[str] = set()
         self.staging: Staging | None = None
         self._file: Any = lambda: None
-        self.stows: Stows | None = None
+        self.activation_store: ActivationStore | None = None
         self.wire: Wire | None = wire
         self.precision: MixedPrecision = precision or MixedPrecision()
         self.buckets: Buckets = buckets

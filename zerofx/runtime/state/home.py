@@ -43,10 +43,10 @@ _HERE = contextlib.nullcontext()
 
 
 class Home:
-    """Where one group's state lives. A case overrides the first four; one that `streams`, `fetch` and `put` as well.
+    """Where one group's state lives. A case overrides the first four; one that `streams`, `reload` and `offload`, too.
 
     Attributes:
-        streams: what lives elsewhere and is brought and taken by graphs themselves, piece by piece (`fetch`, `put`).
+        streams: what lives elsewhere and is copied by graphs themselves, piece by piece (`reload`, `offload`).
         away: whether state has to be brought to where it is computed with.
         moments_away: whether moments alone have to be.
         any_away: whether either is so of any home there is.
@@ -100,14 +100,14 @@ class Home:
         """Views of ``state`` can be made inside. It need not be at hand, and nobody looks at its numbers."""
         return _HERE
 
-    def fetch(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
+    def reload(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
         """Start to bring ``state``, 1-D, to ``here``, which is empty, on the device, where a graph reads it.
 
         Of a home that `streams` weights.
         """
         raise NotImplementedError
 
-    def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
+    def offload(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
         """Start to take a graph's ``gradient`` here; the tensor to hold from then on. Of a home that `streams` them."""
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ somebody uses it, by name::
 
     with home.at_hand(exp_avg):     weights, gradients and the moments that these are views of are in memory
     graphs                          fetch a shard into memory of the graph's own, and put gradients into the file, on a
-                                    thread (`zerofx.passes.fetch`, `zerofx.passes.put`)
+                                    thread (`reload_weights`, `offload_gradients`)
     zerofx.AdamW                    goes through the moments chunk by chunk (`zerofx.runtime.optim.through_file`), with
                                     the weights and gradients of one group at hand
     torch.optim                     each operation has at hand what it is given; that stays until others need room
@@ -109,7 +109,7 @@ class InFile(OnDevice):
         extent = self._its.extent_of(state)
         return contextlib.nullcontext() if extent is None else self._its.shaping(extent)
 
-    def fetch(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
+    def reload(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
         return transfers().submit(self._fetched, state, here)
 
     def _fetched(self, state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class InFile(OnDevice):
             return here
         return here.fill_(math.nan)  # it was noted: the graph goes on, and all ranks raise as the step ends
 
-    def put(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
+    def offload(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
         place = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         place.untyped_storage().resize_(0)  # nobody writes to it: it is a place in the file, here and now
         return transfers().submit(self._put, gradient, place)

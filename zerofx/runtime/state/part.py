@@ -8,7 +8,7 @@
     first hop           rank 0: #########################                           along the column
     second hop          rank 0: ###################################################  in the row
 
-It is stage 3 on all ranks. Graphs make the two hops themselves (`zerofx.passes.far`); here they are for code outside of
+It is stage 3 on all ranks. Graphs make the two hops themselves (`two_hop_gather`); here they are for code outside of
 graphs.
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerofx.features.wire.operators import gather_into
 from zerofx.model.layout import GroupLayout
-from zerofx.passes.coded import gather_into
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
 from zerofx.runtime.state.weights import WEIGHTS, Weights

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from zerofx.features.wire.operators import gather_into
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
-from zerofx.passes.coded import gather_into
 from zerofx.passes.pairwise import under_way
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone

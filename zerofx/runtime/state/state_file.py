@@ -240,7 +240,7 @@ class StateFile:
             if (extent := self.extent_of(place)) is not None:
                 self._send(extent, memory_at(tensor.data_ptr(), extent.nbytes))
 
-    def stow(self, tensor: torch.Tensor, handle: torch.Tensor) -> None:
+    def write_activation(self, tensor: torch.Tensor, handle: torch.Tensor) -> None:
         """Write ``tensor``, which is contiguous. It is in the file for as long as the storage of ``handle`` is there.
 
         `extent_of` finds it by the handle, `copied` reads it. Raises as `take` and `write`.

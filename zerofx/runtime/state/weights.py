@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from zerofx.features.wire.operators import flattened, gather_changes_into, gather_into
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
-from zerofx.passes.coded import flattened, gather_changes_into, gather_into
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import Travel, travel_of
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing

@@ -41,6 +41,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
+from zerofx.passes.kinds import NodeKind
 
 
 def step(gm: GraphModule, ctx: Context) -> int:
@@ -96,3 +97,18 @@ def _last_reads(graph: Graph) -> dict[str, Node]:
         name = node.meta["zerofx"].group
         last[name] = max(latest, last.get(name, latest), key=order.__getitem__)
     return last
+
+
+NODE_KINDS = {
+    "step": NodeKind(
+        "the update of a group in its backward",
+        verb="update",
+        stands="behind the start of the next reduction, and behind the last reader of the weights that it changes",
+    ),
+    "ahead": NodeKind(
+        "the start of its replicas' refresh after that",
+        verb="renew",
+        stands="right behind the group's update, which forward needs last: of the bytes that forward gathers, "
+        "backward's reductions leave room for these (`step`)",
+    ),
+}

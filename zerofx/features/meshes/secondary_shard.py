@@ -12,7 +12,7 @@
                  use full                                       full = wait(start)
                                                                 use full
 
-With two hops (`zerofx.passes.far`) the part is what the first one brought, and nothing is copied.
+With two hops (`zerofx.features.meshes.two_hop_gather`) the part is what the first one brought, and nothing is copied.
 
 The near ranks, those of one host say, have a part each, 1/S of the group. Together they have it whole: a second copy
 inside of the host, from forward to backward. It takes 1/S of the weights in memory, and spares the slow link one of two
@@ -36,11 +36,12 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, Tag
 from zerofx.passes.keep import erase
+from zerofx.passes.kinds import NodeKind
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 
 
-def near(gm: GraphModule, ctx: Context) -> int:
+def secondary_shard(gm: GraphModule, ctx: Context) -> int:
     """Leave parts of gathered groups (forward), or gather them (backward); returns of how many groups."""
     if not ctx.near_group:
         return 0
@@ -58,7 +59,7 @@ def _leave(graph: Graph, ctx: Context) -> int:
     for group, (wait, *more) in edit.by_group(edit.tagged(graph, "wait")).items():
         if more or group not in place or group in ctx.kept_gathered:
             continue
-        position, tag = place[group], Tag("near", group)
+        position, tag = place[group], Tag("secondary", group)
 
         def add(target: Any, *args: Any, wait: Node = wait, tag: Tag = tag) -> Node:
             return edit.insert(graph, target, args, tag=tag, near=wait)
@@ -88,7 +89,7 @@ def _gather(graph: Graph, ctx: Context) -> int:
             continue
         (start,) = wait.all_input_nodes
         (source,) = start.all_input_nodes
-        tag = Tag("near", group)
+        tag = Tag("secondary", group)
         last = edit.placeholder(graph, f"near_{group}", value.new_empty(kept.numel), tag, last=last)
         start.args = (last, kept.ranks, ctx.near_group)
         ctx.gathered.append(group)
@@ -98,3 +99,17 @@ def _gather(graph: Graph, ctx: Context) -> int:
     brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
     ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
     return found
+
+
+def _why_secondary(node: Node, ctx: Context) -> str:
+    if node.op == "placeholder":
+        return f"among the inputs: forward left a part of the group, and {ctx.near_ranks} near ranks have it all"
+    return f"right behind the wait: of what {ctx.near_ranks} near ranks have together, backward gathers again"
+
+
+NODE_KINDS = {
+    "secondary": NodeKind(
+        "this rank's part of a gathered group: what forward takes of it; the placeholder that brings it to backward",
+        stands=_why_secondary,
+    )
+}

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks save in parts (`zerofx.passes.save_parts`), and how it becomes whole again.
+"""What tensor-parallel ranks save in parts, and how it becomes whole again.
 
 ::
 
@@ -10,7 +10,7 @@ The rule "parts" of `zerofx.passes.verify`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +19,22 @@ from torch.fx import Node
 
 from zerofx.passes import edit
 from zerofx.passes.proof.facts import REFRESH, Started
-from zerofx.passes.proof.known import READERS, Known
+from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Number, Op
+from zerofx.passes.proof.rules import Rules
 from zerofx.passes.travel import GATHERS, communicates
 
 PART = torch.ops.zerofx.part.default
 
 Seen = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, strides and offset of a view."""
+
+
+@dataclass
+class _Collects:
+    """The starts of gathers of saved parts, and the numbers of these parts."""
+
+    starts: dict[Node, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Cut:
         return hash(("part", self.of))
 
 
-def read_part(known: Known, op: Op) -> None:
+def _read_part(known: Known, op: Op, fact: Any) -> None:
     """This rank's part of a value, in the order of its memory."""
     ctx, (flat, ranks, process_group) = known.ctx, op.args
     found, wanted = (ranks, process_group), (ctx.parts_ranks, ctx.parts_group)
@@ -63,12 +71,14 @@ def _is_theirs(known: Known, node: Node) -> bool:
     return known.before is not None and node.name in known.before.nodes
 
 
-def check_saved(known: Known, i: int, name: str, value: Node, was: Number | None) -> None:
+def _check_saved(known: Known, i: int, name: str, value: Node, was: Number | None) -> bool:
     """The saved output ``i`` is a part of what all ranks have alike; backward knows it by ``name``."""
-    ctx, cut = known.ctx, known.facts[value]
+    ctx, cut = known.ctx, known.facts.get(value)
+    if not isinstance(cut, Cut):
+        return False
     known.meanings.brought[name] = cut.number
     if known.before is None or ctx.before is None:
-        return
+        return True
     view = edit.output_values(ctx.before.graph)[i]
     maker = _maker(view)
     if known.before.nodes[maker.name] != cut.of:
@@ -79,6 +89,7 @@ def check_saved(known: Known, i: int, name: str, value: Node, was: Number | None
     _, views = known.meanings.parts.setdefault(cut.number, (cut, {}))
     key = tuple(seen.shape), tuple(seen.stride()), int(seen.storage_offset())
     known.renumbered[name] = views.setdefault(key, was)  # one memory, seen one way, is one value
+    return True
 
 
 def _maker(node: Node) -> Node:
@@ -93,18 +104,19 @@ def _maker(node: Node) -> Node:
         found = source
 
 
-def read_input(known: Known, node: Node) -> None:
-    """An input of backward, if it is a part."""
-    cut, _ = known.meanings.parts.get(known.numbers[node], (None, None))
-    if cut is None:
-        return
-    numel, value = -(-cut.numel // known.ctx.parts_ranks), node.meta["val"]
-    if tuple(value.shape) != (numel,) or value.dtype != cut.dtype:
-        known.fail("inputs", node, f"it has {value.numel()} elements of {value.dtype}", f"{numel} of {cut.dtype}")
-    known.facts[node] = cut
+def _read_inputs(known: Known, inputs: list[Node]) -> None:
+    """Of the inputs of backward, those that are parts."""
+    for node in inputs:
+        cut, _ = known.meanings.parts.get(known.numbers.get(node, 0), (None, None))
+        if cut is None:
+            continue
+        numel, value = -(-cut.numel // known.ctx.parts_ranks), node.meta["val"]
+        if tuple(value.shape) != (numel,) or value.dtype != cut.dtype:
+            known.fail("inputs", node, f"it has {value.numel()} elements of {value.dtype}", f"{numel} of {cut.dtype}")
+        known.facts[node] = cut
 
 
-def read_cut(known: Known, op: Op, cut: Cut) -> None:
+def _read_cut(known: Known, op: Op, cut: Cut) -> None:
     """What reads a part, or what was gathered of all."""
     if cut.whole:
         _, size, stride, *rest = op.args if op.target is torch.ops.aten.as_strided.default else (None, (), ())
@@ -120,21 +132,18 @@ def read_cut(known: Known, op: Op, cut: Cut) -> None:
     wanted = [known.ctx.parts_ranks, known.ctx.parts_group]
     if found != wanted:
         known.fail("group", op.node, "it runs over {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted))
-    if cut.number in known.collected:
+    collects = known.record(_Collects).starts
+    if cut.number in collects.values():
         known.fail("parts", op.node, "the same was gathered before", "one gather")
-    known.collected.add(cut.number)
+    collects[op.node] = cut.number
     known.facts[op.node] = Started(op.node, replace(cut, whole=True))
     known.waits[op.node] = []
     known.apart.add(op.node)
-    known.collects.append(op.node)
 
 
-READERS[Cut] = read_cut
-
-
-def check_parts(known: Known) -> None:
+def _check(known: Known) -> None:
     """What can be said once all is read: the order of gathers, and that the executor keeps to it."""
-    order, starts = known.order, known.collects
+    order, starts = known.order, list(known.record(_Collects).starts)
     for first, second in pairwise(starts):
         if order[known.waits[second][0]] < order[known.waits[first][0]]:
             found = f"it starts after {first.name!r}, which is waited for later"
@@ -154,3 +163,8 @@ def check_parts(known: Known) -> None:
             if previous is not None and previous not in op.after:
                 known.fail("parts", node, f"nothing keeps it behind {previous.name!r}", "a dependence on it")
             previous = node
+
+
+RULES = Rules(
+    operators={PART: _read_part}, facts={Cut: _read_cut}, inputs=_read_inputs, saved=_check_saved, finished=_check
+)

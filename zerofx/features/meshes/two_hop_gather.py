@@ -3,10 +3,10 @@
 ::
 
     shard B: placeholder                       part B: placeholder          1/(R S) of the group
-                                               far B = all_gather(part B, R, column)
+                                               hop B = all_gather(part B, R, column)
     start A's gather in the row                wait for A's shard; start A's gather in the row
-                                    ─────▶     far C = all_gather(part C, R, column)
-    start B's gather in the row                shard B = wait(far B)        1/S of it
+                                    ─────▶     hop C = all_gather(part C, R, column)
+    start B's gather in the row                shard B = wait(hop B)        1/S of it
     wait A; use A                              start B's gather in the row
                                                wait A; use A
 
@@ -24,8 +24,8 @@ it as it is.
 
 Sound because the parts of a shard, end to end, are the shard, and a cast of each is a cast of all.
 
-Requires ``ctx.two_hops``; runs behind `prefetch`. Where backward gathers in a row what forward left there (`near`),
-that is a shard, and has no first hop.
+Requires ``ctx.two_hops``; runs behind `prefetch`. Where backward gathers in a row what forward left there
+(`secondary_shard`), that is a shard, and has no first hop.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
-from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.kinds import NodeKind
 
 _c10d = torch.ops._c10d_functional
 
 
-def far(gm: GraphModule, ctx: Context) -> int:
+def two_hop_gather(gm: GraphModule, ctx: Context) -> int:
     """Bring each shard from the parts of its column; returns how many."""
     if not ctx.two_hops:
         return 0
@@ -69,18 +69,24 @@ def _hop(graph: Graph, shard: Node, inputs: Node | None, ctx: Context) -> Node:
         node.meta["val"] = node.meta["val"].new_empty(node.meta["val"].numel() // ctx.replicas)
     with graph.inserting_after(sent if alone else inputs):
         args = (sent, ctx.replicas, ctx.replica_group)
-        start = edit.insert(graph, _c10d.all_gather_into_tensor.default, args, tag=Tag("far", group), near=readers[0])
+        start = edit.insert(graph, _c10d.all_gather_into_tensor.default, args, tag=Tag("hop", group), near=readers[0])
     with graph.inserting_after(start):
-        wait = edit.insert(graph, _c10d.wait_tensor.default, (start,), tag=Tag("wait_far", group), near=readers[0])
+        wait = edit.insert(graph, _c10d.wait_tensor.default, (start,), tag=Tag("wait_hop", group), near=readers[0])
     for reader in readers:
         reader.replace_input_with(sent, wait)
     return wait
 
 
-KINDS["far"] = Kind(
-    travels="gather",
-    verb="far",
-    total="gathers of shards from other rows take",
-    brings="weights",
-    stands="in front of the wait for the shard before it: one is under way, and the next is there when that is over",
-)
+NODE_KINDS = {
+    "hop": NodeKind(
+        "the start of the gather between hosts of a shard's parts",
+        travels="gather",
+        sized=True,
+        about="brings",
+        verb="hop",
+        total="gathers of shards from other rows take",
+        brings="weights",
+        stands="in front of the wait for the shard before it: one is under way, and the next is there after that",
+    ),
+    "wait_hop": NodeKind("the shard when it has come"),
+}

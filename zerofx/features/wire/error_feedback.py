@@ -6,9 +6,9 @@
     rows  = encode(rest)
     rest -= decode(rows)              0 where that is not finite, and where elements travel as they are
 
-``zerofx.encode_rest(pack, rows, code, whole, process_group, group, within)`` is ``zerofx.encode`` of a pack, and does
-that. The rest is state of the group named ``group``: float32, a row for each that travels. Whoever runs the graph has
-it (`feeding`). Error feedback: Seide et al. 2014; Karimireddy et al. 2019.
+``zerofx.quantize_with_rest(pack, rows, code, whole, process_group, group, within)`` is ``zerofx.quantize`` of a pack,
+and does that. The rest is state of the group named ``group``: float32, a row for each that travels. Whoever runs the
+graph has it (`feeding`). Error feedback: Seide et al. 2014; Karimireddy et al. 2019.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Protocol
 import torch
 
 from zerofx._torch import resolve_process_group
+from zerofx.features.wire.operators import as_they_are, encoded, first_row, others_rows, row_nbytes
 from zerofx.kernels import wire
 from zerofx.kernels.code import Code
-from zerofx.passes.coded import as_they_are, encoded, first_row, others_rows, row_nbytes
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define(
-    "encode_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within='') -> Tensor"
+    "quantize_with_rest(Tensor pack, int rows, str code, int[] whole, str process_group, str group, str within=''"
+    ") -> Tensor"
 )
 
 
@@ -52,7 +53,7 @@ def feeding(keeper: Keeper) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _encode_rest(
+def _quantize_with_rest(
     pack: torch.Tensor,
     rows: int,
     code: str,
@@ -64,8 +65,8 @@ def _encode_rest(
     keeper: Keeper | None = getattr(_here, "keeper", None)
     if keeper is None:
         raise RuntimeError(
-            f"zerofx.encode_rest of group {group!r} outside of a backward: nobody has what was cut off before. Run the "
-            "graph as that backward does."
+            f"zerofx.quantize_with_rest of group {group!r} outside of a backward: nobody has what was cut off before. "
+            "Run the graph as that backward does."
         )
     parts, how, rank = pack.detach().view(rows, -1), Code.of(code), resolve_process_group(process_group).rank()
     numel, alone, first = parts.shape[1], rows == 1, first_row(process_group, within)
@@ -86,5 +87,5 @@ def _encode_rest(
     return out.view(-1)
 
 
-_library.impl("encode_rest", _encode_rest, "CompositeExplicitAutograd")
-_library.impl("encode_rest", encoded, "Meta")
+_library.impl("quantize_with_rest", _quantize_with_rest, "CompositeExplicitAutograd")
+_library.impl("quantize_with_rest", encoded, "Meta")

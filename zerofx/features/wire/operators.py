@@ -1,14 +1,13 @@
 """Buffers in codes (`zerofx.kernels.wire`): four operators, and a gather outside of graphs.
 
-======================================================================  ===============================================
-``zerofx.encode(flat, rows, code, whole, group, within)``               uint8 ``[rows * B]``: each row of ``flat``
-``zerofx.decode(wire, rows, numel, code, whole, dtype, group, within)``  ``[rows * numel]`` of ``dtype``: what was
-                                                                        written
-``zerofx.sum_coded(pack, arrived, numel, code, whole, group, within)``  float32 ``[numel]``: the sum over ranks of this
-                                                                        rank's row of their packs, in rank order
-``zerofx.sum_sent(wire, rows, numel, code, whole, dtype, group)``       float32 ``[numel]``: the sum of rows that all
-                                                                        are of this rank's part, in rank order
-======================================================================  ===============================================
+====================================================  =================================================================
+``quantize(flat, rows, code, whole, group, within)``  uint8 ``[rows * B]``: each row of ``flat``
+``dequantize(wire, rows, numel, code, whole, …)``     ``[rows * numel]`` of ``dtype``: what was quantized
+``sum_quantized(pack, arrived, numel, code, …)``      float32 ``[numel]``: the sum over ranks of this rank's row of
+                                                      their packs, in rank order
+``sum_replicas_quantized(wire, rows, numel, …)``      float32 ``[numel]``: the sum of rows that all are of this rank's
+                                                      part, in rank order
+====================================================  =================================================================
 
 A row is one rank's part of a flat buffer: a shard, which is this rank's, or a row of a pack for each rank. Its B bytes
 are codes, scales, and the elements that are sent as they are::
@@ -22,9 +21,9 @@ room for as many such elements as the row that has most of them. (They have code
 ``within`` is for a mesh of two dimensions. There ``flat`` is a part of the buffer, divided over a column (``group``):
 the part with the number that this rank has in its row, the process group ``within``. "": ``flat`` is the buffer.
 
-``sum_coded`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``: what
-what does not travel loses nothing. So ``encode`` leaves this rank's own row of a pack unwritten. ``sum_sent`` reads
-what this rank has sent, too: all ranks get one sum, bit by bit.
+``sum_quantized`` takes the others' rows from ``arrived``, with or without this rank's own, and its own from ``pack``:
+what does not travel loses nothing. So ``quantize`` leaves this rank's own row of a pack unwritten.
+``sum_replicas_quantized`` reads what this rank has sent, too: all ranks get one sum, bit by bit.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from zerofx.kernels.code import ALIGNMENT, Code
 from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
-_library.define("encode(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
+_library.define("quantize(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
 _library.define(
-    "decode(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group='',"
+    "dequantize(Tensor wire, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group='',"
     " str within='') -> Tensor"
 )
 _library.define(
-    "sum_coded(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group, str within='')"
+    "sum_quantized(Tensor pack, Tensor arrived, int numel, str code, int[] whole, str process_group, str within='')"
     " -> Tensor"
 )
 _library.define(
-    "sum_sent(Tensor arrived, int rows, int numel, str code, int[] whole, ScalarType dtype, str process_group)"
-    " -> Tensor"
+    "sum_replicas_quantized(Tensor arrived, int rows, int numel, str code, int[] whole, ScalarType dtype,"
+    " str process_group) -> Tensor"
 )
 
 
@@ -148,7 +147,7 @@ def _decode(
 def decode_into(
     out: torch.Tensor, arrived: torch.Tensor, rows: int, code: Code, whole: Sequence[int], first: int = 0
 ) -> None:
-    """`zerofx.decode` into memory that is there: of ``rows`` rows from number ``first`` on."""
+    """`zerofx.dequantize` into memory that is there: of ``rows`` rows from number ``first`` on."""
     out, read = out.view(rows, -1), arrived.view(rows, -1)
     wire.decode(read, code, out)
     for row in range(rows):
@@ -157,7 +156,7 @@ def decode_into(
 
 
 @torch.no_grad()
-def _sum_coded(
+def _sum_quantized(
     pack: torch.Tensor,
     arrived: torch.Tensor,
     numel: int,
@@ -182,7 +181,7 @@ def _sum_coded(
 
 
 @torch.no_grad()
-def _sum_sent(
+def _sum_replicas_quantized(
     arrived: torch.Tensor,
     rows: int,
     numel: int,
@@ -209,7 +208,7 @@ def _add_row(
 
 
 def encoded(flat: torch.Tensor, rows: int, code: str, whole: Sequence[int], *over: str) -> torch.Tensor:
-    """The shape of the result of `zerofx.encode`, and of `zerofx.encode_rest`."""
+    """The shape of the result of `zerofx.quantize`, and of `zerofx.quantize_with_rest`."""
     nbytes = row_nbytes(flat.numel() // rows, code, whole, flat.dtype.itemsize)
     return flat.new_empty(rows * nbytes, dtype=torch.uint8)
 
@@ -235,10 +234,10 @@ def _sent_summed(arrived: torch.Tensor, rows: int, numel: int, *description: Any
 
 
 for _name, _run, _shape in (
-    ("encode", _encode, encoded),
-    ("decode", _decode, _decoded),
-    ("sum_coded", _sum_coded, _summed),
-    ("sum_sent", _sum_sent, _sent_summed),
+    ("quantize", _encode, encoded),
+    ("dequantize", _decode, _decoded),
+    ("sum_quantized", _sum_quantized, _summed),
+    ("sum_replicas_quantized", _sum_replicas_quantized, _sent_summed),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _shape, "Meta")

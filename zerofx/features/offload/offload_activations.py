@@ -7,15 +7,15 @@
                 c = block_C(b)                              use b
                 return y, a, b, c                           use a
 
-    stowed      a = block_A(x)                  stowed      a, b, c: placeholders of handles
-                b = block_B(a)                              unstow c
-                stow a        while B computes              unstow b
-                c = block_C(b)                              c = wait_unstow(c)
-                stow b                                      unstow a              while C computes
+    offloaded   a = block_A(x)                  offloaded   a, b, c: placeholders of handles
+                b = block_B(a)                              reload c
+                offload a     while B computes              reload b
+                c = block_C(b)                              c = wait_reload(c)
+                offload b                                   reload a             while C computes
                 ...                                         use c
-                wait_stow(a)                                b = wait_unstow(b)
-                stow c                                      use b
-                A = wait_stow(a)                            a = wait_unstow(a)
+                wait_offload(a)                             b = wait_reload(b)
+                offload c                                   use b
+                A = wait_offload(a)                         a = wait_reload(a)
                 return y, A, B, C                           use a
 
 What autograd saves is a *handle*: it has the tensor's shape, and one element of memory. Its memory is the tensor's
@@ -27,15 +27,15 @@ nobody is given its memory before.
 What leaves is a whole tensor. Of several saved views of one (queries, keys and values of one product) it is that one,
 once, and backward makes the views anew. A tensor stays if
 
-* it has fewer bytes than ``ctx.stows.smallest``, or is not among ``ctx.stows.only``;
+* it has fewer bytes than ``ctx.activation_choice.smallest``, or is not among ``ctx.activation_choice.only``;
 * somebody else holds its memory: an input, a parameter, an output of the model;
 * it has gaps in memory, or a saved view of it cannot be made anew from sizes that backward knows.
 
-Sound because a stow changes nothing: what comes back is what left, bit for bit and with its strides, and nothing writes
+Sound because a copy changes nothing: what comes back is what left, bit for bit and with its strides, and nothing writes
 to a saved tensor.
 
-Graphs with ``ctx.stows``; a forward and then its backward, with the same ``ctx.stowed``. Requires `rematerialize`. Runs
-behind what moves nodes.
+Graphs with ``ctx.activation_choice``; a forward and then its backward, with the same ``ctx.offloaded``. Requires
+`rematerialize`. Runs behind what moves nodes.
 """
 
 from __future__ import annotations
@@ -48,23 +48,29 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch import OpOverload, pytree, without_symbols
+from zerofx.features.offload.operators import (
+    OFFLOAD_ACTIVATION,
+    RELOAD_ACTIVATION,
+    ROOM,
+    WAIT_OFFLOAD_ACTIVATION,
+    WAIT_RELOAD_ACTIVATION,
+)
 from zerofx.passes import edit
-from zerofx.passes.carry import ROOM, STOW, UNSTOW, WAIT_STOW, WAIT_UNSTOW
-from zerofx.passes.context import CHAIN, Context, Size, Stowed, Stows, Tag
-from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.context import CHAIN, ActivationChoice, Context, OffloadedActivation, Size, Tag
+from zerofx.passes.kinds import NodeKind
 from zerofx.passes.rematerialize import filled_in
 
 
-def stow(gm: GraphModule, ctx: Context) -> int:
+def offload_activations(gm: GraphModule, ctx: Context) -> int:
     """Insert a start and a wait for each saved tensor that leaves (forward), or comes back (backward)."""
-    if ctx.stows is not None and ctx.phase == "forward":
+    if ctx.activation_choice is not None and ctx.phase == "forward":
         return edit.finish(gm, _take_away(gm.graph, ctx))
-    if ctx.stowed and ctx.phase == "backward":
+    if ctx.offloaded and ctx.phase == "backward":
         return edit.finish(gm, _bring_back(gm.graph, ctx))
     return 0
 
 
-def leaving(outputs: Sequence[Any], saved: frozenset[int], stows: Stows) -> dict[Node, list[int]]:
+def leaving(outputs: Sequence[Any], saved: frozenset[int], choice: ActivationChoice) -> dict[Node, list[int]]:
     """Each tensor of forward that can leave, and at which of ``saved`` positions it, or a view of it, is returned."""
     found: dict[Node, list[int]] = {}
     returned = [x for i, x in enumerate(outputs) if i not in saved and isinstance(x, Node)]
@@ -77,9 +83,9 @@ def leaving(outputs: Sequence[Any], saved: frozenset[int], stows: Stows) -> dict
         whole: places
         for whole, places in found.items()
         if whole not in held
-        and _can_leave(whole, stows)
+        and _can_leave(whole, choice)
         and all(_steps(outputs[i], whole, names) is not None for i in places)
-        and (stows.only is None or any(outputs[i].name in stows.only for i in places))
+        and (choice.only is None or any(outputs[i].name in choice.only for i in places))
     }
 
 
@@ -102,11 +108,11 @@ def whole_of(node: Node) -> Node | None:
     return None
 
 
-def _can_leave(whole: Node, stows: Stows) -> bool:
+def _can_leave(whole: Node, choice: ActivationChoice) -> bool:
     value = whole.meta.get("val")
     if "zerofx" in whole.meta or not isinstance(value, torch.Tensor):
         return False
-    if value.layout is not torch.strided or edit.hinted_nbytes(value) < stows.smallest or order_of(value) is None:
+    if value.layout is not torch.strided or edit.hinted_nbytes(value) < choice.smallest or order_of(value) is None:
         return False
     written = (edit.written_by(user) for alias in edit.aliases(whole) for user in alias.users if _writes(user))
     return not any(set(edit.aliases(whole)).intersection(nodes) for nodes in written)
@@ -148,9 +154,9 @@ def _steps(value: Node, whole: Node, saved: set[str]) -> tuple[Any, ...] | None:
 
 
 def _take_away(graph: Graph, ctx: Context) -> int:
-    assert ctx.stows is not None
+    assert ctx.activation_choice is not None
     outputs, order = edit.output_values(graph), edit.positions(graph)
-    places = leaving(outputs, ctx.saved.difference(ctx.saved_parameters), ctx.stows)
+    places = leaving(outputs, ctx.saved.difference(ctx.saved_parameters), ctx.activation_choice)
     names = {x.name for i in ctx.saved if isinstance(x := outputs[i], Node)}
     lasts = {whole: _last_use(whole, order) for whole in places}
     starts: list[Node] = []
@@ -158,8 +164,8 @@ def _take_away(graph: Graph, ctx: Context) -> int:
 
     def wait(start: Node) -> None:
         whole, *rest = start.args
-        tag = Tag("wait_stow", start.meta["zerofx"].group)
-        handles[whole] = edit.insert(graph, WAIT_STOW, (start, whole, *rest), tag=tag, near=start)  # type: ignore[index]
+        tag = Tag("wait_offload_activation", start.meta["zerofx"].group)
+        handles[whole] = edit.insert(graph, WAIT_OFFLOAD_ACTIVATION, (start, whole, *rest), tag=tag, near=start)  # type: ignore[index]
 
     behind: dict[Node, Node] = {}  # what was inserted last behind a node
     numbers = {whole: i for i, whole in enumerate(sorted(places, key=lambda whole: order[lasts[whole]]))}
@@ -167,7 +173,13 @@ def _take_away(graph: Graph, ctx: Context) -> int:
         dims, last = order_of(whole.meta["val"]), lasts[whole]
         assert dims is not None
         with graph.inserting_after(behind.get(last, last)):
-            start = edit.insert(graph, STOW, (whole, list(dims), place), tag=Tag("stow", whole.name), near=whole)
+            start = edit.insert(
+                graph,
+                OFFLOAD_ACTIVATION,
+                (whole, list(dims), place),
+                tag=Tag("offload_activation", whole.name),
+                near=whole,
+            )
         behind[last] = start
         if len(starts) >= ROOM:
             with graph.inserting_before(start):
@@ -181,7 +193,7 @@ def _take_away(graph: Graph, ctx: Context) -> int:
         for i in positions:
             name, steps = ctx.saved_names.get(i, outputs[i].name), _steps(outputs[i], whole, names)
             place, dims = numbers[whole], order_of(whole.meta["val"])
-            ctx.stowed[name] = Stowed(place, whole.name, dims or (), handle.meta["val"], steps or ())
+            ctx.offloaded[name] = OffloadedActivation(place, whole.name, dims or (), handle.meta["val"], steps or ())
             outputs[i] = handle
     edit.set_output_values(graph, outputs)
     return 2 * len(starts)
@@ -202,15 +214,15 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
     order = edit.positions(graph)
     given: dict[int, list[Node]] = {}
     for node in inputs.values():
-        if node.name in ctx.stowed:
-            given.setdefault(ctx.stowed[node.name].place, []).append(node)
+        if node.name in ctx.offloaded:
+            given.setdefault(ctx.offloaded[node.name].place, []).append(node)
     firsts: dict[int, Node] = {}
     for place, nodes in given.items():
         if users := [user for node in nodes for user in node.users]:
             firsts[place] = min(users, key=order.__getitem__)
     for nodes in given.values():
         for node in nodes:
-            node.meta = {**node.meta, "val": ctx.stowed[node.name].handle}
+            node.meta = {**node.meta, "val": ctx.offloaded[node.name].handle}
     coming = sorted(firsts, key=lambda place: (order[firsts[place]], place))
     calls = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(next(calls)):
@@ -219,13 +231,13 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
         start = starts[place]
         readers = [(node, list(node.users)) for node in given[place]]
         with graph.inserting_before(firsts[place]):
-            tag = Tag("wait_unstow", start.meta["zerofx"].group)
-            here = edit.insert(graph, WAIT_UNSTOW, (start, *start.args), tag=tag, near=start)
+            tag = Tag("wait_reload_activation", start.meta["zerofx"].group)
+            here = edit.insert(graph, WAIT_RELOAD_ACTIVATION, (start, *start.args), tag=tag, near=start)
             if i + ROOM < len(coming):
                 following = coming[i + ROOM]
                 starts[following] = _start(graph, given[following][0], ctx)
             for node, users in readers:
-                value = _made_anew(graph, here, ctx.stowed[node.name], inputs)
+                value = _made_anew(graph, here, ctx.offloaded[node.name], inputs)
                 for user in users:
                     if user is not start:
                         user.replace_input_with(node, value)
@@ -233,12 +245,12 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
 
 
 def _start(graph: Graph, handle: Node, ctx: Context) -> Node:
-    known = ctx.stowed[handle.name]
+    known = ctx.offloaded[handle.name]
     args = (handle, list(known.order), known.place)
-    return edit.insert(graph, UNSTOW, args, tag=Tag("unstow", known.source), near=handle)
+    return edit.insert(graph, RELOAD_ACTIVATION, args, tag=Tag("reload_activation", known.source), near=handle)
 
 
-def _made_anew(graph: Graph, whole: Node, known: Stowed, inputs: dict[str, Node]) -> Node:
+def _made_anew(graph: Graph, whole: Node, known: OffloadedActivation, inputs: dict[str, Node]) -> Node:
     value = whole
     for target, args, kwargs in known.steps:
         args, kwargs = filled_in((args, kwargs), value, inputs)
@@ -246,19 +258,34 @@ def _made_anew(graph: Graph, whole: Node, known: Stowed, inputs: dict[str, Node]
     return value
 
 
-KINDS |= {
-    "stow": Kind(
-        verb="stow",
+NODE_KINDS = {
+    "offload_activation": NodeKind(
+        "the start of the copy of what forward saves away from the device",
+        sized=True,
+        about="takes",
+        transfer=True,
+        verb="offload_activation",
         of=0,
         total="activations leave the device:",
         stands="behind the last use in forward: two are on their way at most",
     ),
-    "wait_stow": Kind(verb="stowed", stands="in front of the next but one that leaves, or at the end"),
-    "unstow": Kind(
-        verb="unstow",
+    "wait_offload_activation": NodeKind(
+        "its handle, when it has left",
+        transfer=True,
+        verb="left",
+        stands="in front of the next but one that leaves, or at the end",
+    ),
+    "reload_activation": NodeKind(
+        "the start of its copy back",
+        sized=True,
+        about="brings",
+        transfer=True,
+        verb="reload_activation",
         of=0,
         total="activations come back:",
         stands="behind the wait for the one before the last: two are on their way at most",
     ),
-    "wait_unstow": Kind(verb="here", stands="in front of the first use in backward"),
+    "wait_reload_activation": NodeKind(
+        "what has come", transfer=True, verb="here", stands="in front of the first use in backward"
+    ),
 }

@@ -1,30 +1,30 @@
-"""Weights that live elsewhere are brought to the device ahead of their gather, two shards at a time.
+"""Weights that live elsewhere come to the device ahead of their gather, two shards at a time.
 
 ::
 
-    start A = all_gather(shard_A)                 fetch A
-    wait A                                        fetch B                  B is on its way
-    use A                                         a = wait_fetch(A)
+    start A = all_gather(shard_A)                 reload A
+    wait A                                        reload B                  B is on its way
+    use A                                         a = wait_reload(A)
     start B = all_gather(shard_B)                 start A = all_gather(a)
     wait B                        ─────▶          release a
     use B                                         wait A
                                                   use A                    while A computes
-                                                  fetch C
-                                                  b = wait_fetch(B)
+                                                  reload C
+                                                  b = wait_reload(B)
                                                   start B = all_gather(b)
                                                   ...
 
-A shard is waited for where it is first read, and stands there until it was sent; its fetch stands in front of the wait
+A shard is waited for where it is first read, and stands there until it was sent; its reload stands in front of the wait
 for the shard before it. So two are on their way at most, however many groups there are: one that is needed now, and the
 next. What casts or cuts the shard before it is gathered (`narrow`), or picks rows of it (`lookup`), reads what was
-fetched. With one rank there is no gather: weights are views of what was fetched, until their last use.
+reloaded. With one rank there is no gather: weights are views of what was reloaded, until their last use.
 
 The shard's placeholder stays. It says which group is meant, and what shape its weights have; nobody reads it.
 
 Sound because a shard does not change while a graph reads it: what updates it in backward (`step`) comes behind that.
 
 Groups of ``ctx.weights_away`` in stage 3. Requires ``group``; runs in front of `discard`, which sees to the end of what
-was fetched, and behind what moves or inserts gathers. The idea of fetching ahead is ZeRO-Infinity's (Rajbhandari et
+was reloaded, and behind what moves or inserts gathers. The idea of reloading ahead is ZeRO-Infinity's (Rajbhandari et
 al. 2021), whose hooks look at the order of the step before.
 """
 
@@ -32,14 +32,14 @@ from __future__ import annotations
 
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.offload.operators import RELOAD, WAIT_RELOAD
 from zerofx.passes import edit
-from zerofx.passes.carry import FETCH, WAIT_FETCH
 from zerofx.passes.context import Context, Tag
-from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.kinds import NodeKind
 
 
-def fetch(gm: GraphModule, ctx: Context) -> int:
-    """Insert a fetch and a wait for each shard that lives elsewhere; returns how many nodes were inserted."""
+def reload_weights(gm: GraphModule, ctx: Context) -> int:
+    """Insert a reload and a wait for each shard that lives elsewhere; returns how many nodes were inserted."""
     graph, order = gm.graph, edit.positions(gm.graph)
     shards = [n for n in edit.tagged(graph, "shard") if n.meta["zerofx"].group in ctx.weights_away and n.users]
     firsts = {shard: min(shard.users, key=order.__getitem__) for shard in shards}
@@ -50,9 +50,9 @@ def fetch(gm: GraphModule, ctx: Context) -> int:
         start = start or _start(graph, shard, first, first)
         following = shards[i + 1] if i + 1 < len(shards) else None
         ahead = _start(graph, following, first, firsts[following]) if following is not None else None
-        tag = Tag("wait_fetch", shard.meta["zerofx"].group)
+        tag = Tag("wait_reload", shard.meta["zerofx"].group)
         with graph.inserting_before(first):
-            here = edit.insert(graph, WAIT_FETCH, (start, shard, tag.group), tag=tag, near=first)
+            here = edit.insert(graph, WAIT_RELOAD, (start, shard, tag.group), tag=tag, near=first)
         for reader in readers:
             if reader is not start:
                 reader.replace_input_with(shard, here)
@@ -61,18 +61,28 @@ def fetch(gm: GraphModule, ctx: Context) -> int:
 
 
 def _start(graph: Graph, shard: Node, before: Node, near: Node) -> Node:
-    tag = Tag("fetch", shard.meta["zerofx"].group)
+    tag = Tag("reload", shard.meta["zerofx"].group)
     with graph.inserting_before(before):
-        return edit.insert(graph, FETCH, (shard, tag.group), tag=tag, near=near)
+        return edit.insert(graph, RELOAD, (shard, tag.group), tag=tag, near=near)
 
 
-KINDS |= {
-    "fetch": Kind(
-        verb="fetch",
+NODE_KINDS = {
+    "reload": NodeKind(
+        "the start of the copy of a shard to the device",
+        sized=True,
+        about="brings",
+        transfer=True,
+        verb="reload",
         of=0,
-        total="shards are fetched:",
+        total="shards are reloaded:",
         brings="weights",
         stands="in front of the wait for the shard before it: two are on their way at most",
     ),
-    "wait_fetch": Kind(verb="fetched", stands="where the shard is first read"),
+    "wait_reload": NodeKind(
+        "the shard when it has come",
+        about="brings",
+        transfer=True,
+        verb="reloaded",
+        stands="where the shard is first read",
+    ),
 }

@@ -8,14 +8,22 @@ from torch.fx import Node
 
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.proof.facts import REFRESH, STEP
+from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.live import Buffer, loose_reader
 from zerofx.passes.proof.meaning import Op
-from zerofx.passes.proof.reader import Reader
+from zerofx.passes.proof.rules import Rules
 from zerofx.passes.travel import EXCHANGES, SCATTERS
 
 
-def gradient_of(reader: Reader, value: Node, layout: GroupLayout) -> Node:
+def _read_update(known: Known, op: Op, fact: object) -> None:
+    known.updates.append(op)
+    known.numbers[op.node] = hash(("update", op.node.name))
+
+
+def _gradient(reader: Known, value: Node, layout: GroupLayout, place: int) -> Node | None:
     """What the extra output ``value`` of a graph that updates its groups updates this one with."""
+    if not reader.ctx.steps:
+        return None
     op = reader.ops.get(value)
     if op is not None and op.target is REFRESH:
         op = reader.ops.get(op.args[0])
@@ -24,7 +32,7 @@ def gradient_of(reader: Reader, value: Node, layout: GroupLayout) -> Node:
     return op.args[0]
 
 
-def check_steps(reader: Reader) -> None:
+def _check(reader: Known) -> None:
     """The rule "step": who is updated, how often, and behind what."""
     ctx, updates = reader.ctx, reader.updates
     if updates and not ctx.steps:
@@ -54,11 +62,11 @@ def check_steps(reader: Reader) -> None:
         _check_turns(reader)
 
 
-def _world_size(reader: Reader) -> int:
+def _world_size(reader: Known) -> int:
     return reader.ctx.shards[0].world_size
 
 
-def _check_behind(reader: Reader, op: Op) -> None:
+def _check_behind(reader: Known, op: Op) -> None:
     """Nothing reads what the update writes, at its place in the graph or later."""
     name, place = op.args[1], reader.order[op.node]
     for root in reader.homes.get(name, ()):
@@ -83,7 +91,7 @@ def _check_behind(reader: Reader, op: Op) -> None:
                 reader.fail("step", op.node, f"nothing keeps it behind {loose.name!r}", "a dependence on all readers")
 
 
-def _check_turns(reader: Reader) -> None:
+def _check_turns(reader: Known) -> None:
     """Updates, refreshes and reductions take turns as the graph reads, so that collectives do on every rank."""
     if not reader.updates:
         return
@@ -93,5 +101,8 @@ def _check_turns(reader: Reader) -> None:
             reader.fail("step", op.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
 
 
-def _is_reduction(reader: Reader, op: Op) -> bool:
+def _is_reduction(reader: Known, op: Op) -> bool:
     return op.target in (*SCATTERS, *EXCHANGES) and op.node in reader.waits and op.node not in reader.apart
+
+
+RULES = Rules(operators={STEP: _read_update, REFRESH: _read_update}, gradients=_gradient, finished=_check)

@@ -2,17 +2,17 @@
 
 ::
 
-    start = all_gather_into_tensor(shard, M, pg)         row = zerofx.encode(shard, 1, "int8/256", whole, pg)
+    start = all_gather_into_tensor(shard, M, pg)         row = zerofx.quantize(shard, 1, "int8/256", whole, pg)
     full = wait_tensor(start)                     ─────▶ start = all_gather_into_tensor(row, M, pg)
     w = as_strided(full, …)                              rows = wait_tensor(start)
-    discard(full)                                        full = zerofx.decode(rows, M, S, "int8/256", whole, float32)
+    discard(full)                                        full = zerofx.dequantize(rows, M, S, "int8/256", …)
                                                          w = as_strided(full, …)
                                                          discard(full)
 
-    sums = reduce_scatter_tensor(pack, "sum", M, pg)     rows = zerofx.encode(pack, M, "int4/256?", whole, pg)
+    sums = reduce_scatter_tensor(pack, "sum", M, pg)     rows = zerofx.quantize(pack, M, "int4/256?", whole, pg)
     sums = wait_tensor(sums)                      ─────▶ start = an exchange of rows (travel.py)
     shard = sums * (1 / M)                               others = wait_tensor(start)
-                                                         sums = zerofx.sum_coded(pack, others, S, …)
+                                                         sums = zerofx.sum_quantized(pack, others, S, …)
                                                          shard = sums * (1 / M)
 
 What a rank reads of its own weights is what it has sent, so that all ranks compute with the same numbers. Its own part
@@ -23,16 +23,16 @@ them. The sum is of float32, and rounded no more than it would be without codes.
 reduction in a row is left alone. All replicas hold the same shard, so all read all that was sent, their own part too,
 and get one sum, bit by bit::
 
-    total = all_reduce(sums, "sum", replicas)            row = zerofx.encode(sums, 1, "int4/256?", whole, pg)
+    total = all_reduce(sums, "sum", replicas)            row = zerofx.quantize(sums, 1, "int4/256?", whole, pg)
     total = wait_tensor(total)                    ─────▶ start = all_gather_into_tensor(row, R, replicas)
     shard = total * (1 / (R M))                          rows = wait_tensor(start)
-                                                         total = zerofx.sum_sent(rows, R, S, …)
+                                                         total = zerofx.sum_replicas_quantized(rows, R, S, …)
                                                          shard = total * (1 / (R M))
 
-Replicas that share the optimizer's work exchange codes, as the ranks above do. Where a gather has two hops (`far`), the
+Replicas that share the optimizer's work exchange codes, as the ranks above do. Where a gather has two hops (`hop`), the
 first one is in codes, and the row gathers what was read of them.
 
-With ``Wire(error_feedback=True)`` a pack is written by ``zerofx.encode_rest`` (`feedback`).
+With ``Wire(error_feedback=True)`` a pack is written by ``zerofx.quantize_with_rest`` (`feedback`).
 
 Parts of a shard that `narrow` sends by themselves, and rows of tables (`lookup`), travel as they are: they are small.
 
@@ -52,24 +52,26 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from zerofx.features.wire import error_feedback  # noqa: F401  # its operator
+from zerofx.features.wire.operators import flattened
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import Wire, sent_whole
-from zerofx.passes import edit, feedback  # noqa: F401  # its operator
-from zerofx.passes.coded import flattened
+from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
+from zerofx.passes.kinds import NodeKind
 
 _zerofx, _c10d = torch.ops.zerofx, torch.ops._c10d_functional
 
 
-def compress(gm: GraphModule, ctx: Context) -> int:
+def quantize(gm: GraphModule, ctx: Context) -> int:
     """Put codes around the collectives of whole groups; returns around how many."""
     inside, between, edits = ctx.wire_inside, ctx.wire_between, 0
     layouts = {layout.name: layout for layout in ctx.shards}
     layouts |= {ref.layout.name: ref.layout for ref in ctx.gradients.values()}
     for start in edit.tagged(gm.graph, "all_gather") if inside else ():
         edits += _gather(gm, start, layouts[start.meta["zerofx"].group], inside.weight_code)  # type: ignore[union-attr]
-    for start in edit.tagged(gm.graph, "far") if between else ():
+    for start in edit.tagged(gm.graph, "hop") if between else ():
         layout, within = layouts[start.meta["zerofx"].group], (ctx.replica_group, ctx.process_group)
         parts = replace(layout, world_size=layout.world_size * ctx.replicas)
         edits += _gather(gm, start, parts, between.weight_code, within)  # type: ignore[union-attr]
@@ -118,14 +120,14 @@ def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None
         return False
     whole, group = flattened(sent_whole(layout)), layout.name
     args: tuple[Any, ...] = (shard, 1, str(code), whole, *(over or (start.args[2],)))
-    row = _insert(gm, start, _zerofx.encode.default, args, Tag("encode", group))
+    row = _insert(gm, start, _zerofx.quantize.default, args, Tag("quantize", group))
     for mark in [user for user in shard.users if edit.is_kind(user, "discard") and start.next is user]:
         row.append(mark)  # of a shard that was fetched: its codes are sent
     readers = list(wait.users)
     start.args = (row, *start.args[1:])
     _revalue(start, wait)
     args = (wait, start.args[1], layout.shard_numel, str(code), whole, value.dtype, *over)
-    full = _insert(gm, wait.next, _zerofx.decode.default, args, Tag("decode", group), near=wait)
+    full = _insert(gm, wait.next, _zerofx.dequantize.default, args, Tag("dequantize", group), near=wait)
     for reader in readers:
         reader.replace_input_with(wait, full)
     return True
@@ -137,10 +139,10 @@ def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, way
     how: tuple[Any, ...] = (str(way.code), flattened(sent_whole(layout)))
     within = (way.within,) if way.within else ()
     args = (pack, way.ranks, *how, way.process_group) if way.divided else (pack, 1, *how, way.within)
-    target = _zerofx.encode.default
+    target = _zerofx.quantize.default
     if cast(Wire, ctx.wire).error_feedback:
-        target, args = _zerofx.encode_rest.default, (*args, group)
-    rows = _insert(gm, start, target, (*args, *within) if way.divided else args, Tag("encode", group))
+        target, args = _zerofx.quantize_with_rest.default, (*args, group)
+    rows = _insert(gm, start, target, (*args, *within) if way.divided else args, Tag("quantize", group))
 
     def call(target: Callable, *args: Any) -> Node:
         return _insert(gm, start, target, args, Tag(way.kind, group))
@@ -148,15 +150,18 @@ def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, way
     if way.divided:
         row = rows.meta["val"].numel() // way.ranks
         started = ctx.travel.exchange(call, rows, row, way.ranks, way.process_group)
-        target, args = _zerofx.sum_coded.default, (pack, wait, numel // way.ranks, *how, way.process_group, *within)
+        target, args = _zerofx.sum_quantized.default, (pack, wait, numel // way.ranks, *how, way.process_group, *within)
     else:
         started = call(_c10d.all_gather_into_tensor.default, rows, way.ranks, way.process_group)
-        target, args = _zerofx.sum_sent.default, (wait, way.ranks, numel, *how, pack.meta["val"].dtype, way.within)
+        target, args = (
+            _zerofx.sum_replicas_quantized.default,
+            (wait, way.ranks, numel, *how, pack.meta["val"].dtype, way.within),
+        )
     start.replace_all_uses_with(started)
     gm.graph.erase_node(start)
     _revalue(wait)
     (reader,) = wait.users
-    sums = _insert(gm, wait.next, target, args, Tag("decode", group), near=wait)
+    sums = _insert(gm, wait.next, target, args, Tag("dequantize", group), near=wait)
     reader.replace_input_with(wait, sums)
     _average_in_float32(gm, reader, layout)
 
@@ -190,3 +195,9 @@ def _revalue(*nodes: Node) -> None:
     for node in nodes:
         args, kwargs = edit.values((node.args, node.kwargs))
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+NODE_KINDS = {
+    "quantize": NodeKind("codes of a shard, or of a pack for each rank", verb="quantize", sized=True),
+    "dequantize": NodeKind("what is read of all ranks' codes", verb="dequant", sized=True),
+}

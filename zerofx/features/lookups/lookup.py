@@ -39,11 +39,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.lookups.operators import OWN_ROWS, SUM_ROWS
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 from zerofx.passes.group import averaged
-from zerofx.passes.lookups.ops import OWN_ROWS, SUM_ROWS
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

@@ -47,6 +47,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Reduction, Tag
 from zerofx.passes.group import averaged
+from zerofx.passes.kinds import NodeKind
 
 _c10d = torch.ops._c10d_functional
 
@@ -143,3 +144,28 @@ def _sink_waits(graph: Graph, starts: list[Node], behind: list[list[Node]], *, a
         for node in nodes:
             place.append(node)
             place = node
+
+
+def _why_sum(node: Node, ctx: Context) -> str:
+    return f"right behind the sum over a row: its shard goes to the {ctx.replicas} replicas' ranks"
+
+
+def _why_wait(node: Node, ctx: Context) -> str:
+    order = edit.positions(node.graph)
+    if any(order[later] > order[node] for later in edit.tagged(node.graph, "sum_replicas")):
+        return "behind the start of the next sum: both are under way by then"
+    return "at the end: until then both links and the processor are at work"
+
+
+NODE_KINDS = {
+    "sum_replicas": NodeKind(
+        "the start of the sum of a reduced gradient over the replicas, or of this rank's part of it",
+        verb="sum",
+        sized=True,
+        total="sums over replicas take",
+        about="takes",
+        brings="gradients",
+        stands=_why_sum,
+    ),
+    "wait_replicas": NodeKind("the wait for it", verb="summed", stands=_why_wait),
+}

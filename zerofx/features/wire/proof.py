@@ -1,11 +1,11 @@
-"""Codes on the wire (`zerofx.passes.compress`): what such nodes are, and what they may do.
+"""Codes on the wire (`zerofx.features.wire.quantize`): what such nodes are, and what they may do.
 
 ::
 
-    shard ─ encode ─ gather ─ wait ─ decode               Flat, Flat in code, ... whole, and a gathered buffer
-    pack  ─ encode ─ exchange ─ wait ─ sum_coded          a Pack: "packed", "coded", "coded parts", "shard of M"
+    shard ─ encode ─ gather ─ wait ─ decode               a Flat, Quantized, and a gathered buffer
+    pack  ─ encode ─ exchange ─ wait ─ sum_coded          a Pack, Quantized, its "parts", "shard of M"
         └────────────────────────────────┘
-    sum  ─ encode ─ gather ─ wait ─ sum_sent              a Pack ``of`` a sum over a row: "coded", "coded rows"
+    sum  ─ encode ─ gather ─ wait ─ sum_sent              a Pack ``of`` a sum over a row, Quantized, its "rows"
 
 What must hold: rows are written and read by one description, that of the option and the layout, and once; only what was
 written in codes is read as codes; the sum is of float32 and of the pack that was sent.
@@ -13,46 +13,75 @@ written in codes is read as codes; the sum is of float32 and of the pack that wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from zerofx.features.wire.operators import flattened
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.wire import sent_whole
-from zerofx.passes.coded import flattened
-from zerofx.passes.proof.facts import DECODE, ENCODE, ENCODE_REST, SUM_CODED, SUM_SENT, Flat, Pack, Started
+from zerofx.passes.proof.facts import Flat, Pack, Started
 from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Op
+from zerofx.passes.proof.rules import Rules
 from zerofx.passes.travel import EXCHANGES, GATHERS
 
+_zerofx, _c10d = torch.ops.zerofx, torch.ops._c10d_functional
+_WAIT = _c10d.wait_tensor.default
 
-def read_coded(known: Known, op: Op, fact: Any) -> None:
-    """One of the operators; ``fact`` is of what it reads."""
-    _READS[op.target](known, op, fact)
+
+@dataclass(frozen=True)
+class Quantized:
+    """In codes: a shard or a pack of gradients, or what came of those of all ranks.
+
+    ``came``: of gradients, "parts" (of this rank's part, by an exchange) or "rows" (of all of it, by a gather).
+    """
+
+    of: Flat | Pack
+    came: str = ""
+
+
+@dataclass
+class _Found:
+    """What was found out of a graph.
+
+    Attributes:
+        read: by what the codes that came were read, by their wait.
+        rests: what adds the rest of a group's gradient, by group.
+    """
+
+    read: dict[Node, Node] = field(default_factory=dict)
+    rests: dict[str, Node] = field(default_factory=dict)
+
+
+def _is_part(known: Known, flat: Flat) -> bool:
+    """Whether it is a part of a shard, which crosses between hosts first."""
+    ctx = known.ctx
+    return ctx.two_hops and not flat.whole and flat.layout.world_size == ctx.world_size * ctx.replicas
 
 
 def _encode(known: Known, op: Op, fact: Any) -> None:
     source, rows, *how, process_group = op.args[:5]
     if isinstance(fact, Flat):
-        ctx, part = known.ctx, known.is_part(fact)
+        ctx, part = known.ctx, _is_part(known, fact)
         wire = ctx.wire_between if part else ctx.wire_inside
-        if fact.code or fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
+        if fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")
         _check(known, op, fact.layout, wire.weight_code if wire else None, (rows, *how), 1)
         over = (ctx.replica_group, ctx.process_group) if part else (ctx.process_group,)
         _check_over(known, op, (process_group, *op.args[5:]), over)
-        known.facts[op.node] = replace(fact, code=how[0])
+        known.facts[op.node] = Quantized(fact)
         return
     if known.ctx.wire is not None and known.ctx.wire.error_feedback:
         known.fail("wire", op.node, "what its code cuts off is lost", "the rest kept, for error_feedback=True")
     _encode_gradients(known, op, fact, op.args[5:])
 
 
-def _encode_rest(known: Known, op: Op, fact: Any) -> None:
+def _quantize_with_rest(known: Known, op: Op, fact: Any) -> None:
     group, *within = op.args[5:]
     wire = known.ctx.wire
     if wire is None or not wire.error_feedback:
@@ -61,9 +90,10 @@ def _encode_rest(known: Known, op: Op, fact: Any) -> None:
     layout = known.layout_of(known.facts[op.node], op.node)
     if group != layout.name:
         known.fail("wire", op.node, f"it adds what was cut off of {group!r}", f"of {layout.name!r}")
-    if group in known.rests:
-        known.fail("wire", op.node, f"{known.rests[group].name!r} has added the rest of {group!r}", "each rest once")
-    known.rests[group] = op.node
+    rests = known.record(_Found).rests
+    if group in rests:
+        known.fail("wire", op.node, f"{rests[group].name!r} has added the rest of {group!r}", "each rest once")
+    rests[group] = op.node
 
 
 def _encode_gradients(known: Known, op: Op, fact: Any, within: Sequence[str]) -> None:
@@ -78,11 +108,11 @@ def _encode_gradients(known: Known, op: Op, fact: Any, within: Sequence[str]) ->
     _check(known, op, layout, wire.gradient_code if wire else None, (rows, code, whole), ranks)
     if not between:
         known.check_collective(op, layout, layout.world_size, process_group, ctx.reduce_group)
-        known.facts[op.node] = replace(pack, state="coded")
+        known.facts[op.node] = Quantized(pack)
         return
     over = (ctx.replica_group, ctx.process_group) if ctx.divides_between else (ctx.process_group,)
     _check_over(known, op, (process_group, *within), over)
-    known.facts[op.node] = Pack((), source.meta["val"].numel(), pack.dtype, "coded", of=pack)
+    known.facts[op.node] = Quantized(Pack((), source.meta["val"].numel(), pack.dtype, of=pack))
 
 
 def _gradients(known: Known, op: Op, source: Node, fact: Any) -> Pack:
@@ -112,10 +142,24 @@ def _check(
         known.fail("wire", op.node, f"rows, code and what is sent whole are {found}", f"{wanted}")
 
 
-def start_exchange(known: Known, op: Op, pack: Pack) -> None:
+def _read_quantized(known: Known, op: Op, quantized: Quantized) -> None:
+    """A gather or an exchange of codes; nothing else but what dequantizes reads them."""
+    if isinstance(quantized.of, Pack):
+        _start_exchange(known, op, quantized)
+        return
+    flat = quantized.of
+    if op.target not in GATHERS or flat.whole:
+        known.fail("wire", op.node, f"it reads codes of {flat.layout.name!r}", "a gather, or what reads codes")
+    known.facts[op.node] = Started(op.node, Quantized(known.start_gather(op, flat)))
+
+
+def _start_exchange(known: Known, op: Op, quantized: Quantized) -> None:
     """The exchange of rows in codes; or, where all replicas get all of a sum, their gather."""
-    ctx = known.ctx
+    ctx, pack = known.ctx, quantized.of
+    assert isinstance(pack, Pack)
     gathers = pack.of is not None and not ctx.divides_between
+    if quantized.came:
+        known.fail("reduction", op.node, "it reads codes of gradients", "their sum")
     if op.target not in (GATHERS if gathers else EXCHANGES):
         known.fail("wire", op.node, "it does something else with codes", "their exchange")
     layout, (_, *sizes, process_group) = known.layout_of(pack, op.node), op.args
@@ -129,17 +173,20 @@ def start_exchange(known: Known, op: Op, pack: Pack) -> None:
         known.check_collective(op, layout, ranks, process_group, ctx.reduce_group)
     else:
         _check_over(known, op, (ranks, process_group), (over, ctx.replica_group))
-    known.facts[op.node] = Started(op.node, replace(pack, state="coded rows" if gathers else "coded parts"))
+    known.facts[op.node] = Started(op.node, Quantized(pack, "rows" if gathers else "parts"))
     known.waits[op.node] = []
 
 
 def _decode(known: Known, op: Op, fact: Any) -> None:
     arrived, rows, numel, code, whole, dtype, *over = op.args
-    if not isinstance(fact, Flat) or not fact.code or not (fact.whole or known.ctx.two_hops):
+    came = isinstance(fact, Quantized) and isinstance(fact.of, Flat) and known.ops[arrived].target is _WAIT
+    if not came:
         known.fail("wire", op.node, f"it reads {arrived.name!r} as codes", "what ranks have sent in codes")
-    if arrived in known.decoded:
-        known.fail("wire", op.node, f"{known.decoded[arrived].name!r} reads them too", "each gather read once")
-    known.decoded[arrived] = op.node
+    read = known.record(_Found).read
+    if arrived in read:
+        known.fail("wire", op.node, f"{read[arrived].name!r} reads them too", "each gather read once")
+    read[arrived] = op.node
+    fact = fact.of
     ctx, layout = known.ctx, fact.layout
     was = fact.dtypes[-1] if fact.dtypes else layout.dtype
     right: tuple[str, ...] = ()
@@ -151,19 +198,26 @@ def _decode(known: Known, op: Op, fact: Any) -> None:
     _check(known, op, layout, wire.weight_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
     _check_over(known, op, tuple(over), right)
     if not fact.whole:
-        known.facts[op.node] = replace(fact, code="")
+        known.facts[op.node] = fact
         return
-    known.new_buffer(op.node, known.arrived[arrived], replace(fact, code=""), wait=arrived)
+    (start,) = known.ops[arrived].inputs
+    known.new_buffer(op.node, start, fact, wait=arrived)
+
+
+def _came(known: Known, node: Node, how: str) -> Pack | None:
+    """The gradients that came to ``node`` in codes."""
+    fact = known.facts.get(node)
+    return fact.of if isinstance(fact, Quantized) and isinstance(fact.of, Pack) and fact.came == how else None
 
 
 def _sum(known: Known, op: Op, fact: Any) -> None:
     pack, arrived, numel, code, whole, *over = op.args
-    sent, ctx = known.facts.get(arrived), known.ctx
-    if not isinstance(sent, Pack) or sent.state != "coded parts":
+    sent, ctx = _came(known, arrived, "parts"), known.ctx
+    if sent is None:
         known.fail("wire", op.node, f"it sums {arrived.name!r} as codes", "what ranks have sent in codes")
     own = known.facts.get(pack)
     own = known.pack(pack) if own is None else own
-    if own != (replace(sent, state="packed") if sent.of is None else _as_packed(known, pack, sent.of)):
+    if own != (sent if sent.of is None else _as_packed(known, pack, sent.of)):
         known.fail("wire", op.node, f"its own part is of {pack.name!r}", "the pack that was sent")
     layout = known.layout_of(sent, op.node)
     wire, ranks, right = ctx.wire_inside, layout.world_size, [ctx.reduce_group]
@@ -183,10 +237,10 @@ def _as_packed(known: Known, node: Node, of: Pack) -> Pack:
     return of if known.facts.get(node) is not None else replace(of, state="packed")
 
 
-def _sum_sent(known: Known, op: Op, fact: Any) -> None:
+def _sum_replicas_quantized(known: Known, op: Op, fact: Any) -> None:
     arrived, rows, numel, code, whole, dtype, within = op.args
-    sent, ctx = known.facts.get(arrived), known.ctx
-    if not isinstance(sent, Pack) or sent.state != "coded rows" or sent.of is None:
+    sent, ctx = _came(known, arrived, "rows"), known.ctx
+    if sent is None or sent.of is None:
         known.fail("wire", op.node, f"it sums {arrived.name!r} as codes", "what all replicas have sent in codes")
     layout, wire = known.layout_of(sent, op.node), ctx.wire_between
     wanted = (ctx.replicas, sent.numel, sent.dtype)
@@ -195,17 +249,27 @@ def _sum_sent(known: Known, op: Op, fact: Any) -> None:
     known.facts[op.node] = replace(sent.of, replicas=ctx.replicas, dtype=torch.float32)
 
 
-def check_decoded(known: Known) -> None:
+def _check_read(known: Known) -> None:
     """Whatever came in codes is read."""
-    for wait in known.arrived:
-        if wait not in known.decoded:
-            known.fail("wire", wait, "nothing reads the codes that it brings", "a decode of them")
+    read = known.record(_Found).read
+    for node, fact in known.facts.items():
+        if (
+            isinstance(fact, Quantized)
+            and isinstance(fact.of, Flat)
+            and known.ops[node].target is _WAIT
+            and node not in read
+        ):
+            known.fail("wire", node, "nothing reads the codes that it brings", "a decode of them")
 
 
-_READS: dict[Any, Callable[[Known, Op, Any], None]] = {
-    ENCODE: _encode,
-    ENCODE_REST: _encode_rest,
-    DECODE: _decode,
-    SUM_CODED: _sum,
-    SUM_SENT: _sum_sent,
-}
+RULES = Rules(
+    operators={
+        _zerofx.quantize.default: _encode,
+        _zerofx.quantize_with_rest.default: _quantize_with_rest,
+        _zerofx.dequantize.default: _decode,
+        _zerofx.sum_quantized.default: _sum,
+        _zerofx.sum_replicas_quantized.default: _sum_replicas_quantized,
+    },
+    facts={Quantized: _read_quantized},
+    finished=_check_read,
+)

@@ -4,7 +4,7 @@
 
     autograd ──▶ handle ──▶ extent        a handle goes, and its place in the file is free
 
-A handle is a tensor of one element (`zerofx.passes.carry.new_handle`). Its storage says which extent is meant, whoever
+A handle is a tensor of one element (`new_handle`). Its storage says which extent is meant, whoever
 looks at it. So a second backward through a retained graph finds it again, forwards that wait for their backwards have
 handles of their own, and what autograd drops is given back.
 
@@ -18,12 +18,12 @@ from concurrent.futures import Future
 
 import torch
 
-from zerofx.passes.carry import new_handle
+from zerofx.features.offload.operators import new_handle
 from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.transfers import transfers
 
 
-class Stows:
+class ActivationStore:
     """Activations of one module's graphs.
 
     Attributes:
@@ -35,17 +35,17 @@ class Stows:
         self.file = file
         self.smallest = smallest
 
-    def leave(self, saved: torch.Tensor, order: list[int]) -> Future[torch.Tensor]:
+    def offload(self, saved: torch.Tensor, order: list[int]) -> Future[torch.Tensor]:
         """Start to write ``saved``, whose dimensions lie in ``order``; the handle that stands for it."""
         return transfers().submit(self._leave, saved, order)
 
     def _leave(self, saved: torch.Tensor, order: list[int]) -> torch.Tensor:
         handle = new_handle(saved)
         with self.file.noting():
-            self.file.stow(saved.permute(order).contiguous(), handle)
+            self.file.write_activation(saved.permute(order).contiguous(), handle)
         return handle
 
-    def bring(self, handle: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
+    def reload(self, handle: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
         """Start to read what ``handle`` stands for to the memory of ``here``."""
         return transfers().submit(self._bring, handle, here)
 

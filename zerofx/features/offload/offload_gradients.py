@@ -4,18 +4,18 @@
 
     wait for C's reduction                        wait for C's reduction
     c = sum of its parts / M                      c = sum of its parts / M
-    use B                                         put c                    while B computes
+    use B                                         offload c                while B computes
     wait for B's reduction                        use B
     b = sum of its parts / M      ─────▶          wait for B's reduction
     use A                                         b = sum of its parts / M
-    wait for A's reduction                        put b
+    wait for A's reduction                        offload b
     a = sum of its parts / M                      use A
     return dx, None, …, c, b, a                   wait for A's reduction
                                                   a = sum of its parts / M
-                                                  wait_put(c)
-                                                  put a
-                                                  wait_put(b)
-                                                  wait_put(a)
+                                                  wait_offload(c)
+                                                  offload a
+                                                  wait_offload(b)
+                                                  wait_offload(a)
                                                   return dx, None, …, ∅, ∅, ∅
 
 Two are on their way at most: the one before the last is waited for in front of the next. The wait reads the gradient,
@@ -25,7 +25,7 @@ gradient where it lives.
 What `zerofx.no_sync` keeps back is not reduced, whole, and stays on the device. In `zerofx.step_in_backward` a gradient
 leaves inside of the update, and there is nothing to do here.
 
-Sound because a put changes nothing: what left is what the graph returned.
+Sound because a copy changes nothing: what left is what the graph returned.
 
 Groups of ``ctx.gradients_away``; backward graphs only. Requires ``group``; runs behind what makes gradients.
 """
@@ -34,14 +34,14 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from zerofx.features.offload.operators import OFFLOAD, ROOM, WAIT_OFFLOAD
 from zerofx.passes import edit
-from zerofx.passes.carry import PUT, ROOM, WAIT_PUT
 from zerofx.passes.context import Context, Tag
-from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.kinds import NodeKind
 
 
-def put(gm: GraphModule, ctx: Context) -> int:
-    """Insert a put and a wait for each gradient that is to leave; returns how many nodes were inserted."""
+def offload_gradients(gm: GraphModule, ctx: Context) -> int:
+    """Insert an offload and a wait for each gradient that is to leave; returns how many nodes were inserted."""
     if ctx.sync == "keep" or ctx.steps or not ctx.reductions:
         return 0
     graph, order, outputs = gm.graph, edit.positions(gm.graph), edit.output_values(gm.graph)
@@ -51,15 +51,15 @@ def put(gm: GraphModule, ctx: Context) -> int:
     starts: list[tuple[Node, int]] = []
 
     def wait(before: Node, start: Node, i: int) -> None:
-        gradient, tag = start.args[0], Tag("wait_put", start.meta["zerofx"].group)
+        gradient, tag = start.args[0], Tag("wait_offload", start.meta["zerofx"].group)
         with graph.inserting_before(before):
             args = (start, gradient, tag.group, i)
-            outputs[first + i] = edit.insert(graph, WAIT_PUT, args, tag=tag, near=start)
+            outputs[first + i] = edit.insert(graph, WAIT_OFFLOAD, args, tag=tag, near=start)
 
     for i in leaving:
         gradient, name = outputs[first + i], ctx.reductions[i].layout.name
         with graph.inserting_after(edit.after_inputs(gradient)):
-            start = edit.insert(graph, PUT, (gradient, name, i), tag=Tag("put", name), near=gradient)
+            start = edit.insert(graph, OFFLOAD, (gradient, name, i), tag=Tag("offload", name), near=gradient)
         starts.append((start, i))
         if len(starts) > ROOM:
             wait(start, *starts[-1 - ROOM])
@@ -69,13 +69,24 @@ def put(gm: GraphModule, ctx: Context) -> int:
     return edit.finish(gm, 2 * len(starts))
 
 
-KINDS |= {
-    "put": Kind(
-        verb="put",
+NODE_KINDS = {
+    "offload": NodeKind(
+        "the start of the copy of a gradient away from the device",
+        sized=True,
+        about="takes",
+        transfer=True,
+        verb="offload",
         of=0,
         total="gradients leave the device:",
         brings="gradients",
         stands="right behind the gradient: two are on their way at most",
     ),
-    "wait_put": Kind(verb="left", brings="gradients", stands="in front of the put after the next, or at the end"),
+    "wait_offload": NodeKind(
+        "the wait until it has left",
+        about="takes",
+        transfer=True,
+        verb="left",
+        brings="gradients",
+        stands="in front of the offload after the next, or at the end",
+    ),
 }

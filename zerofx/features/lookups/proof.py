@@ -1,4 +1,4 @@
-"""What the nodes are that exchange rows of a table (`zerofx.passes.lookups`), and what they may do.
+"""What the nodes are that exchange rows of a table (`zerofx.features.lookups`), and what they may do.
 
 ::
 
@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from zerofx.features.lookups.operators import OWN_ROWS, SUM_ROWS
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import ParameterRef
-from zerofx.passes.lookups.ops import OWN_ROWS, SUM_ROWS
 from zerofx.passes.proof.facts import Flat, Pack, Part, Started
 from zerofx.passes.proof.known import Known
 from zerofx.passes.proof.meaning import Number, Numbered, Numbering, Op
+from zerofx.passes.proof.rules import Rules
 from zerofx.passes.travel import SCATTERS
 
 _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
@@ -84,8 +85,10 @@ def _start(known: Known, op: Op, brings: Everyones | Rows) -> None:
     known.apart.add(op.node)
 
 
-def read_own_rows(known: Known, op: Op, flat: Flat) -> None:
+def _read_own_rows(known: Known, op: Op, flat: Flat) -> bool:
     """What picks rows from a shard."""
+    if op.target is not OWN_ROWS:
+        return False
     _, told, offset, length, width, process_group = op.args
     slot, indices = known.slot(flat.layout, offset, (length, width)), known.facts.get(told)
     whole = not flat.whole and flat.ranges == (range(flat.layout.shard_numel),)
@@ -98,6 +101,7 @@ def read_own_rows(known: Known, op: Op, flat: Flat) -> None:
     dtype = flat.dtypes[-1] if flat.dtypes else flat.layout.dtype
     numel = indices.node.meta["val"].numel() * flat.layout.world_size * width
     known.facts[op.node] = Rows(flat.layout, table, dtype, width, indices.node, numel)
+    return True
 
 
 def read_rows(known: Known, op: Op, rows: Rows) -> None:
@@ -160,3 +164,6 @@ def read_everyones(known: Known, op: Op, told: Everyones) -> None:
 def _check_group(known: Known, op: Op, found: str, right: str) -> None:
     if found != right:
         known.fail("group", op.node, f"it takes its rank from {found!r}", f"{right!r}")
+
+
+RULES = Rules(facts={Everyones: read_everyones, Rows: read_rows}, flats=_read_own_rows, other_gathers=start_telling)

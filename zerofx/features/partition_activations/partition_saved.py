@@ -38,7 +38,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx.passes import edit
 from zerofx.passes.context import Context, SavedPart, Tag
-from zerofx.passes.kinds import KINDS, Kind
+from zerofx.passes.kinds import NodeKind
 
 _aten, _c10d, _zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
 
@@ -59,21 +59,31 @@ DTYPES = (
 )
 """What every backend can move."""
 
-KINDS |= {
-    "part": Kind(verb="part", of=0, stands="behind the last reader in forward: from there on only a part is needed"),
-    "collect": Kind(
+NODE_KINDS = {
+    "part": NodeKind(
+        "this rank's part of what all tensor-parallel ranks have alike, which forward saves",
+        verb="part",
+        sized=True,
+        of=0,
+        about="cuts",
+        stands="behind the last reader in forward: then only a part is needed",
+    ),
+    "gather_saved": NodeKind(
+        "the start of the gather of all parts",
         travels="gather",
-        verb="collect",
+        sized=True,
+        about="brings",
+        verb="gather_saved",
         total="gathers of what tensor-parallel ranks saved in parts bring",
         brings="activations",
         stands="in front of the wait for the one before it, which is in use while this one travels",
     ),
-    "collected": Kind(verb="have", stands="in front of the first use"),
-    "saved": Kind(),
+    "wait_saved": NodeKind("the wait for it", verb="have", about="brings", stands="in front of the first use"),
+    "saved": NodeKind("a view of that, or of what is cut"),
 }
 
 
-def save_parts(gm: GraphModule, ctx: Context) -> int:
+def partition_saved(gm: GraphModule, ctx: Context) -> int:
     """Save parts (forward), or gather them (backward); returns of how many values."""
     if ctx.parts_ranks == 1:
         return 0
@@ -136,9 +146,9 @@ def _collect(graph: Graph, ctx: Context) -> int:
         readers = {name: list(inputs[name].users) for name in part.views}
         with graph.inserting_before(ahead):
             gather, args = _c10d.all_gather_into_tensor.default, (inputs[lead], part.ranks, ctx.parts_group)
-            start = edit.insert(graph, gather, args, tag=Tag("collect", part.name), near=first)
+            start = edit.insert(graph, gather, args, tag=Tag("gather_saved", part.name), near=first)
         with graph.inserting_before(first):
-            ahead = edit.insert(graph, _WAIT, (start,), tag=Tag("collected", part.name), near=first)
+            ahead = edit.insert(graph, _WAIT, (start,), tag=Tag("wait_saved", part.name), near=first)
             for name, (size, stride, offset) in part.views.items():
                 if readers[name]:
                     seen = (ahead, list(size), list(stride), offset)

@@ -1,0 +1,67 @@
+"""What an optional feature adds to the core: `Feature`. The core asks features here, and nowhere else.
+
+::
+
+    FEATURE = Feature(
+        passes=(Insertion(quantize, before="lower", when=lambda ctx: ctx.wire is not None),),
+        rules=RULES,
+    )
+
+stands in ``zerofx/features/wire/feature.py``. `zerofx.features` reads it when zerofx is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from zerofx.passes.context import Context
+from zerofx.passes.kinds import NodeKind
+from zerofx.passes.proof.rules import Rules
+
+SHARDED = (1, 2, 3)
+ALL_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """A pass of a feature's, and its place among the core's.
+
+    Attributes:
+        pass_: the pass.
+        after, before: the core's pass that it stands next to; one of both. Those of several features stand there in
+            the order of features.
+        when: whether a graph needs it. It is not in the pipeline of other graphs.
+        stages: whose pipeline it is in.
+    """
+
+    pass_: Callable[[GraphModule, Context], int]
+    when: Callable[[Context], bool]
+    after: str | None = None
+    before: str | None = None
+    stages: tuple[int, ...] = SHARDED
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature. Whatever it leaves out it does not need.
+
+    Attributes:
+        passes: what it does to graphs.
+        node_kinds: what it inserts there, by tag, but for the kinds that the core has as well.
+        picks: operators that read no more bytes of a large input than they write, by name.
+        rules: what `verify` knows of that.
+        laws: the number of what an operator computes, where another one computes the same
+            (`zerofx.passes.proof.meaning`).
+        modules: what its runtime imports for its effect on a table of the core's.
+    """
+
+    passes: tuple[Insertion, ...] = ()
+    node_kinds: Mapping[str, NodeKind] = field(default_factory=dict)
+    picks: frozenset[str] = frozenset()
+    rules: Rules | None = None
+    laws: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()

@@ -1,0 +1,17 @@
+"""What `zerofx.features.meshes` adds to the core."""
+
+from __future__ import annotations
+
+from zerofx.features.interface import Feature, Insertion
+from zerofx.features.meshes import replicate, secondary_shard, two_hop_gather
+from zerofx.features.meshes.proof import RULES
+
+FEATURE = Feature(
+    passes=(
+        Insertion(secondary_shard.secondary_shard, after="keep", when=lambda ctx: bool(ctx.near_group)),
+        Insertion(two_hop_gather.two_hop_gather, after="prefetch", when=lambda ctx: ctx.two_hops),
+        Insertion(replicate.replicate, after="prefetch", when=lambda ctx: ctx.replicas > 1),
+    ),
+    node_kinds={**secondary_shard.NODE_KINDS, **two_hop_gather.NODE_KINDS, **replicate.NODE_KINDS},
+    rules=RULES,
+)

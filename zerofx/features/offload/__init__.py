@@ -1,0 +1,12 @@
+"""Weights, gradients, activations and optimizer state in host memory or in a file (``offload=``).
+
+======================  ==================================================================================
+operators               what starts a transfer, and what waits for it
+reload_weights          pass: shards come to the device ahead of their gather
+offload_gradients       pass: gradients leave the device as soon as they are reduced
+offload_activations     pass: what forward saves leaves the device, and comes back in backward
+proof                   what `verify` knows of them;
+proof_of_activations    of these alone
+feature                 what is added to the core
+======================  ==================================================================================
+"""

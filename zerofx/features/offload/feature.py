@@ -1,0 +1,25 @@
+"""What `zerofx.features.offload` adds to the core."""
+
+from __future__ import annotations
+
+from zerofx.features.interface import ALL_STAGES, Feature, Insertion
+from zerofx.features.offload import offload_activations as activations
+from zerofx.features.offload import offload_gradients as gradients
+from zerofx.features.offload import reload_weights as weights
+from zerofx.features.offload.proof import RULES
+from zerofx.passes.context import Context
+
+
+def _moves_activations(ctx: Context) -> bool:
+    return bool(ctx.activation_choice if ctx.phase == "forward" else ctx.offloaded)
+
+
+FEATURE = Feature(
+    passes=(
+        Insertion(weights.reload_weights, after="prefetch", when=lambda ctx: bool(ctx.weights_away)),
+        Insertion(gradients.offload_gradients, before="lower", when=lambda ctx: bool(ctx.gradients_away)),
+        Insertion(activations.offload_activations, before="lower", when=_moves_activations, stages=ALL_STAGES),
+    ),
+    node_kinds={**weights.NODE_KINDS, **gradients.NODE_KINDS, **activations.NODE_KINDS},
+    rules=RULES,
+)

@@ -1,0 +1,9 @@
+"""Of what all tensor-parallel ranks have alike, each saves a part (``partition_activations=``).
+
+================  ====================================================================
+same_values       which values all ranks of a process group have alike
+partition_saved   the pass
+proof             what `verify` knows of parts
+feature           what is added to the core
+================  ====================================================================
+"""

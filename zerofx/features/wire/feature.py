@@ -1,0 +1,13 @@
+"""What `zerofx.features.wire` adds to the core."""
+
+from __future__ import annotations
+
+from zerofx.features.interface import Feature, Insertion
+from zerofx.features.wire.proof import RULES
+from zerofx.features.wire.quantize import NODE_KINDS, quantize
+
+FEATURE = Feature(
+    passes=(Insertion(quantize, before="lower", when=lambda ctx: ctx.wire is not None),),
+    node_kinds=NODE_KINDS,
+    rules=RULES,
+)
