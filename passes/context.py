@@ -278,7 +278,7 @@ class Context:
     """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
     stage: int = 3
     one_copy: bool = False
-    """Stage 3: the ranks have the whole weights in common memory (`zerofx.runtime.state.one_copy`)."""
+    """Stage 3: the ranks have the whole weights in common memory (`zerofx.features.one_copy.one_copy`)."""
     lookups: bool = False
     """Stage 3: of tables that are only looked up, rows travel (`zerofx.features.lookups`). Indices have one
     shape on all ranks."""

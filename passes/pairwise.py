@@ -70,7 +70,7 @@ class Watcher(Protocol):
 
 
 SHORTCUTS: list[Shortcut] = []
-"""The ways there are, the first that knows a rank is taken. `zerofx.runtime.ranks.same_host` puts itself here."""
+"""The ways there are, the first that knows a rank is taken. Features have them."""
 
 WATCHERS: list[Watcher] = []
 """`zerofx.runtime.ranks.watch` puts itself here."""

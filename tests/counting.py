@@ -12,7 +12,7 @@ Why not a Python ``ProcessGroup`` that delegates: torch's trampoline class has n
 ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall``, ``gather``, ``scatter`` and ``reduce``; and it
 would have to be *the* group of the run, while this counts on any group there is (gloo, NCCL, the fake one).
 
-What ranks of one host read out of each other's memory (`zerofx.runtime.ranks.same_host`) passes no process group. It
+What ranks of one host read out of each other's memory (`zerofx.features.same_host`) passes no process group. It
 is counted where it starts, as the receive and the send that gloo would have been asked for.
 """
 
@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from zerofx import _torch
+from zerofx.features.same_host import same_host
 from zerofx.passes.pairwise import ALL_GATHER_TAG, ALL_TO_ALL_TAG, COMPARISON_TAG, MEETING_TAG, OFFER_TAG, USED_TAG
-from zerofx.runtime.ranks import same_host
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
     "monitored_barrier_": ("barrier", 0, False, _nothing),
 }
 
-SAME_HOST = "zerofx.runtime.ranks.same_host"
+SAME_HOST = "zerofx.features.same_host.same_host"
 """The `Collective.operator` of what passed no process group."""
 _PAIRWISE = {
     ALL_GATHER_TAG: "all_gather",

@@ -15,9 +15,9 @@ from torch import nn
 
 import zerofx
 from tests.passes.graphs import Sketch, apply, aten, up_to
+from zerofx.features.gloo_threads.gloo_threads import gloo_threads
+from zerofx.features.same_host import same_host as memory
 from zerofx.passes import lower
-from zerofx.runtime.ranks import same_host as memory
-from zerofx.runtime.ranks.gloo_threads import gloo_threads
 
 STEPS = 5_000
 same_host = pytest.mark.parametrize("same_host", [False, True])

@@ -16,7 +16,7 @@ from torch import nn
 import zerofx
 from tests.counting import SAME_HOST, count_collectives
 from tests.workers import Workers
-from zerofx.runtime.ranks import same_host
+from zerofx.features.same_host import same_host
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a system call of Linux")
 MINE, THEIRS = 1, 2

@@ -35,7 +35,6 @@ from zerofx.model.wire import Wire
 from zerofx.passes import VerificationError
 from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::reduce_grad
 from zerofx.passes.own import Pass
-from zerofx.runtime import corners as _corners
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.step import step_in_backward
@@ -84,6 +83,5 @@ __all__ = [
     "unsharded",
     "verify",
 ]
-_corners.furnish()
 _features.load()
-del _ops, _corners, _features
+del _ops, _features

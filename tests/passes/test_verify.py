@@ -22,6 +22,7 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     MUTANTS,
     Graph,
     Mutant,
+    activations,
     another,
     buffers,
     carried,
@@ -33,7 +34,6 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
     replicated,
     rewritten,
     steps,
-    stowed,
     tables,
     values,
 )

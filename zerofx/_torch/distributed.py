@@ -134,8 +134,8 @@ def is_communication_error(error: RuntimeError) -> bool:
     )
 
 
-SAME_HOST_ERROR = "zerofx.runtime.ranks.same_host: an exchange"
-"""How what `zerofx.runtime.ranks.same_host` raises begins."""
+SAME_HOST_ERROR = "zerofx.features.same_host.same_host: an exchange"
+"""How what `zerofx.features.same_host.same_host` raises begins."""
 
 
 _NOBODY_SENDS = 0x7A68

@@ -81,7 +81,7 @@ class Options:
             gradients, where that is fewer bytes. Every rank's batches must have one shape. See
             `zerofx.features.lookups`.
         one_copy: stage 3 where all ranks are on one host. They share one copy of the weights, in common memory, and
-            gather nothing. See `zerofx.runtime.state.one_copy`.
+            gather nothing. See `zerofx.features.one_copy.one_copy`.
         mesh: a device mesh of one dimension, or of two. Of two, the first is of replicas of the module. Each replica is
             divided over the ranks of the second (docs/meshes.md). None: all ranks of the default process group.
             Parameters may be DTensors on any other dimension: ``mesh=mesh["dp"]`` behind ``parallelize_module``.

@@ -6,6 +6,9 @@ core, in the words of `zerofx.features.interface`. Take a line out here, delete 
 ======================  ====================================================  ==========================================
 folder                  what it is                                            option
 ======================  ====================================================  ==========================================
+same_host               ranks of one host read each other's memory            ``ZEROFX_SAME_HOST``
+gloo_threads            gloo's threads share a core with what computes        none: on CPUs
+one_copy                the weights once for all ranks of a host              ``one_copy=``
 lookups                 of embeddings, rows travel instead of tables          ``lookups=``
 meshes                  shards within hosts, replicas between them            ``mesh=``, ``sharding=``
 step_in_backward        groups are updated inside of backward                 `zerofx.step_in_backward`
@@ -20,7 +23,17 @@ from __future__ import annotations
 
 import importlib
 
-FEATURES = ("lookups", "meshes", "step_in_backward", "offload", "partition_activations", "wire")
+FEATURES = (
+    "same_host",
+    "gloo_threads",
+    "one_copy",
+    "lookups",
+    "meshes",
+    "step_in_backward",
+    "offload",
+    "partition_activations",
+    "wire",
+)
 """In this order they are asked, and their passes stand where several have one place."""
 
 
@@ -29,8 +42,12 @@ def load() -> None:
     from zerofx.features.interface import Feature
     from zerofx.passes import insert
     from zerofx.passes.kinds import NODE_KINDS, PICKING
+    from zerofx.passes.pairwise import SHORTCUTS
     from zerofx.passes.proof.meaning import LAWS
     from zerofx.passes.proof.rules import RULES
+    from zerofx.runtime.ranks.sharing import SETTLED, SHARINGS
+    from zerofx.runtime.state.home import HOMES
+    from zerofx.runtime.state.weights import WEIGHTS
 
     for name in FEATURES:
         feature: Feature = importlib.import_module(f"zerofx.features.{name}.feature").FEATURE
@@ -40,3 +57,8 @@ def load() -> None:
         PICKING.update(feature.picks)
         LAWS.update(feature.laws)
         RULES.extend([feature.rules] if feature.rules is not None else [])
+        SHORTCUTS.extend(feature.shortcuts)
+        SETTLED.extend(feature.settled)
+        SHARINGS[:0] = feature.sharings
+        WEIGHTS[:0] = feature.weights
+        HOMES[:0] = feature.homes

@@ -56,7 +56,11 @@ class Feature:
         rules: what `verify` knows of that.
         laws: the number of what an operator computes, where another one computes the same
             (`zerofx.passes.proof.meaning`).
-        modules: what its runtime imports for its effect on a table of the core's.
+        shortcuts: ways to other ranks than their process group's (`zerofx.passes.pairwise`).
+        settled: called whenever a module was sharded.
+        sharings: who shares a module, by the options ``mesh`` and ``reduce_group``; asked ahead of the core's.
+        weights: cases of weights (`zerofx.runtime.state.weights`), asked ahead of the core's.
+        homes: cases of where state lives (`zerofx.runtime.state.home`), asked ahead of the core's.
     """
 
     passes: tuple[Insertion, ...] = ()
@@ -64,4 +68,8 @@ class Feature:
     picks: frozenset[str] = frozenset()
     rules: Rules | None = None
     laws: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
-    modules: tuple[str, ...] = ()
+    shortcuts: tuple[Any, ...] = ()
+    settled: tuple[Callable[[], None], ...] = ()
+    sharings: tuple[Callable[..., Any], ...] = ()
+    weights: tuple[type, ...] = ()
+    homes: tuple[type, ...] = ()

@@ -5,7 +5,6 @@ ranks         who takes part, and whether all are in step
 state         what a rank holds of each group
 eager         what sharded tensors do outside of graphs
 optim         the optimizer's step over shards
-corners       the list of what serves one case
 ============  ==================================================================
 
 Imports run to the left, and down to `zerofx.passes`, `zerofx.model` and `zerofx._torch`::

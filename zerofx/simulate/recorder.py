@@ -256,7 +256,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.operations.append(Operation(name, "wait", group, self.source, collective=number))
 
     def _carry(self, func: Any, *args: Any) -> Any:
-        """A fetch, a put, or the wait for one, as `zerofx.runtime.state.in_file` does it."""
+        """A fetch, a put, or the wait for one, as `zerofx.features.offload.in_file` does it."""
         name, tensor, group, *place = self.name, *(args if func in (RELOAD, OFFLOAD) else args[1:])
         with self.unseen():
             nothing = tensor.new_empty(0)

@@ -14,7 +14,7 @@ file             rules
 ===============  ========================
 collectives.py   wait, send, order, read
 buffers.py       discard, copy, step
-carried.py       fetch, put, stow
+carried.py       reload, offload, activation
 cuda.py          what only code for a GPU has, of several
 ===============  ========================
 """

@@ -106,7 +106,7 @@ def what_is_under_way_is_gathered(text: Text, each: Collective) -> None:
     text.insert(each.wait, f"buf900 = torch.ops.zerofx.own_part.default({each.brought}, 2, '0')", "buf900.zero_()")
 
 
-@breaks("wait", lambda text: not_updated(text) and not text.find(r"zerofx\.put") and reductions(text)[-1:])
+@breaks("wait", lambda text: not_updated(text) and not text.find(r"zerofx\.offload\.") and reductions(text)[-1:])
 def what_is_under_way_is_returned(text: Text, each: Collective) -> None:
     text.lines[text.end] = text.lines[text.end].replace("return (", f"return ({each.brought}, ")
     for i in [each.wait, *text.calls(each.brought), *text.dels(each.brought)]:
@@ -215,7 +215,7 @@ def two_starts_exchanged(text: Text, place: tuple[Collective, Collective]) -> No
     text.insert(second.line + 1, *lines)
 
 
-@breaks("order", lambda text: not text.find(r"zerofx\.reload") and _pairs("all_gather")(text))
+@breaks("order", lambda text: not text.find(r"zerofx\.reload\.") and _pairs("all_gather")(text))
 def two_shards_exchanged(text: Text, place: tuple[Collective, Collective]) -> None:
     for each in place:
         for i in text.dels(each.sent):

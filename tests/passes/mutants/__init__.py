@@ -18,8 +18,8 @@ steps.py         step
 values.py        write, value
 tables.py        several, where rows of tables travel
 coded.py         wire
-carried.py       fetch, put
-stowed.py        stow
+carried.py       reload, offload
+activations.py   activation
 ===============  =======================================
 """
 

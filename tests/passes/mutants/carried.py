@@ -26,8 +26,8 @@ from zerofx.features.offload.operators import OFFLOAD, RELOAD, WAIT_OFFLOAD, WAI
 from zerofx.passes import Context, Tag, edit
 from zerofx.passes.proof.meaning import Op
 
-_fetches, _arrivals = tags("reload"), tags("wait_reload")
-_puts, _departures = tags("offload"), tags("wait_offload")
+_reloads, _arrivals = tags("reload"), tags("wait_reload")
+_offloads, _departures = tags("offload"), tags("wait_offload")
 
 
 def _plain(places: Places) -> Places:
@@ -55,7 +55,7 @@ def _returned(gm: GraphModule, old: Node, new: Node) -> None:
     give(gm, outputs_of(gm).index(old), new)
 
 
-# ---- fetch ----------------------------------------------------------------------------------------------------------
+# ---- reload ---------------------------------------------------------------------------------------------------------
 
 
 @breaks("reload", _plain(_arrivals))
@@ -69,17 +69,17 @@ def a_copy_of_a_shard_that_is_elsewhere(gm: GraphModule, ctx: Context, wait: Nod
     wait.target, wait.args = aten.clone.default, (wait.args[1],)
 
 
-@breaks("reload", _fetches)
+@breaks("reload", _reloads)
 def a_write_to_a_shard_that_is_elsewhere(gm: GraphModule, ctx: Context, start: Node) -> None:
     like(start, aten.zero_.default, Op.of(start).args[0])
 
 
-@breaks("reload", _fetches)
+@breaks("reload", _reloads)
 def a_shard_that_is_brought_twice(gm: GraphModule, ctx: Context, start: Node) -> None:
     like(start, RELOAD, *Op.of(start).args, tag=start.meta["zerofx"])
 
 
-@breaks("reload", _fetches)
+@breaks("reload", _reloads)
 def a_ticket_that_is_read(gm: GraphModule, ctx: Context, start: Node) -> None:
     like(start, aten.neg.default, start)
 
@@ -95,12 +95,12 @@ def a_wait_for_another_shard(gm: GraphModule, ctx: Context, pair: tuple[Node, No
     set_arg(second, 0, first.args[0])
 
 
-@breaks("reload", _plain(_pairs(_fetches)))
+@breaks("reload", _plain(_pairs(_reloads)))
 def two_shards_in_each_others_place(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     exchange(*pair)
 
 
-@breaks("reload", _plain(_pairs(_fetches)))
+@breaks("reload", _plain(_pairs(_reloads)))
 def a_shard_under_the_name_of_another(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     exchange(*pair, 1)
 
@@ -110,7 +110,7 @@ def a_wait_under_the_name_of_another(gm: GraphModule, ctx: Context, pair: tuple[
     exchange(*pair, 2)
 
 
-@breaks("reload", _plain(_threes(_fetches)))
+@breaks("reload", _plain(_threes(_reloads)))
 def three_shards_on_their_way_at_once(gm: GraphModule, ctx: Context, starts: tuple[Node, ...]) -> None:
     for start in starts[1:]:
         starts[0].append(start)
@@ -123,7 +123,7 @@ def a_shard_that_nobody_waits_for(gm: GraphModule, ctx: Context, wait: Node) -> 
     wait.replace_input_with(start, like(start, RELOAD, *start.args, tag=start.meta["zerofx"]))
 
 
-@breaks("reload", _plain(_pairs(_fetches)))
+@breaks("reload", _plain(_pairs(_reloads)))
 def shards_that_start_in_another_order(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     """Each is waited for as before."""
     first, second = pair
@@ -146,7 +146,7 @@ def _loose(node: Node, before: Node) -> None:
 
 
 @breaks("reload", _turns("reload", "wait_reload"))
-def a_fetch_out_of_turn(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
+def a_reload_out_of_turn(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
     _loose(*place)
 
 
@@ -158,11 +158,11 @@ def _gone(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
 
 
 @breaks("reload", _gone)
-def a_fetch_that_the_gather_before_it_may_come_after(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
+def a_reload_that_the_gather_before_it_may_come_after(gm: GraphModule, ctx: Context, place: tuple[Node, Node]) -> None:
     _loose(*place)
 
 
-# ---- put ------------------------------------------------------------------------------------------------------------
+# ---- offload ----------------------------------------------------------------------------------------------------------
 
 
 @breaks("offload", _departures)
@@ -175,7 +175,7 @@ def a_ticket_that_is_returned(gm: GraphModule, ctx: Context, wait: Node) -> None
     _returned(gm, wait, _start_of(wait))
 
 
-@breaks("offload", _puts)
+@breaks("offload", _offloads)
 def a_gradient_that_leaves_twice(gm: GraphModule, ctx: Context, start: Node) -> None:
     like(start, OFFLOAD, *Op.of(start).args, tag=start.meta["zerofx"])
 
@@ -185,7 +185,7 @@ def a_gradient_that_is_waited_for_twice(gm: GraphModule, ctx: Context, wait: Nod
     like(wait, WAIT_OFFLOAD, *Op.of(wait).args, tag=wait.meta["zerofx"])
 
 
-@breaks("offload", _plain(_puts))
+@breaks("offload", _plain(_offloads))
 def a_second_gradient_that_nobody_returns(gm: GraphModule, ctx: Context, start: Node) -> None:
     wait = next(user for user in start.users if edit.is_kind(user, "wait_offload"))
     again = like(wait, OFFLOAD, *start.args, tag=start.meta["zerofx"])
@@ -223,12 +223,12 @@ def waits_under_each_others_names(gm: GraphModule, ctx: Context, pair: tuple[Nod
     exchange(*pair, 2)
 
 
-@breaks("offload", _plain(_puts))
+@breaks("offload", _plain(_offloads))
 def a_gradient_that_is_written_to_while_it_leaves(gm: GraphModule, ctx: Context, start: Node) -> None:
     like(start, aten.mul_.Tensor, start.args[0], 2.0)
 
 
-@breaks("offload", _plain(_threes(_puts)))
+@breaks("offload", _plain(_threes(_offloads)))
 def three_gradients_on_their_way_at_once(gm: GraphModule, ctx: Context, starts: tuple[Node, ...]) -> None:
     for start in starts[:2]:
         wait = next(user for user in start.users if edit.is_kind(user, "wait_offload"))

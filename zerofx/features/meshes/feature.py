@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from zerofx.features.interface import Feature, Insertion
 from zerofx.features.meshes import replicate, secondary_shard, two_hop_gather
+from zerofx.features.meshes.part import Part
 from zerofx.features.meshes.proof import RULES
+from zerofx.features.meshes.row_copy import RowCopy
+from zerofx.features.meshes.two_levels import rows_and_columns
 
 FEATURE = Feature(
     passes=(
@@ -14,4 +17,6 @@ FEATURE = Feature(
     ),
     node_kinds={**secondary_shard.NODE_KINDS, **two_hop_gather.NODE_KINDS, **replicate.NODE_KINDS},
     rules=RULES,
+    sharings=(rows_and_columns,),
+    weights=(Part, RowCopy),
 )

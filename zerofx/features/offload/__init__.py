@@ -7,6 +7,8 @@ offload_gradients       pass: gradients leave the device as soon as they are red
 offload_activations     pass: what forward saves leaves the device, and comes back in backward
 proof                   what `verify` knows of them;
 proof_of_activations    of these alone
+in_file                 a home: what is in a file
+on_host                 a home: the optimizer's state in the host's memory, of a model on a GPU
 feature                 what is added to the core
 ======================  ==================================================================================
 """

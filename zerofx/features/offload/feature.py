@@ -6,6 +6,8 @@ from zerofx.features.interface import ALL_STAGES, Feature, Insertion
 from zerofx.features.offload import offload_activations as activations
 from zerofx.features.offload import offload_gradients as gradients
 from zerofx.features.offload import reload_weights as weights
+from zerofx.features.offload.in_file import InFile
+from zerofx.features.offload.on_host import OnHost
 from zerofx.features.offload.proof import RULES
 from zerofx.passes.context import Context
 
@@ -22,4 +24,5 @@ FEATURE = Feature(
     ),
     node_kinds={**weights.NODE_KINDS, **gradients.NODE_KINDS, **activations.NODE_KINDS},
     rules=RULES,
+    homes=(InFile, OnHost),
 )

@@ -11,9 +11,6 @@ steps         what optimizers did, as ranks tell each other
 turns         ranks that take part in graphs which they do not run
 place         where a rank is while others wait for it
 tracing       names in profiler traces
-two_levels    a corner: replicas on one dimension of a mesh, shards on the other
-same_host     a corner: ranks of one host read each other's memory
-gloo_threads  a corner: gloo's threads on a core that computes
 ============  ==================================================================
 
 Imports `zerofx.passes`, `zerofx.model` and `zerofx._torch`::

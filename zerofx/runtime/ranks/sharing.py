@@ -19,8 +19,8 @@
 
 Layouts, the passes' context, the watchdog, checkpoints, the optimizer and the cost model ask here, and nowhere else,
 which ranks they deal with. `OneGroup`: the first four are the ranks of one process group. Reductions may run in a
-second process group of the same ranks. `zerofx.runtime.ranks.two_levels`: a mesh of two dimensions. Another case is a
-class in a file of its own, which puts itself into `SHARINGS`.
+second process group of the same ranks. `zerofx.features.meshes.two_levels`: a mesh of two dimensions. Another case is a
+class in a feature, which is in front in `SHARINGS`.
 """
 
 from __future__ import annotations
@@ -303,13 +303,10 @@ def pretended(
 
 
 SETTLED: list[Callable[[], None]] = []
-"""Called whenever a module was sharded (`zerofx.runtime.ranks.gloo_threads`)."""
+"""Called whenever a module was sharded (`zerofx.features.gloo_threads`)."""
 
 SHARINGS: list[Callable[[DeviceMesh | None, str | None], Sharing | None]] = [OneGroup.of]
-"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken.
-
-`zerofx.runtime.ranks.two_levels` puts itself in front.
-"""
+"""Every case. Each is asked with the options ``mesh`` and ``reduce_group``; the first that has an answer is taken."""
 
 
 def sharing_of(mesh: DeviceMesh | None, reductions: str | None) -> Sharing:

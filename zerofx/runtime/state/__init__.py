@@ -12,8 +12,6 @@ account       bytes of each class at rest: what plans, predictions and `memory=`
 held          what a module's graphs leave in memory between forward and backward
 carriage      what a run of a graph brings to the device and takes away
 home          where state lives: a seam
-in_file       a home: what the optimizer remembers in a file
-on_host       a home: what the optimizer remembers in the host's memory, of a model on a GPU
 staging       pinned buffers between the two
 copies        copies between the two, on streams of their own: a seam
 state_file    that file: chunks, checksums, who has it
@@ -22,9 +20,6 @@ space         what is free in it
 activation_store  what forward saves, in such a file
 transfers     the thread that reads and writes files for graphs
 doors         what is left to rooms above
-one_copy      a corner: the weights once, for all ranks of a host
-row_copy      on a mesh of two dimensions: optimizer state that replicas of a module share
-part          on a mesh of two dimensions: weights that are divided over all of it, and gathered in two hops
 ============  ==================================================================
 
 Imports `zerofx.runtime.ranks` and what is below it::

@@ -9,7 +9,7 @@
     at rest                  it is wherever the home keeps it
 
 By default state is at hand at any time (`OnDevice`), and all of this costs nothing. Another case is a class in a file
-of its own, and a line in `HOMES` (`zerofx.runtime.state.in_file`). It sets ``away``, or ``moments_away``. Then whoever
+of its own, and a line in `HOMES` (`zerofx.features.offload`). It sets ``away``, or ``moments_away``. Then whoever
 computes on slices does it inside of `at_hand`: compiled graphs, gathers, operations on sharded tensors, optimizers,
 checkpoints.
 

@@ -11,7 +11,7 @@ class         shard: flat, 1/M                      replica: flat, whole        
 ============  ====================================  =================================  ================
 
 Stage 0 is `Whole`, stages 1 and 2 are `Replicated`, stage 3 is `Sharded`. Another case is a class in a file of its own,
-and a line in `WEIGHTS` (`zerofx.runtime.state.one_copy`).
+and a line in `WEIGHTS` (`zerofx.features.one_copy.one_copy`).
 """
 
 from __future__ import annotations

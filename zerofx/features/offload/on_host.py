@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.runtime.state.home import HOMES, Kind, OnDevice, Place
+from zerofx.runtime.state.home import Kind, OnDevice, Place
 from zerofx.runtime.state.staging import Staging
 
 
@@ -24,6 +24,3 @@ class OnHost(OnDevice):
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return super().new(kind, numel, dtype, torch.device("cpu") if kind == "moment" else device)
-
-
-HOMES.insert(0, OnHost)

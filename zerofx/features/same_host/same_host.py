@@ -48,7 +48,6 @@ import torch
 import torch.distributed as dist
 
 from zerofx import _torch
-from zerofx.passes import pairwise
 
 _MESSAGE = struct.Struct("<QQQQ")  # the tag, or 0 for "done"; a number; address; bytes
 _LOOK = 0.2
@@ -348,10 +347,7 @@ _met: dict[str, tuple[dist.Store, dict[int, Neighbour]]] = {}
 """By process group: the store of those days, and who is there."""
 
 
-class _SameHost:
+class SameHost:
     """The shortcut, for `zerofx.passes.pairwise`."""
 
     meet, neighbours, give_up = staticmethod(meet), staticmethod(neighbours), staticmethod(give_up)
-
-
-pairwise.SHORTCUTS.append(_SameHost())

@@ -1,4 +1,4 @@
-"""fetch: shards that live elsewhere are brought ahead of their gather, two at a time."""
+"""reload_weights: shards that live elsewhere are brought ahead of their gather, two at a time."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ KINDS = "reload", "wait_reload", "all_gather", "wait"
 GRAPHS = {"forward": mlp_forward, "backward": mlp_backward}
 
 
-def fetched(phase: str = "forward", *, away: str = "abc", **context: object) -> tuple[GraphModule, Context]:
+def reloaded(phase: str = "forward", *, away: str = "abc", **context: object) -> tuple[GraphModule, Context]:
     gm, ctx = GRAPHS[phase](weights_away=frozenset(away), **context)
     apply(gm, ctx, *up_to(reload_weights))
     return gm, ctx
 
 
-def test_a_shard_is_fetched_in_front_of_the_wait_for_the_one_before_it() -> None:
-    gm, _ = fetched()
+def test_a_shard_is_reloaded_in_front_of_the_wait_for_the_one_before_it() -> None:
+    gm, _ = reloaded()
     assert events(gm, *KINDS) == [
         *("reload a", "reload b", "wait_reload a", "all_gather a"),
         *("reload c", "wait_reload b", "all_gather b"),
@@ -47,8 +47,8 @@ def test_a_shard_is_fetched_in_front_of_the_wait_for_the_one_before_it() -> None
     ]
 
 
-def test_a_gather_that_starts_later_is_fetched_for_later() -> None:
-    gm, _ = fetched(memory_budget=2 * 4 * 128)
+def test_a_gather_that_starts_later_is_reloaded_for_later() -> None:
+    gm, _ = reloaded(memory_budget=2 * 4 * 128)
     assert events(gm, *KINDS) == [
         *(
             "reload a",
@@ -64,15 +64,15 @@ def test_a_gather_that_starts_later_is_fetched_for_later() -> None:
     ]
 
 
-def test_backward_fetches_in_the_order_of_its_own_use() -> None:
-    gm, _ = fetched("backward")
+def test_backward_reloads_in_the_order_of_its_own_use() -> None:
+    gm, _ = reloaded("backward")
     assert [e for e in events(gm, "reload")] == ["reload c", "reload b", "reload a"]
 
 
 @pytest.mark.parametrize("phase", GRAPHS)
 @pytest.mark.parametrize("letters", ["abcdef", "abcdefghijkl"])
 def test_two_are_on_their_way_at_most_however_many_groups_there_are(phase: str, letters: str) -> None:
-    gm, ctx = fetched(phase, away=letters, layers=letters, world_size=1)
+    gm, ctx = reloaded(phase, away=letters, layers=letters, world_size=1)
     numbers = Numbers.random(GRAPHS[phase](world_size=1, layers=letters)[0], ctx)
     numbers.flats |= {n: torch.randn(n.numel) for n in ctx.shards}
     here = Elsewhere.of(ctx, numbers)
@@ -97,8 +97,8 @@ def test_the_numbers_stay_after_every_pass(phase: str) -> None:
         assert mine and all(any(x.equal(y) for y in wanted) for x in mine)
 
 
-def test_what_was_fetched_is_released_behind_its_gather() -> None:
-    gm, ctx = fetched()
+def test_what_was_reloaded_is_released_behind_its_gather() -> None:
+    gm, ctx = reloaded()
     apply(gm, ctx, discard)
     names = events(gm, *KINDS, "discard")
     assert names[names.index("all_gather a") + 1] == "discard a"
@@ -106,7 +106,7 @@ def test_what_was_fetched_is_released_behind_its_gather() -> None:
     assert mark.args[0].target is WAIT_RELOAD
 
 
-def test_casts_and_parts_read_what_was_fetched() -> None:
+def test_casts_and_parts_read_what_was_reloaded() -> None:
     s = Sketch(weights_away=frozenset("a"), param_dtype=torch.bfloat16)
     x = s.input("x", 4, 64, dtype=torch.bfloat16)
     w, b = s.parameters("a", aw=(64, 64), ab=(64,))
@@ -121,8 +121,8 @@ def test_casts_and_parts_read_what_was_fetched() -> None:
     verify(gm, ctx)
 
 
-def test_a_group_whose_weights_are_here_is_not_fetched() -> None:
-    gm, ctx = fetched(away="b")
+def test_a_group_whose_weights_are_here_is_not_reloaded() -> None:
+    gm, ctx = reloaded(away="b")
     assert events(gm, "reload", "wait_reload") == ["reload b", "wait_reload b"]
     apply(gm, ctx, discard, lower)
     verify(gm, ctx)
@@ -142,7 +142,7 @@ def test_new_nodes_say_what_they_are_for() -> None:
 
 
 def test_inductor_is_told_the_order() -> None:
-    gm, ctx = fetched(executor="inductor", away="abcdef", layers="abcdef", memory_budget=3 * 4 * 128)
+    gm, ctx = reloaded(executor="inductor", away="abcdef", layers="abcdef", memory_budget=3 * 4 * 128)
     apply(gm, ctx, discard, quantize, lower)
     verify(gm, ctx)
     ops = {
@@ -156,7 +156,7 @@ def test_inductor_is_told_the_order() -> None:
 
 
 def test_without_a_carrier_nobody_knows_where_weights_live() -> None:
-    gm, ctx = fetched(world_size=1)
+    gm, ctx = reloaded(world_size=1)
     numbers = Numbers({"x": torch.ones(4, 8)}, {layout: torch.zeros(layout.numel) for layout in ctx.shards})
     with pytest.raises(RuntimeError, match="nobody said where its state lives"):
         run(gm, ctx, numbers)

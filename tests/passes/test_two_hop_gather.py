@@ -1,4 +1,4 @@
-"""far: a shard crosses the rows of a mesh in front of its gather; verify finds what does otherwise."""
+"""two_hop_gather: a shard crosses the rows of a mesh in front of its gather; verify finds what does otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zerofx
 from tests.models import GPT
 from tests.passes.graphs import apply, events, up_to
 from tests.passes.mutants import bypass, set_arg, tagged, what_verify_misses
-from tests.passes.test_near import pair
+from tests.passes.test_secondary_shard import pair
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.features.meshes.two_hop_gather import two_hop_gather
 from zerofx.passes import PIPELINE, Context

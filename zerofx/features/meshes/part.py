@@ -24,7 +24,7 @@ from zerofx.features.wire.operators import gather_into
 from zerofx.model.layout import GroupLayout
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.weights import WEIGHTS, Weights
+from zerofx.runtime.state.weights import Weights
 
 
 class Part(Weights):
@@ -57,6 +57,3 @@ class Part(Weights):
         if self.code is None:
             return self.travel.gather_into(out, part, self.column.name)
         return gather_into(self.travel, out, part, self.code, self.sent_whole, self.column.name, self.ranks.name)
-
-
-WEIGHTS.insert(0, Part)

@@ -1,4 +1,4 @@
-"""near: forward leaves a part of each gathered group, backward gathers from these; verify finds what does otherwise."""
+"""secondary_shard: forward leaves a part of each gathered group, backward gathers from these; verify finds what does otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compress: codes around the collectives of whole groups."""
+"""quantize: codes around the collectives of whole groups."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from zerofx.passes import Context, Tag, edit
 from zerofx.passes.proof.meaning import Op
 
 _starts, _handles = tags("offload_activation"), tags("wait_offload_activation")
-_fetches, _arrivals = tags("reload_activation"), tags("wait_reload_activation")
+_reloads, _arrivals = tags("reload_activation"), tags("wait_reload_activation")
 
 
 def _give_for(gm: GraphModule, handle: Node, value: Node) -> None:
@@ -110,7 +110,7 @@ def an_offload_out_of_turn(gm: GraphModule, ctx: Context, place: tuple[Node, Nod
 # ---- back -----------------------------------------------------------------------------------------------------------
 
 
-@breaks("activation", _fetches)
+@breaks("activation", _reloads)
 def a_tensor_that_is_brought_twice(gm: GraphModule, ctx: Context, start: Node) -> None:
     like(start, RELOAD_ACTIVATION, *Op.of(start).args, tag=start.meta["zerofx"])
 
@@ -125,7 +125,7 @@ def a_handle_in_the_place_of_what_comes(gm: GraphModule, ctx: Context, here: Nod
     next(iter(here.users)).replace_input_with(here, here.args[1])  # type: ignore[arg-type]
 
 
-@breaks("activation", _plain(_pairs(_fetches)))
+@breaks("activation", _plain(_pairs(_reloads)))
 def handles_taken_for_each_other(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     exchange(*pair)
     exchange(_wait_of(pair[0]), _wait_of(pair[1]), 1)
@@ -138,7 +138,7 @@ def dimensions_in_another_order(gm: GraphModule, ctx: Context, here: Node) -> No
         set_arg(call, i, [*call.args[i], -1])  # type: ignore[misc]
 
 
-@breaks("activation", _plain(_threes(_fetches)))
+@breaks("activation", _plain(_threes(_reloads)))
 def three_tensors_on_their_way_back_at_once(gm: GraphModule, ctx: Context, starts: tuple[Node, ...]) -> None:
     for start in starts[1:]:
         starts[0].append(start)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.model.sharding import Sharding
 from zerofx.passes.travel import travel_of
-from zerofx.runtime.ranks.sharing import SHARINGS, OneGroup, RankGroup, Sharing
+from zerofx.runtime.ranks.sharing import OneGroup, RankGroup, Sharing
 from zerofx.runtime.ranks.watch import Watch, watch_of, watch_together
 
 
@@ -148,6 +148,3 @@ def _everyone(mesh: DeviceMesh) -> RankGroup:
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return RankGroup(group)
-
-
-SHARINGS.insert(0, rows_and_columns)

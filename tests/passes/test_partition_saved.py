@@ -1,4 +1,4 @@
-"""save_parts: parts are saved of what ranks have alike, and gathered in time; verify finds what does otherwise."""
+"""partition_saved: parts are saved of what ranks have alike, and gathered in time; verify finds what does otherwise."""
 
 from __future__ import annotations
 

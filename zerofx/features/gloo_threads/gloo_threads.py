@@ -15,8 +15,6 @@ import contextlib
 import os
 from pathlib import Path
 
-from zerofx.runtime.ranks.sharing import SETTLED
-
 
 def batch_gloo_threads() -> None:
     """Where this process has one core, have gloo's threads wait for their turn on it."""
@@ -35,6 +33,3 @@ def gloo_threads() -> list[int]:
             if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
                 found.append(int(thread.name))
     return found
-
-
-SETTLED.append(batch_gloo_threads)

@@ -44,7 +44,7 @@ from zerofx.passes.pairwise import meet_, neighbours
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
 from zerofx.runtime.ranks.watch import alone
 from zerofx.runtime.state.home import all_at_hand
-from zerofx.runtime.state.weights import WEIGHTS, Replicated, Weights, share_memory
+from zerofx.runtime.state.weights import Replicated, Weights, share_memory
 
 
 class InCommon(Replicated):
@@ -171,6 +171,3 @@ def meet(group_name: str, where: str) -> None:
     with alone(group_name, where, "meeting", "one copy of the weights", 0, torch.uint8):
         for work in meet_(group_name):
             work.wait()
-
-
-WEIGHTS.append(InCommon)

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 import torch
 
 from zerofx._torch import storage_of, with_own_storage
-from zerofx.runtime.state.home import HOMES, Kind, OnDevice, Place
+from zerofx.runtime.state.home import Kind, OnDevice, Place
 from zerofx.runtime.state.state_file import Extent, StateFile
 from zerofx.runtime.state.transfers import transfers
 
@@ -142,6 +142,3 @@ class InFile(OnDevice):
         lent = with_own_storage(state)
         weakref.finalize(lent.untyped_storage(), file.unpin, extent).atexit = False
         return lent
-
-
-HOMES.insert(0, InFile)
