@@ -1,4 +1,4 @@
-"""offload_activations: what forward saves leaves behind its last use, two at a time, and comes back ahead of its first."""
+"""offload_activations: what forward saves leaves after its last use, two at a time, and comes back before its first."""
 
 from __future__ import annotations
 

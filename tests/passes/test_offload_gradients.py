@@ -1,4 +1,4 @@
-"""offload_gradients: reduced gradients leave the device, two at a time, and the graph returns nothing in their place."""
+"""offload_gradients: reduced gradients leave the device, two at a time; the graph returns nothing in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""secondary_shard: forward leaves a part of each gathered group, backward gathers from these; verify finds what does otherwise."""
+"""secondary_shard: forward leaves a part of each group, backward gathers these; verify finds what does not."""
 
 from __future__ import annotations
 
