@@ -5,8 +5,8 @@ it inserts (``node.meta["zerofx"]``), leaves a graph alone in which there is not
 never a process group or a module. Beside the passes stand
 
 ============  ==================================================================
-context       what a pass knows of its graph, and the passes tell each other
-saved         what passes tell each other of what is saved
+context       what a pass knows of its graph, and what passes leave for each other
+saved         what passes leave for each other of what is saved
 edit          what passes do to graphs
 schedule      where gathers can start, by bytes
 ops           zerofx's own operators

@@ -1,4 +1,4 @@
-"""What a pass knows about the graph it is given, and what the passes tell each other.
+"""What a pass knows about the graph it is given, and what passes leave for each other.
 
 A graph alone does not say which of its inputs are parameters, which outputs are gradients, or how the parameters are
 laid out. The `Context` does. It holds layouts and names only: no process group, no module, no tensor; a pass can be
@@ -104,19 +104,19 @@ class Gathered(NamedTuple):
 
 @dataclass
 class Meanings:
-    """What forward's `verify` tells backward's: values, by the numbers that `zerofx.passes.proof.meaning` gives them.
+    """What forward's `verify` leaves for backward's: values, by their numbers (`zerofx.passes.proof.meaning`).
 
     Attributes:
         saved: what forward saved before all passes, by the name under which backward receives it.
-        brought: what it hands over after them: what backward is given under that name.
+        given: what it hands over after them: what backward is given under that name.
         kept: by group, what was left gathered (`zerofx.passes.proof.facts.Flat`).
-        offloaded: by place, the value that left for backward to bring.
+        offloaded: by place, the value that left, which backward reloads.
         widened: of what was cast to a wider dtype, what it was cast from.
         parts: by a part's number, what views of the whole are: size, strides and offset -> number.
     """
 
     saved: dict[str, int] = field(default_factory=dict)
-    brought: dict[str, int] = field(default_factory=dict)
+    given: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     offloaded: dict[int, int] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
@@ -266,7 +266,7 @@ class Context:
     """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
     parameters: dict[str, ParameterRef] = field(default_factory=dict)
-    """Placeholder name -> the parameter it brings."""
+    """Placeholder name -> the parameter that it stands for."""
     saved: frozenset[int] = frozenset()
     """Forward: the output positions that are saved for backward."""
     gradients: dict[int, ParameterRef] = field(default_factory=dict)
@@ -318,7 +318,7 @@ class Context:
     parts_ranks: int = 1
     """How many these are."""
     alike: frozenset[str] = frozenset()
-    """Forward: the nodes whose values these ranks have alike, as they have told each other."""
+    """Forward: the nodes whose values these ranks have alike, as they have compared."""
     parts: dict[str, SavedPart] = field(default_factory=dict)
     """Written by forward's `save_parts`, read by backward's: by the first name that backward knows each by."""
     own: tuple[Pass, ...] = ()
@@ -387,7 +387,7 @@ class Context:
 
     @property
     def refreshed_shards(self) -> bool:
-        """Whether shards are given to a graph while they are brought up to date."""
+        """Whether shards are given to a graph while they are refreshed."""
         return self.divides_between and not self.two_hops
 
     @property

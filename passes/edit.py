@@ -163,7 +163,7 @@ def is_view_or_cast(node: Node) -> bool:
 def views_or_casts(target: Any) -> bool:
     """Whether an operator only looks at a tensor another way, or in another dtype, or copies what it sees.
 
-    Views are told by the operators' schemas: what they return shares memory with an argument, and they write nothing.
+    Views follow from the operators' schemas: what they return shares memory with an argument, and they write nothing.
     """
     if not isinstance(target, OpOverload):
         return target is operator.getitem  # of a split

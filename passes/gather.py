@@ -1,6 +1,6 @@
-"""Each parameter is brought by an unshard node in front of its layer's first use; the graph's inputs become shards.
+"""Each parameter is gathered by an unshard node in front of its layer's first use; the graph's inputs become shards.
 
-Parameters of one group are brought together, where the first of them is needed::
+Parameters of one group are gathered together, where the first of them is needed::
 
     primals_2, primals_3: placeholders            shard_h_0: placeholder
     y = addmm(primals_3, x, primals_2)    ─────▶  w = zerofx.unshard(shard_h_0, [16, 8], 0, M, pg)
@@ -15,7 +15,7 @@ than parameters (``ctx.param_dtype``), a cast to the parameter's dtype follows i
 A parameter that forward saves for backward is an input that the caller holds anyway: its output becomes None and
 ``ctx.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
 
-Sound because the unshard node computes exactly what the placeholder brought, and a parameter does not change while
+Sound because the unshard node computes exactly what the placeholder held, and a parameter does not change while
 a graph runs; a graph that writes to one is refused.
 
 Provides ``ctx.shards`` and ``ctx.saved_parameters``.
@@ -34,7 +34,7 @@ from zerofx.passes.save_parameters import save_parameters
 
 
 def gather(gm: GraphModule, ctx: Context) -> int:
-    """Replace parameter placeholders by shards and unshard nodes; returns how many parameters were brought."""
+    """Replace parameter placeholders by shards and unshard nodes; returns how many parameters are gathered."""
     graph = gm.graph
     placeholders = [n for n in graph.find_nodes(op="placeholder") if n.name in ctx.parameters]
     for node in placeholders:
@@ -63,11 +63,11 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], l
     ctx.shards.append(layout)
 
     first_use = min(min(n.users) for n in nodes)
-    brought: dict[ParameterRef, Node] = {}
+    gathered: dict[ParameterRef, Node] = {}
     with graph.inserting_before(first_use):
         for node in nodes:
             ref = ctx.parameters[node.name]
-            if ref not in brought:
+            if ref not in gathered:
                 slot, ranks = ref.slot, layout.world_size if sharded else 1
                 args = (buffer, list(slot.shape), slot.offset, ranks, ctx.process_group)
                 tag = Tag("unshard", layout.name)
@@ -75,8 +75,8 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], l
                 if dtype != layout.dtype:
                     tag = Tag("widen", layout.name)
                     weight = edit.insert(graph, edit.CAST, (weight, layout.dtype), tag=tag, near=first_use)
-                brought[ref] = weight
-            node.replace_all_uses_with(brought[ref])
+                gathered[ref] = weight
+            node.replace_all_uses_with(gathered[ref])
     return buffer
 
 

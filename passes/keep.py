@@ -32,7 +32,7 @@ Without a number the budget is what prefetching one group ahead takes anyway, an
 opposite order: the one gathered beside is forward's last of the others. What is kept then costs no memory, and leaves
 what a second group ahead takes (`prefetch`) to backward's own gathers.
 
-Sound because the buffer holds what a new gather would bring: parameters do not change between forward and backward
+Sound because the buffer holds what a new gather would yield: parameters do not change between forward and backward
 (that is checked when backward starts, as for any saved tensor). Deterministic: bytes and order alone.
 
 Requires ``group``, and ``ctx.kept_gathered`` shared by both graphs. Provides ``ctx.gathered``. Leaves groups alone that
@@ -114,8 +114,8 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
         ctx.gathered.append(group)
         erase(graph, wait)
         yield buffer
-    brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
-    ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
+    gathered = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
+    ctx.shards[:] = [layout for layout in ctx.shards if layout.name in gathered]
 
 
 def erase(graph: Graph, node: Node) -> None:

@@ -3,7 +3,7 @@
 A node's kind stands in its tag (`zerofx.passes.context.Tag`). `NODE_KINDS` has them all: those of the core are below,
 `zerofx.features` adds those of features. Passes, listings, explanations and predictions look there::
 
-    "answer": NodeKind("the exchange of rows", travels="scatter", verb="answer", brings="weights", ...)
+    "answer": NodeKind("the exchange of rows", travels="scatter", verb="answer", counts_as="weights", ...)
 
     lower           spells it like a reduction
     a listing       answer   words       7.7 kB
@@ -32,7 +32,7 @@ class NodeKind:
         of: the argument whose bytes it is about; None: its own.
         total: in the head of a listing, the words between the number of such nodes and their bytes.
         about: in an explanation, the word in front of bytes and parameters; "" leaves them out.
-        brings: what a prediction counts its bytes as.
+        counts_as: what a prediction counts its bytes as.
         stands: why it stands where it stands; or a function of the node and its context that says so.
         transfer: whether it is the start of a transfer, or the wait for one: its kind and "wait_" in front of it.
     """
@@ -45,7 +45,7 @@ class NodeKind:
     of: int | None = None
     total: str = ""
     about: str = ""
-    brings: Literal["weights", "gradients", "activations", "temporary"] = "temporary"
+    counts_as: Literal["weights", "gradients", "activations", "temporary"] = "temporary"
     stands: str | Callable[[Node, Any], str] = ""
     transfer: bool = False
 
@@ -73,7 +73,7 @@ NODE_KINDS: dict[str, NodeKind] = {
         of=0,
         total="reduce-scatters take",
         about="takes",
-        brings="gradients",
+        counts_as="gradients",
     ),
     "all_reduce": NodeKind(
         "the start of its reduction in stage 0",
@@ -81,7 +81,7 @@ NODE_KINDS: dict[str, NodeKind] = {
         sized=True,
         total="all-reduces take",
         about="takes",
-        brings="gradients",
+        counts_as="gradients",
     ),
     "wait_grad": NodeKind("the wait for the reduction", verb="reduced"),
     "gradient": NodeKind("what makes the averaged gradient of it"),

@@ -142,7 +142,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     for kinds in waits:
         for before, node in pairwise(edit.tagged(gm.graph, *kinds)):
             after[node] += [before] * (before not in node.all_input_nodes)
-    _order_brought(gm, after, "reload_activation", "wait_reload_activation", order, nodes)
+    _order_behind_readers(gm, after, "reload_activation", "wait_reload_activation", order, nodes)
     _order_steps(gm, after, order, nodes)
     if ctx.own_kinds:
         _order_own(gm, ctx, after)
@@ -200,13 +200,13 @@ def _order_foreign(gm: GraphModule, after: dict[Node, list[Node]], order: dict[N
     for node in started:
         after[node] += [previous] if previous is not None else []
         previous = node
-    _order_brought(gm, after, "gather_saved", "wait_saved", order, nodes)
+    _order_behind_readers(gm, after, "gather_saved", "wait_saved", order, nodes)
 
 
-def _order_brought(
+def _order_behind_readers(
     gm: GraphModule, after: dict[Node, list[Node]], start: str, wait: str, order: dict[Node, int], nodes: list[Node]
 ) -> None:
-    """What is brought, of nodes of the kind ``start``, follows the readers of what such nodes brought and is gone."""
+    """Nodes of the kind ``start`` make buffers. Each follows the readers of those of these buffers that are gone."""
     dying = [(last, node) for node in edit.tagged(gm.graph, wait) if (last := edit.last_use(node, order))]
     dying.sort(key=lambda x: -order[x[0]])
     for node in edit.tagged(gm.graph, start):

@@ -11,7 +11,7 @@ every use of a whole group is such a cast, the shard is cast instead, and half t
 
 A group may also have *wide* weights, used as they are (of a normalisation under autocast). They are gathered a second
 time, from the ranges of the shard in which any rank has a part of them (`zerofx.model.layout.excerpt`), if both gathers
-together bring fewer bytes than the one did::
+together move fewer bytes than the one did::
 
     g = zerofx.unshard(shard, [64], 0, …)              low = cast(shard, bfloat16)
     w = zerofx.unshard(shard, [64, 64], 64, …)         part = slice(shard, 0, 64)      several ranges: cat of slices

@@ -40,7 +40,7 @@ Two that update weights while backward runs (`step`); whoever runs the graph has
 ==========================================================  ========================================================
 ``zerofx.step(gradient, group)``                            the optimizer's step for one group, whose averaged gradient
                                                             this rank's shard ``gradient`` is
-``zerofx.refresh(stepped, group)``                          starts to bring the group's replicas up to date
+``zerofx.refresh(stepped, group)``                          starts to refresh the group's replicas
 ==========================================================  ========================================================
 
 And two statements: ``zerofx.discard(buffer)`` frees the storage of a gathered buffer here and now, and
@@ -135,7 +135,7 @@ class Stepper(Protocol):
         """Update the parameters of ``group``."""
 
     def refresh(self, group: str) -> None:
-        """Start to bring the replicas of ``group`` up to date."""
+        """Start to refresh the replicas of ``group``."""
 
 
 _here = threading.local()

@@ -57,7 +57,7 @@ class Shortcut(Protocol):
 
 
 class Watcher(Protocol):
-    """Somebody who is told of every exchange."""
+    """Somebody who sees every exchange."""
 
     def starting(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """The next collective of the process group ``name`` is started inside."""
@@ -119,24 +119,24 @@ def all_to_all_pairwise_(out: torch.Tensor, pack: torch.Tensor, world_size: int,
 
 
 def meet_(process_group: str) -> list[dist.Work]:
-    """Start to tell all ranks that this one is here, and to hear the same of them; returns what to wait for."""
+    """Start a barrier: send all ranks a message that this one is here, and receive theirs; returns what to wait for."""
     nothing = [torch.empty(0, dtype=torch.uint8)] * resolve_process_group(process_group).size()
     return exchange(nothing, nothing, process_group, MEETING_TAG)
 
 
-def tell(mine: torch.Tensor, process_group: str, kind: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
+def all_gather_small(mine: torch.Tensor, process_group: str, kind: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
     """Start to send ``mine`` to every other rank; returns what each rank sends, by rank, and what to wait for.
 
-    For a few bytes by which ranks compare: no watcher hears of them, and they take no shortcut.
+    For a few bytes by which ranks compare: no watcher sees them, and they take no shortcut.
     """
     group = resolve_process_group(process_group)
     rank, world_size = group.rank(), group.size()
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    told = [mine if other == rank else torch.empty_like(mine) for other in range(world_size)]
+    received = [mine if other == rank else torch.empty_like(mine) for other in range(world_size)]
     tag = _tag(kind, mine.nbytes)
-    works = [group.recv([told[other]], other, tag) for other in reversed(others)]
+    works = [group.recv([received[other]], other, tag) for other in reversed(others)]
     works += [group.send([mine], other, tag) for other in others]
-    return told, works
+    return received, works
 
 
 def under_way(out: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
@@ -164,9 +164,9 @@ def exchange(
     subjects = [watcher.subject(process_group) for watcher in WATCHERS if of_a_group]
     tag = _tag(kind, sent[0].nbytes, subjects)
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    with contextlib.ExitStack() as told:
+    with contextlib.ExitStack() as starting:
         for watcher in WATCHERS:
-            told.enter_context(watcher.starting(process_group))
+            starting.enter_context(watcher.starting(process_group))
         near = neighbours(process_group) if sent[0].device.type == "cpu" else {}
         far = [other for other in others if other not in near]
         works = [group.recv([received[other]], other, tag) for other in reversed(far)]

@@ -73,7 +73,7 @@ def _rebuild(gm: GraphModule, ctx: Context) -> int:
         recipe = ctx.recipes.get(placeholder.name)
         if recipe is None:
             continue
-        # The placeholder stays where it is in the list of inputs; what it brings is the parameter now.
+        # The placeholder stays where it is in the list of inputs; it holds the parameter now.
         ctx.parameters[placeholder.name] = recipe.parameter
         placeholder.meta = {**placeholder.meta, "val": recipe.value}
         users = list(placeholder.users)

@@ -1,4 +1,4 @@
-"""What forward's passes tell backward's of saved values that are not as they were: parts of them, and what has left."""
+"""What forward's passes leave for backward's of saved values: which are parts, and which were offloaded."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ class Travel:
     # ---- in a graph, or one operator after the other -----------------------------------------------------------------
 
     def gather(self, call: Call, shard: Any, world_size: int, process_group: str) -> Any:
-        """Start to bring every rank's ``shard``: ``[shard_numel]`` becomes ``[M * shard_numel]``, once waited for."""
+        """Start to gather every rank's ``shard``: ``[shard_numel]`` becomes ``[M * shard_numel]``, once waited for."""
         return call(self.gather_target, shard, world_size, process_group)
 
     def gathered(self, call: Call, arrived: Any) -> Any:
-        """The flat buffer, of what a gather brought."""
+        """The flat buffer, of what a gather yields."""
         return arrived
 
     def scatter(self, call: Call, pack: Any, world_size: int, process_group: str) -> Any:
@@ -82,7 +82,7 @@ class Travel:
     def summed(
         self, call: Call, pack: Any, arrived: Any, numel: int, world_size: int, process_group: str, wider: Any
     ) -> Any:
-        """The sum over ranks of this rank's part of ``pack``, ``[numel]``, of what a reduction brought.
+        """The sum over ranks of this rank's part of ``pack``, ``[numel]``, of what a reduction yields.
 
         ``wider``: a dtype to sum in, if that is wider than the pack's; else None. A way that does not sum by itself
         ignores it.

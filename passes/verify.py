@@ -10,7 +10,7 @@ rule         what must hold
 ===========  ============================================================================================
 inputs       no parameter is an input any more; the last inputs are the shards (replicas, kept gradients, what was
              left gathered) that were promised, in size and dtype
-gather       nothing reads a shard but the one gather that brings it; each parameter is brought once, and is read; of
+gather       nothing reads a shard but its one gather; each parameter is gathered once, and is read; of
              tables, rows may be picked where they are
 wait         each collective is waited for exactly once; nothing reads or returns what is under way
 group        every collective runs in its process group, over as many ranks as the layout has, and sums
@@ -35,7 +35,7 @@ parts        of what all tensor-parallel ranks have alike, a part is saved, in t
              each once, in their process group, and reads what forward would have saved; one is under way beside the one
              that is waited for; the order among that group's collectives is pinned
 activation   what forward saves and is to leave is taken away once, whole, and its handle is saved; nothing else of it
-             is returned; backward brings each handle's tensor once, by its number, and reads nothing else of it; two
+             is returned; backward reloads each handle's tensor once, by its number, and reads nothing else of it; two
              are on their way at most, in the order of the graph, and nothing writes to one of them
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
@@ -45,9 +45,8 @@ own          what a user's pass inserted behind ours is read by such passes alon
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
 ===========  ============================================================================================
 
-``value`` needs that graph (``ctx.before``: behind a user's passes that stand in front of all of ours); it is told by
-numbers, see `zerofx.passes.proof.meaning`. It is what finds
-two weights of one shape that were swapped.
+``value`` needs that graph (``ctx.before``: behind a user's passes that stand in front of all of ours); values have
+numbers (`zerofx.passes.proof.meaning`). It finds two weights of one shape that were swapped.
 
 Sound passes are not enough: this one would have to be wrong in the same way. Time is linear in the size of the graph.
 Runs last; changes nothing.

@@ -101,7 +101,7 @@ class Outputs:
         if value is None:
             if i in ctx.saved_parameters:
                 self._check_promised(i, ctx.saved_parameters[i])
-                self.meanings.brought[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
+                self.meanings.given[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
             elif was is not None:
                 self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
         elif i in ctx.saved:
@@ -152,7 +152,7 @@ class Outputs:
         number = self.numbers.get(value)
         self._check_number(value, was, f"saved output {i}")
         if number is not None:
-            self.meanings.brought[name] = number
+            self.meanings.given[name] = number
 
     def _check_number(self, value: Node, was: Number | None, what: str) -> None:
         if self.before is None:

@@ -64,7 +64,7 @@ class Reader(Known):
             odd = next((n for n, name in zip(theirs, wanted) if n.name != name), self.gm.graph.output_node())
             self.fail("inputs", odd, f"the inputs are not the model's and {promised} more", "shards for parameters")
         for node in theirs:
-            brought = self.meanings.brought if ctx.phase == "backward" else {}
+            brought = self.meanings.given if ctx.phase == "backward" else {}
             self.numbers[node] = brought.get(node.name) or input_number(node, ctx, self.numbering)
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)

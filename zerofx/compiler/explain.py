@@ -178,7 +178,7 @@ class Reasons:
         """Bytes and parameters that a collective or a buffer is about."""
         about = node.args[0] if tag.kind == "discard" else node.args[1] if tag.kind == "wait_offload" else node
         size = format_bytes(whole_bytes(about))  # type: ignore[arg-type]
-        if NODE_KINDS[tag.kind].brings == "gradients":
+        if NODE_KINDS[tag.kind].counts_as == "gradients":
             reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:

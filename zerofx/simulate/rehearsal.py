@@ -183,7 +183,7 @@ class _Code:
         # Whose a collective is, is told by what it does and how large it is: generated code does not say.
         self.groups: dict[tuple[str, int], deque[About]] = defaultdict(deque)
         tagged = trace.before_lower().graph
-        brings = _BRINGS | {kind: NODE_KINDS[kind].brings for kind in travelling()}
+        brings = _BRINGS | {kind: NODE_KINDS[kind].counts_as for kind in travelling()}
         for node in edit.tagged(tagged, *brings):
             whole, tag = whole_of(node.target, node.args[0].meta["val"], node.meta["val"]), node.meta["zerofx"]  # type: ignore[union-attr]
             about = About(tag.group, brings[tag.kind], *self._over(node))

@@ -38,7 +38,7 @@ NODE_KINDS = {
         first=True,
         verb="answer",
         total="exchanges of rows take",
-        brings="weights",
+        counts_as="weights",
         stands="behind what picks the rows, and ahead of other gathers: it is little, and needed first",
     ),
     "answered": NodeKind("the wait for it", verb="answered", stands="in front of the rows' first use"),
@@ -49,7 +49,7 @@ NODE_KINDS = {
         travels="gather",
         verb="give",
         total="gathers of their gradients bring",
-        brings="gradients",
+        counts_as="gradients",
         stands="right behind the rows' gradients",
     ),
     "given": NodeKind(

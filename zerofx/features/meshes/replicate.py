@@ -164,7 +164,7 @@ NODE_KINDS = {
         sized=True,
         total="sums over replicas take",
         about="takes",
-        brings="gradients",
+        counts_as="gradients",
         stands=_why_sum,
     ),
     "wait_replicas": NodeKind("the wait for it", verb="summed", stands=_why_wait),

@@ -85,7 +85,7 @@ NODE_KINDS = {
         about="brings",
         verb="hop",
         total="gathers of shards from other rows take",
-        brings="weights",
+        counts_as="weights",
         stands="in front of the wait for the shard before it: one is under way, and the next is there after that",
     ),
     "wait_hop": NodeKind("the shard when it has come"),

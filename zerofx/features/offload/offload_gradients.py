@@ -78,7 +78,7 @@ NODE_KINDS = {
         verb="offload",
         of=0,
         total="gradients leave the device:",
-        brings="gradients",
+        counts_as="gradients",
         stands="right behind the gradient: two are on their way at most",
     ),
     "wait_offload": NodeKind(
@@ -86,7 +86,7 @@ NODE_KINDS = {
         about="takes",
         transfer=True,
         verb="left",
-        brings="gradients",
+        counts_as="gradients",
         stands="in front of the offload after the next, or at the end",
     ),
 }

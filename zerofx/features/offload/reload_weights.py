@@ -75,7 +75,7 @@ NODE_KINDS = {
         verb="reload",
         of=0,
         total="shards are reloaded:",
-        brings="weights",
+        counts_as="weights",
         stands="in front of the wait for the shard before it: two are on their way at most",
     ),
     "wait_reload": NodeKind(

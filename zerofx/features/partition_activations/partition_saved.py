@@ -75,7 +75,7 @@ NODE_KINDS = {
         about="brings",
         verb="gather_saved",
         total="gathers of what tensor-parallel ranks saved in parts bring",
-        brings="activations",
+        counts_as="activations",
         stands="in front of the wait for the one before it, which is in use while this one travels",
     ),
     "wait_saved": NodeKind("the wait for it", verb="have", about="brings", stands="in front of the first use"),

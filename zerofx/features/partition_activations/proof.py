@@ -76,7 +76,7 @@ def _check_saved(known: Known, i: int, name: str, value: Node, was: Number | Non
     ctx, cut = known.ctx, known.facts.get(value)
     if not isinstance(cut, Cut):
         return False
-    known.meanings.brought[name] = cut.number
+    known.meanings.given[name] = cut.number
     if known.before is None or ctx.before is None:
         return True
     view = edit.output_values(ctx.before.graph)[i]

@@ -173,7 +173,7 @@ class Turns:
         kept = any(group.has_kept() for family in alive for group in family.groups())
         sent = torch.tensor(mine._replace(marks=mine.marks | _KEPT * kept))
         with self._offering():
-            offers, works = pairwise.tell(sent, self._name, pairwise.OFFER_TAG)
+            offers, works = pairwise.all_gather_small(sent, self._name, pairwise.OFFER_TAG)
             for work in works:
                 work.wait()
         return [Offer(*offer.tolist()) for offer in offers]

@@ -45,7 +45,7 @@ class UsedMap:
         self._arrived: torch.Tensor | None = None
         with self._watched():
             if ranks.backend(device) == "gloo":
-                self._maps, self._works = pairwise.tell(mine, ranks.name, pairwise.USED_TAG)
+                self._maps, self._works = pairwise.all_gather_small(mine, ranks.name, pairwise.USED_TAG)
             else:
                 self._arrived = mine.to(device)
                 work = dist.all_reduce(self._arrived, dist.ReduceOp.MAX, group=ranks.process_group, async_op=True)
