@@ -373,7 +373,7 @@ def test_a_report_has_the_file_on_the_timeline_and_its_bytes(tmp_path: Path) -> 
         for bar, o in zip(bars, transfers, strict=True):
             does = f"{'write' if o.written else 'read'} {o.group}: {format_bytes(o.through_file)}"
             assert bar["title"].startswith(does)
-            assert bar["data-find"] == f"{'put' if o.written else 'fetch'} {o.group}"
+            assert bar["data-find"] == f"{'offload' if o.written else 'reload'} {o.group}"
         assert len(page.find("button", within=rows[-2])) == sum(o.kind == "start" for o in phase.operations) - len(bars)
     (table,) = page.find("table", "groups")
     assert table["text"].count("optimizer state, weights and gradients") == 3

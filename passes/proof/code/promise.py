@@ -309,7 +309,8 @@ def _group(node: Node) -> str:
 
 
 _ON_THE_WAY = (
-    "wait_grad wait_replicas sum_replicas given gradient reduce_scatter decode ahead step put wait_put".split()
+    "wait_grad wait_replicas sum_replicas given gradient reduce_scatter dequantize ahead".split()
+    + "step offload wait_offload".split()
 )
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

@@ -2,10 +2,10 @@
 
 ::
 
-    shard ─ encode ─ gather ─ wait ─ decode               a Flat, Quantized, and a gathered buffer
-    pack  ─ encode ─ exchange ─ wait ─ sum_coded          a Pack, Quantized, its "parts", "shard of M"
-        └────────────────────────────────┘
-    sum  ─ encode ─ gather ─ wait ─ sum_sent              a Pack ``of`` a sum over a row, Quantized, its "rows"
+    shard ─ quantize ─ gather ─ wait ─ dequantize             a Flat, Quantized, and a gathered buffer
+    pack  ─ quantize ─ exchange ─ wait ─ sum_quantized        a Pack, Quantized, its "parts", "shard of M"
+        └──────────────────────────────────────┘
+    sum   ─ quantize ─ gather ─ wait ─ sum_replicas_quantized  a Pack ``of`` a sum over a row, Quantized, its "rows"
 
 What must hold: rows are written and read by one description, that of the option and the layout, and once; only what was
 written in codes is read as codes; the sum is of float32 and of the pack that was sent.
