@@ -11,8 +11,8 @@ edit          what passes do to graphs
 schedule      where gathers can start, by bytes
 ops           zerofx's own operators
 pairwise      the exchange behind two of them
-travel        how a buffer travels between ranks: a seam
-kinds         nodes that features insert
+travel        how a buffer travels between ranks
+kinds         kinds of nodes, and what is said of them
 own           a user's pass, and its place in the pipeline
 adopt         what a user's pass inserted gets tags and values
 proof/        what `verify` is made of

@@ -1,7 +1,8 @@
 """Kinds of nodes that passes insert: what they are, how they travel, and what is said of them.
 
 A node's kind stands in its tag (`zerofx.passes.context.Tag`). `NODE_KINDS` has them all: those of the core are below,
-`zerofx.features` adds those of features. Passes, listings, explanations and predictions look there::
+`zerofx.features` adds those of features, from each folder's ``feature.py``. Passes, listings, explanations and
+predictions look there::
 
     "answer": NodeKind("the exchange of rows", travels="scatter", verb="answer", counts_as="weights", ...)
 
@@ -27,10 +28,10 @@ class NodeKind:
         what: what such a node is.
         travels: "gather" or "scatter" where a feature's node starts a collective that `lower` spells like that.
         first: gathers of weights that could start earlier start behind it.
-        verb: its word in a listing; "" leaves it out.
-        sized: whether the listing says its bytes, too.
+        verb: its word in ``print(record)`` (`zerofx.compiler.printing`); "" leaves it out.
+        sized: whether that says its bytes, too.
         of: the argument whose bytes it is about; None: its own.
-        total: in the head of a listing, the words between the number of such nodes and their bytes.
+        total: in the head of that, the words between the number of such nodes and their bytes.
         about: in an explanation, the word in front of bytes and parameters; "" leaves them out.
         counts_as: what a prediction counts its bytes as.
         stands: why it stands where it stands; or a function of the node and its context that says so.

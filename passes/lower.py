@@ -267,7 +267,7 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
     """Start the reduction ``node`` as buffers travel, and sum what arrives; returns whether anything changed."""
     pack, (wait,) = node.args[0], node.users
     world_size, process_group = cast(int, node.args[2]), cast(str, node.args[3])
-    gradient, *more = sorted(wait.users)  # or what a corner has summed; or what writes codes of it, and adds them up
+    gradient, *more = sorted(wait.users)  # or what a feature has summed; or what writes codes of it, and adds them up
     numel = wait.meta["val"].numel()
     started = travel.scatter(_inserting(gm, node), pack, world_size, process_group)
     wait.meta["val"] = started.meta["val"]

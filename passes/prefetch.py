@@ -51,7 +51,7 @@ behind its last reader. They stand ahead of the reduction of its gradient, becau
 not for others. A start that would stand in front of such a wait stands in front of the turn instead, if a reduction
 starts between the two. So gathers and reductions take one order, that of the gradients.
 
-**What a corner sends** before the first wait may be little, and needed first: gathers start behind it then
+**What a feature sends** before the first wait may be little, and needed first: gathers start behind it then
 (`zerofx.passes.kinds`).
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that

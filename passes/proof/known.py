@@ -159,7 +159,7 @@ class Known:
     def read_exchange(self, op: Op, fact: Any) -> bool:
         """Whether it is one of the steps from the others' parts to the sum of all.
 
-        ``fact``: a `Pack`, or what a corner sends as one: it has a state, a dtype and a number of elements.
+        ``fact``: a `Pack`, or what a feature sends as one: it has a state, a dtype and a number of elements.
         """
         ranks, state, dtype = fact.state.split()[-1], "", fact.dtype
         if fact.state == "parts":

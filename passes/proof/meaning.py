@@ -167,7 +167,7 @@ class Numbered:
 
 
 LAWS: dict[Any, Callable[[Numbering, Op, dict[Node, Number]], Number]] = {}
-"""What corners know of an operator's value, by operator."""
+"""What features know of an operator's value, by operator."""
 
 
 def _key(value: Any, numbers: dict[Node, Number]) -> Any:

@@ -1,7 +1,8 @@
 """Optional features: each is one folder, and one line of `FEATURES`.
 
-The core trains a model in stages 0 to 3 and knows none of them. A folder's ``feature.py`` says what it adds to the
-core, in the words of `zerofx.features.interface`. Take a line out here, delete the folder, and everything else works.
+The core trains a model in stages 0 to 3 and is to know none of them; tests/test_features.py names the files that still
+do. A folder's ``feature.py`` says what it adds to the core, in the words of `zerofx.features.interface`. Take a line
+out here, delete the folder, and everything else works.
 
 ======================  ====================================================  ==========================================
 folder                  what it is                                            option

@@ -32,7 +32,8 @@ class MixedPrecision:
 
     Attributes:
         param_dtype: what the module computes in.
-        reduce_dtype: what gradients are reduced in.
+        reduce_dtype: what gradients are reduced in. None: ``param_dtype``; of a weight that is gathered outside of
+            graphs its own dtype.
         output_dtype: what floating-point outputs are cast to.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
     """

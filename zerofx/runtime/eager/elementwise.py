@@ -157,7 +157,9 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         args[0]._refuse(
             "share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call"
         )
-    if name in ("register_hook", "detach_", "set_", "resize_", "resize_as_", "backward"):
+    if name == "register_hook":
+        args[0]._refuse("register_hook()", "use register_post_accumulate_grad_hook, which sees this rank's slice")
+    if name in ("detach_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
     return NotImplemented
 
