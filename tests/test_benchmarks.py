@@ -76,6 +76,7 @@ def test_an_optimizers_step_through_a_file_is_timed(tmp_path: Path) -> None:
     assert all(len(times) == 1 and times[0] > 0 for times in size["seconds"].values())
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_under_two_settings_of_malloc(tmp_path: Path) -> None:
     found = run(tmp_path, "malloc", "--runs=1", "--length=8", "--batch=1")["contenders"]
     assert len(found) == 4

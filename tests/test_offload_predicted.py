@@ -317,17 +317,17 @@ def test_explain_says_what_a_transfer_is_from_where_and_who_waits() -> None:
     record = dry("mwg", fraction=0.5)
     there = record.forward.context.on_disk
     assert (there.which, there.groups) == ("2 of 5 groups (fraction=0.5)", {"blocks.0", "blocks.1"})
-    answers = answers_of(record.forward, "fetch blocks.1")
+    answers = answers_of(record.forward, "reload blocks.1")
     (shard,) = (n for n in edit.tagged(record.forward.before_lower().graph, "shard") if "blocks_1" in n.name)
     assert answers["brings"].startswith(f"{format_bytes(shard.meta['val'].nbytes)}: blocks.1.")
-    assert answers["made by"].startswith("fetch: ")
-    assert answers["waits"] == "wait_fetch_default_1: nothing computes meanwhile"  # its gather starts ahead of all
+    assert answers["made by"].startswith("reload_weights: ")
+    assert answers["waits"] == "wait_reload_default_1: nothing computes meanwhile"  # its gather starts ahead of all
     assert answers["on disk"] == (
         f"its optimizer state, weights and gradients, in {NOWHERE}: as of 2 of 5 groups (fraction=0.5)"
     )
     waits = answers_of(record.forward, "wait_reload blocks.1")
-    assert waits["started"].startswith("fetch_default_1: ") and waits["then"].startswith("all_gather_into_tensor")
-    put, left = answers_of(record.backward, "put blocks.1"), answers_of(record.backward, "wait_offload blocks.1")
+    assert waits["started"].startswith("reload_default_1: ") and waits["then"].startswith("all_gather_into_tensor")
+    put, left = answers_of(record.backward, "offload blocks.1"), answers_of(record.backward, "wait_offload blocks.1")
     assert put["takes"] == left["takes"] and "blocks.1.norm1.weight" in put["takes"]
     assert put["waits"].startswith(left["started"].replace("offload", "wait_offload", 1).partition(":")[0])
     other = answers_of(record.forward, "all_gather blocks.2")

@@ -20,9 +20,9 @@ import zerofx
 from tests.counting import count_collectives
 from tests.slow import quick_if, slow_if
 from tests.workers import Workers
+from zerofx.features.one_copy import one_copy
 from zerofx.runtime.ranks import watch
 from zerofx.runtime.ranks.agree import OutOfStepError
-from zerofx.runtime.state import one_copy
 from zerofx.runtime.state.group import groups_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name, of Linux")

@@ -118,7 +118,7 @@ def test_ranks_run_other_layers_and_fewer_micro_batches(workers2: Workers, stage
     workers2.run(check_training, stage, "eager", accumulate)
 
 
-@quick_if(lambda stage: stage == 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_so_they_do_with_inductor(workers2: Workers, stage: int) -> None:
     workers2.run(check_training, stage, "inductor", True, timeout=240)

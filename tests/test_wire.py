@@ -556,7 +556,7 @@ def test_a_step_sends_the_bytes_of_codes_and_scales(
 def test_a_listing_shows_what_is_written_in_codes_and_read() -> None:
     options: dict[str, Any] = {"stage": 3, "groups": EACH_LAYER, "backend": "gloo", "executor": "eager"}
     found = str(zerofx.dry_run(Wide(), torch.ones(2, 256), world_size=2, wire=SMALL, **options))
-    for line in ("encode   layers.0    34.6 kB", "start    layers.0    69.2 kB", "decode   layers.0   264.2 kB"):
+    for line in ("quantize layers.0    34.6 kB", "start    layers.0    69.2 kB", "dequant  layers.0   264.2 kB"):
         assert line in found, found
 
 

@@ -242,7 +242,7 @@ def test_a_dry_run_has_the_bytes_and_the_nodes_of_codes_between_replicas() -> No
     assert coded.wire_bytes - coded.replica_bytes == plain.wire_bytes - plain.replica_bytes
     assert 0.25 < coded.replica_bytes / plain.replica_bytes < 0.27
     said = str(records[0])
-    for line in ("encode   layers.1", "sum      layers.1", "summed   layers.1", "decode   layers.1"):
+    for line in ("quantize layers.1", "sum      layers.1", "summed   layers.1", "dequant  layers.1"):
         assert line in said, said
 
 
