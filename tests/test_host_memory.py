@@ -13,7 +13,7 @@ import zerofx
 from tests.seams.host_memory import counting
 from tests.seams.test_seams import all_equal
 from tests.workers import Workers
-from zerofx.features.offload.operators import ROOM
+from zerofx.features.offload.operators import MAX_IN_FLIGHT
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16)
 WIDTH = 48
@@ -112,7 +112,7 @@ def test_the_device_holds_no_more_of_a_deep_model_than_of_a_shallow_one(workers2
     options = {"stage": stage, "executor": "eager"}
     for layers in (4, 9):
         for most, shard in workers2.run(most_on_the_device, options, layers):
-            assert 0 < most <= (2 * ROOM if stage == 3 else ROOM) * shard
+            assert 0 < most <= (2 * MAX_IN_FLIGHT if stage == 3 else MAX_IN_FLIGHT) * shard
 
 
 def listing(executor: str) -> list[str]:

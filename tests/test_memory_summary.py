@@ -124,7 +124,9 @@ def accounted(ranks: int, dtype: torch.dtype = torch.float32, **options: Any) ->
     step(model, optimizer, torch.randn(8, 64, dtype=dtype))
     optimizer.zero_grad()
     model(torch.randn(8, 64, dtype=dtype)).backward()
-    said = sum((group.at_rest() for group in groups_of(model)), Account()).named()
+    account = sum((group.at_rest() for group in groups_of(model)), Account())
+    said = {"replicas": account.replicas, "shards": account.shards, "gradients": account.gradients}
+    said |= {"cut off": account.cut_off, "optimizer state": account.masters + account.moments}
     held = {name: n for name, n in zerofx.memory_summary(model, optimizer).nbytes.items() if name in said}
     assert zerofx.predict(model).held_bytes == held["replicas"] + held["shards"] + held["cut off"]
     return held, said

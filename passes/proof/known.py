@@ -76,6 +76,7 @@ class Known:
         self.own: set[Node] = set()
         self.fresh: set[Node] = set()
         self._records: dict[type, Any] = {}
+        self._ranks: int = ctx.world_size
         self._calls = itertools.count()
         self._slots: dict[str, dict[tuple[int, tuple[int, ...]], Slot]] = {}
         self._brought: dict[tuple[str, str], Node] = {}  # group and parameter: the buffer it is read from
@@ -83,6 +84,10 @@ class Known:
     def record(self, kind: type[T]) -> T:
         """What a feature's rules have found out: one record of its own class."""
         return self._records.setdefault(kind, kind())
+
+    def is_part(self, flat: Flat) -> bool:
+        """Whether it is a part of a shard, of which each replica has one: it crosses between hosts first."""
+        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == self._ranks * self.ctx.replicas
 
     def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
         """The parameter that lies there, if it is all of it."""

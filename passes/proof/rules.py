@@ -3,13 +3,13 @@
 A feature inserts nodes of its own, and nodes of the core in places of its own. It says what these are::
 
     a graph                        who is asked                                       for example
-    its inputs                     inputs, shard                                      a shard that is on the host
-    each operation                 operators, facts                                   the wait for it
+    its inputs                     inputs, held, shard                                a shard that is on the host
+    each operation                 writes, operators, facts                           the wait for it
     what reads a shard             flats, gathers                                     a gather between hosts
     what is no shard's gather      other_gathers                                      indices of all ranks
     what reads a pack              packs, reductions                                  a sum over replicas
     its outputs                    outputs, saved, gradients, averaged                the update in a gradient's place
-    all of it                      finished, pinned                                   each was waited for
+    all of it                      finished                                           each was waited for
 
 `RULES` has those of all features, in the order of `zerofx.features.FEATURES`. The first that answers is right.
 """

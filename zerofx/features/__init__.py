@@ -39,7 +39,7 @@ FEATURES = (
 
 
 def load() -> None:
-    """Tell the core of every feature. Runs once, when zerofx is imported."""
+    """Put what every feature adds into the tables of the core. Runs once, when zerofx is imported."""
     from zerofx.features.interface import Feature
     from zerofx.passes import insert
     from zerofx.passes.kinds import NODE_KINDS, PICKING

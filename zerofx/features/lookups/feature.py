@@ -17,7 +17,7 @@ def _why_asked(node: Node, ctx: Context) -> str:
     group = node.meta["zerofx"].group
     asks = any(other.meta["zerofx"].group == group for other in edit.tagged(node.graph, "answer"))
     about = "which rows this rank looks up" if asks else "whose gradients it gives"
-    return f"as soon as the indices are there: all ranks are told {about}"
+    return f"as soon as the indices are there: all ranks need to know {about}"
 
 
 NODE_KINDS = {

@@ -66,7 +66,7 @@ def _gather(known: Known, op: Op, flat: Flat) -> tuple[Flat, GroupLayout, str] |
     ctx, over = known.ctx, flat.layout
     if _is_secondary(known, flat):
         return replace(flat, whole=True), over, ctx.near_group
-    if not (ctx.two_hops and not flat.whole and over.world_size == ctx.world_size * ctx.replicas):
+    if not known.is_part(flat):
         return None
     row = replace(over, world_size=over.world_size // ctx.replicas)
     if flat.part != over.shard_numel:

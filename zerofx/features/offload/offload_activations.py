@@ -49,9 +49,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch import OpOverload, pytree, without_symbols
 from zerofx.features.offload.operators import (
+    MAX_IN_FLIGHT,
     OFFLOAD_ACTIVATION,
     RELOAD_ACTIVATION,
-    ROOM,
     WAIT_OFFLOAD_ACTIVATION,
     WAIT_RELOAD_ACTIVATION,
 )
@@ -181,12 +181,12 @@ def _take_away(graph: Graph, ctx: Context) -> int:
                 near=whole,
             )
         behind[last] = start
-        if len(starts) >= ROOM:
+        if len(starts) >= MAX_IN_FLIGHT:
             with graph.inserting_before(start):
-                wait(starts[-ROOM])
+                wait(starts[-MAX_IN_FLIGHT])
         starts.append(start)
     with graph.inserting_before(graph.output_node()):
-        for start in starts[-ROOM:]:
+        for start in starts[-MAX_IN_FLIGHT:]:
             wait(start)
     for whole, positions in places.items():
         handle = handles[whole]
@@ -226,15 +226,15 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
     coming = sorted(firsts, key=lambda place: (order[firsts[place]], place))
     calls = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(next(calls)):
-        starts = {place: _start(graph, given[place][0], ctx) for place in coming[:ROOM]}
+        starts = {place: _start(graph, given[place][0], ctx) for place in coming[:MAX_IN_FLIGHT]}
     for i, place in enumerate(coming):
         start = starts[place]
         readers = [(node, list(node.users)) for node in given[place]]
         with graph.inserting_before(firsts[place]):
             tag = Tag("wait_reload_activation", start.meta["zerofx"].group)
             here = edit.insert(graph, WAIT_RELOAD_ACTIVATION, (start, *start.args), tag=tag, near=start)
-            if i + ROOM < len(coming):
-                following = coming[i + ROOM]
+            if i + MAX_IN_FLIGHT < len(coming):
+                following = coming[i + MAX_IN_FLIGHT]
                 starts[following] = _start(graph, given[following][0], ctx)
             for node, users in readers:
                 value = _made_anew(graph, here, ctx.offloaded[node.name], inputs)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from zerofx.features.offload.operators import OFFLOAD, ROOM, WAIT_OFFLOAD
+from zerofx.features.offload.operators import MAX_IN_FLIGHT, OFFLOAD, WAIT_OFFLOAD
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 from zerofx.passes.kinds import NodeKind
@@ -61,9 +61,9 @@ def offload_gradients(gm: GraphModule, ctx: Context) -> int:
         with graph.inserting_after(edit.after_inputs(gradient)):
             start = edit.insert(graph, OFFLOAD, (gradient, name, i), tag=Tag("offload", name), near=gradient)
         starts.append((start, i))
-        if len(starts) > ROOM:
-            wait(start, *starts[-1 - ROOM])
-    for start, i in starts[-ROOM:]:
+        if len(starts) > MAX_IN_FLIGHT:
+            wait(start, *starts[-1 - MAX_IN_FLIGHT])
+    for start, i in starts[-MAX_IN_FLIGHT:]:
         wait(graph.output_node(), start, i)
     edit.set_output_values(graph, outputs)
     return edit.finish(gm, 2 * len(starts))

@@ -33,7 +33,7 @@ from typing import Protocol
 
 import torch
 
-ROOM = 2
+MAX_IN_FLIGHT = 2
 """How many shards may be on their way to the device at a time, and how many gradients away from it; and of what forward
 saves, how many either way."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx import Node
 
 from zerofx.features.offload import proof_of_activations as activations
-from zerofx.features.offload.operators import OFFLOAD, RELOAD, ROOM, WAIT_OFFLOAD, WAIT_RELOAD
+from zerofx.features.offload.operators import MAX_IN_FLIGHT, OFFLOAD, RELOAD, WAIT_OFFLOAD, WAIT_RELOAD
 from zerofx.features.offload.proof_of_activations import Found, Handle
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
@@ -82,8 +82,8 @@ def _read(known: Known, op: Op, fact: object) -> None:
 def _read_start(known: Known, op: Op, of: Node, name: str) -> None:
     rule, found = rule_of(op), known.record(Found)
     found.under_way[rule] += 1
-    if found.under_way[rule] > ROOM:
-        known.fail(rule, op.node, f"{found.under_way[rule]} are on their way", f"{ROOM} at most")
+    if found.under_way[rule] > MAX_IN_FLIGHT:
+        known.fail(rule, op.node, f"{found.under_way[rule]} are on their way", f"{MAX_IN_FLIGHT} at most")
     found.waits[op.node], known.facts[op.node] = [], Ticket(op.node, of)
     if op.target in activations.STARTS:
         activations.start(known, op)
@@ -102,7 +102,7 @@ def _read_start(known: Known, op: Op, of: Node, name: str) -> None:
 
 
 def _read_arrived(known: Known, op: Op, flat: Flat) -> None:
-    """What was fetched is a shard from here on, in memory of its own."""
+    """What was reloaded is a shard from here on, in memory of its own."""
     value, start, node = op.value, op.args[0], op.node
     nbytes = value.numel() * value.dtype.itemsize
     known.facts[node] = flat

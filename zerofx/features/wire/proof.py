@@ -58,16 +58,10 @@ class _Found:
     rests: dict[str, Node] = field(default_factory=dict)
 
 
-def _is_part(known: Known, flat: Flat) -> bool:
-    """Whether it is a part of a shard, which crosses between hosts first."""
-    ctx = known.ctx
-    return ctx.two_hops and not flat.whole and flat.layout.world_size == ctx.world_size * ctx.replicas
-
-
 def _encode(known: Known, op: Op, fact: Any) -> None:
     source, rows, *how, process_group = op.args[:5]
     if isinstance(fact, Flat):
-        ctx, part = known.ctx, _is_part(known, fact)
+        ctx, part = known.ctx, known.is_part(fact)
         wire = ctx.wire_between if part else ctx.wire_inside
         if fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")

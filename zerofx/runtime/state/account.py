@@ -83,12 +83,6 @@ class Account:
         """What parameters take, and what stands beside them; without gradients and the optimizer."""
         return self.replicas + self.shards + self.cut_off
 
-    def named(self) -> dict[str, Number]:
-        """By the names that `zerofx.memory_summary` has for them."""
-        state = self.masters + self.moments
-        names = {"replicas": self.replicas, "shards": self.shards, "gradients": self.gradients, "cut off": self.cut_off}
-        return names | {"optimizer state": state}
-
     def __add__(self, other: Account) -> Account:
         return Account(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
 
