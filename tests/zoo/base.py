@@ -175,10 +175,13 @@ def make_batch(kind: str, rows: int, seed: int, dtype: torch.dtype = torch.float
         series = {f"{when}_values": normal(length, 2) for when, length in (("past", 24), ("future", 8))}
         times = {f"{when}_time_features": normal(length, 1) for when, length in (("past", 24), ("future", 8))}
         return {**series, **times, "past_observed_mask": torch.ones(rows, 24, 2)}
-    if kind == "caption":
+    if kind in ("caption", "answer"):
         tokens = integers(VOCAB, LENGTH)
         tokens[:, 1 : 1 + PATCH_TOKENS] = IMAGE_TOKEN
-        return {"input_ids": tokens, "pixel_values": normal(3, IMAGE, IMAGE), "labels": integers(VOCAB, LENGTH)}
+        batch = {"input_ids": tokens, "pixel_values": normal(3, IMAGE, IMAGE), "labels": integers(VOCAB, LENGTH)}
+        if kind == "answer":  # the image and the question see each other, the answer sees what is before it
+            batch["token_type_ids"] = (torch.arange(LENGTH) > PATCH_TOKENS + 1).long().expand(rows, -1)
+        return batch
     if kind == "read":
         return {
             "pixel_values": normal(3, IMAGE, IMAGE),

@@ -205,9 +205,10 @@ IMAGES: dict[str, Architecture] = {
             "text_config": {**GROUPED, "model_type": "llama"},
         },
     ),
+    # Without token_type_ids transformers 5.24 attends to all tokens when it runs, to those before when it is traced.
     "paligemma": Architecture(
         "multimodal",
-        "caption",
+        "answer",
         "PaliGemmaForConditionalGeneration",
         {
             "image_token_index": IMAGE_TOKEN,
