@@ -167,7 +167,7 @@ def run(name: str, executor: str, points: list[Any], steps: int, folder: str = "
             gc.collect()
             peaks.append(allocated_peak(lambda model=model: model(x, y).backward()))
             model.zero_grad()
-        chosen = zerofx.graphs(model)[0].forward.context.activations
+        chosen = zerofx.graphs(model)[0].forward.activations
         losses = []
         for _ in range(2):
             loss = model(x, y)

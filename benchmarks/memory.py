@@ -113,16 +113,16 @@ class Point:
         held = zerofx.memory_summary(self.model, self.optimizer)
         at_rest = held.total - held.nbytes["activations"]  # what is saved of the batch is still there
         self.found["peak"] = min(peaks) + at_rest + self.x.nbytes + self.y.nbytes
-        context = zerofx.graphs(self.model)[0].forward.context  # type: ignore[union-attr]
-        if (said := context.division) is not None:
+        forward = zerofx.graphs(self.model)[0].forward
+        if (said := forward.division) is not None:  # type: ignore[union-attr]
             self.found |= {
                 "predicted": said.peak_bytes,
                 "at_rest": said.at_rest,
                 "by_class": said.peak,
                 "gathered": "all" if said.memory_budget == math.inf else said.memory_budget,
                 "predicted_s": said.step_s,
-                "saved": context.activations.saved_bytes,
-                "recomputed_flops": context.activations.flops,
+                "saved": forward.activations.saved_bytes,
+                "recomputed_flops": forward.activations.flops,
             }
 
     def forward_and_backward(self) -> None:

@@ -68,7 +68,7 @@ def moving_average(gm: torch.fx.GraphModule, ctx: Context) -> None:
 
 def averaged(record: zerofx.compiler.records.GraphRecord) -> dict[str, Tensor]:
     """On rank 0: the average of each parameter, by name."""
-    slots = [(layout.name, slot) for layout in record.forward.context.shards for slot in layout.slots]
+    slots = [(layout.name, slot) for layout in record.forward.context.found.shards for slot in layout.slots]
     return {slot.name: averages[layer].as_strided(slot.shape, slot.stride, slot.offset) for layer, slot in slots}
 
 

@@ -40,7 +40,7 @@ def adopt(pass_: Pass, gm: GraphModule, ctx: Context, *, front: bool) -> int:
     calls = {node: _call(node) for node in gm.graph.nodes}
     inputs = [n.name for n in gm.graph.find_nodes(op="placeholder")]
     outputs = [(getattr(x, "name", None), _looks(x)) for x in edit.output_values(gm.graph)]
-    published = len(ctx.published)
+    published = len(ctx.found.published)
     edits = pass_(gm, ctx)
     if edits is not None and not isinstance(edits, int):
         raise TypeError(
@@ -60,7 +60,7 @@ def adopt(pass_: Pass, gm: GraphModule, ctx: Context, *, front: bool) -> int:
     if ctx.executor == "inductor":
         new = [piece for node in new for piece in _take_apart(gm, node)]
     if front:
-        _check_outputs(pass_, gm, ctx, outputs, len(ctx.published) > published)
+        _check_outputs(pass_, gm, ctx, outputs, len(ctx.found.published) > published)
     else:
         for node in new:
             node.meta["zerofx"] = Tag(pass_.name, _group_of(node))

@@ -23,8 +23,8 @@ after they are reduced, with that.
 
 Sound because the sum over ranks of a concatenation is the concatenation of the sums.
 
-Stage 0 only, in the place of ``gather``, ``reduce`` and ``group``. Provides ``ctx.reductions`` and ``ctx.kept``. Idea:
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB 2020).
+Stage 0 only, in the place of `gather`, `reduce` and `group`. Provides ``reductions`` and ``kept`` of ``ctx.found``.
+Idea: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (VLDB 2020).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def all_reduce(gm: GraphModule, ctx: Context) -> int:
     gradients: list[_Member] = list(take_gradients(gm, ctx))
     if ctx.sync != "keep":
         gradients += _unused(ctx, gradients)
-    ctx.reductions += [Reduction(ref.layout, (ref.slot,)) for ref, _ in gradients]
+    ctx.found.reductions += [Reduction(ref.layout, (ref.slot,)) for ref, _ in gradients]
     values, order = [grad for _, grad in gradients], edit.positions(gm.graph)
     if ctx.sync != "keep":
         for name, members in _buckets(ctx, gradients).items():

@@ -4,23 +4,27 @@ A graph alone does not say which of its inputs are parameters, which outputs are
 laid out. The `Context` does. It holds layouts and names only: no process group, no module, no tensor; a pass can be
 run on a graph written by hand, at any world size, on any machine.
 
-One context serves one graph. The pair of graphs that AOTAutograd cuts out of one model share ``recipes``.
+One context serves one graph::
+
+    ctx.phase, ctx.parameters, ...    facts about the graph, before any pass
+    ctx.facts(MeshFacts)              what a feature knows of it, in a class of its own
+    ctx.found.shards, ...             what the passes found out
+    ctx.handover.recipes, ...         what forward's passes leave for backward's: the pair of graphs has one
+    ctx.handover.of(SavedParts)       the same of a feature
 """
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.fx import GraphModule
 
 from zerofx.model.layout import GroupLayout, Slot
-from zerofx.model.wire import Wire
 from zerofx.passes.own import Pass
-from zerofx.passes.saved import ActivationChoice, OffloadedActivation, SavedPart
 from zerofx.passes.travel import Travel, travel_of
 
 Phase = Literal["forward", "backward", "inference"]
@@ -123,114 +127,6 @@ class Meanings:
     parts: dict[int, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Activations:
-    """What forward saves for backward within ``activation_budget`` (`zerofx.compiler.activations`).
-
-    Attributes:
-        budget: the option: a fraction up to 1, or bytes.
-        option: its name: "memory", where that budget is one for all.
-        saved_bytes: what forward saves in memory, by the shapes that were captured. Parameters and the batch are not in
-            it.
-        whole_bytes: what it would save without a budget.
-        least_bytes: the least that it could save.
-        recomputed: the nodes of forward that backward computes once more.
-        flops: of these.
-        offloaded: by name, what of the saved tensors leaves for a file; and
-        offloaded_bytes: how many these are.
-    """
-
-    budget: float
-    saved_bytes: int
-    whole_bytes: int
-    least_bytes: int
-    recomputed: frozenset[str]
-    flops: int
-    option: str = "activation_budget"
-    offloaded: frozenset[str] = frozenset()
-    offloaded_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Division:
-    """How ``memory`` was divided for one pair of graphs (`zerofx.compiler.division`).
-
-    Attributes:
-        nbytes: the option.
-        at_rest: of these, what is there before a step and after it.
-        peak: what is live on top of that at the worst moment of a step, by class.
-        left: of that, what stays between forward and backward.
-        memory_budget: for gathered weights; None: as without the option.
-        step_s: predicted seconds of the forwards and backwards of one optimizer step.
-        tried: how many divisions were predicted.
-        elsewhere: what other graphs of the module add at the worst moment.
-    """
-
-    nbytes: int
-    at_rest: int
-    peak: dict[str, int]
-    left: int
-    memory_budget: float | None
-    step_s: float
-    tried: int = 1
-    elsewhere: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """All of it at the worst moment."""
-        return self.at_rest + sum(self.peak.values()) + self.elsewhere
-
-    def __str__(self) -> str:
-        """The worst moment of a step, by class."""
-        kept = {None: "", math.inf: "  all stay gathered"}
-        weights = kept.get(self.memory_budget, f"  within {self.memory_budget or 0:,.0f}")
-        rows = [f"  {kind:<11} {n:>15,}{weights * (kind == 'weights')}" for kind, n in self.peak.items()]
-        rows += [f"  {'other graphs':<12} {self.elsewhere:>14,}"] * bool(self.elsewhere)
-        return "\n".join(
-            [
-                f"a step takes {self.peak_bytes:,} bytes of memory={self.nbytes:,}",
-                f"  {'at rest':<11} {self.at_rest:>15,}",
-                *rows,
-                f"predicted: {1e3 * self.step_s:,.3f} ms; {self.left:,} bytes stay from forward to backward",
-            ]
-        )
-
-
-STATE = {"moment": "optimizer state", "weights": "weights", "gradient": "gradients"}
-"""What a kind of state is called."""
-
-
-class OnDisk(NamedTuple):
-    """What of a rank's state lives in a file (`zerofx.Offload`): for who reads a graph. No pass asks for it.
-
-    Attributes:
-        path: this rank's file; of a dry run, which has none, the folder.
-        kinds: of `STATE`.
-        groups: the names of those whose state is there.
-        of: how many groups the module has.
-        choice: the options that chose these, as they were given; "" where all were taken.
-    """
-
-    path: str
-    kinds: frozenset[str]
-    groups: frozenset[str]
-    of: int
-    choice: str = ""
-
-    @property
-    def names(self) -> str:
-        """Of its kinds, in words."""
-        *first, last = [name for kind, name in STATE.items() if kind in self.kinds]
-        return f"{', '.join(first)} and {last}" if first else last
-
-    @property
-    def which(self) -> str:
-        """How many groups, and by what choice."""
-        if len(self.groups) == self.of:
-            return "all groups"
-        return f"{len(self.groups)} of {self.of} groups ({self.choice})"
-
-
 class _Chain:
     def __repr__(self) -> str:
         return "CHAIN"
@@ -239,32 +135,96 @@ class _Chain:
 CHAIN = _Chain()
 
 
+T = TypeVar("T")
+
+
+@dataclass
+class Handover:
+    """What forward's passes leave for backward's. The two graphs of a pair have one.
+
+    Attributes:
+        recipes: of `rematerialize`: name of a saved value -> how backward rebuilds it.
+        kept_gathered: of `keep` and `secondary_shard`: group name -> what forward left gathered.
+        meanings: of `verify`: what each value is that goes from one graph to the other.
+        features: of features' passes: by their own class.
+    """
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    kept_gathered: dict[str, Gathered] = field(default_factory=dict)
+    meanings: Meanings = field(default_factory=Meanings)
+    features: dict[type, Any] = field(default_factory=dict)
+
+    def of(self, kind: type[T]) -> T:
+        """What a feature's forward left, of its own class ``kind``; an empty one at first."""
+        return self.features.setdefault(kind, kind())
+
+    def copy(self) -> Handover:
+        """With containers of its own. ``meanings`` are the same: no pass but `verify` touches them."""
+        features = {kind: copy.copy(left) for kind, left in self.features.items()}
+        return replace(self, recipes=dict(self.recipes), kept_gathered=dict(self.kept_gathered), features=features)
+
+
+@dataclass
+class Found:
+    """What the passes of one graph found out, for those behind them and for whoever runs the graph.
+
+    Attributes:
+        shards: of `gather`: the groups whose shards are the graph's last inputs, in that order.
+        saved_names: of `rematerialize`: output position -> the name that backward knows a saved value by.
+        saved_parameters: of `save_parameters`: output positions, now None, at which the caller puts the parameter.
+        kept: of `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order.
+        gathered: of backward's `keep` and `secondary_shard`: the groups whose gathered buffers, or parts of these, are
+            the graph's very last inputs, in that order.
+        reductions: of `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order. Where it
+            ``steps``: what the outputs of its updates, which are empty, stand for.
+        published: of a user's passes: under what names a graph's outputs go to `zerofx.published`. They stand behind
+            the model's own outputs, in front of ``reductions``.
+        gathered_bytes: of `prefetch`: the most gathered bytes that are live at once, by its schedule.
+    """
+
+    shards: list[GroupLayout] = field(default_factory=list)
+    saved_names: dict[int, str] = field(default_factory=dict)
+    saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
+    kept: list[ParameterRef] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+    published: list[str] = field(default_factory=list)
+    gathered_bytes: int = 0
+
+    def copy(self) -> Found:
+        """With containers of its own."""
+        return Found(**{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
+
+
+class Elsewhere(NamedTuple):
+    """What other graphs of the module do with its groups: gathered bytes."""
+
+    held: int = 0
+    """That they keep between forward and backward."""
+    largest: int = 0
+    """Of the largest group that only they use."""
+
+
 @dataclass
 class Context:
-    """Facts about one graph (first block), and what its passes found out (second block)."""
+    """Facts about one graph, and what its passes found out (``handover``, ``found``)."""
 
     phase: Phase
     process_group: str
     """Name of the process group, as ``torch.distributed`` resolves it."""
     reduce_group: str = ""
     """Name of the one that reductions run in; by default the same."""
-    replica_group: str = ""
-    """Name of the one of the ranks that hold the same shard, each another replica's; "" where there is one replica."""
     replicas: int = 1
-    """How many of these there are."""
-    divides_between: bool = False
-    """Stage 3: each of these updates a part of the shard, and shards are refreshed before forward."""
-    two_hops: bool = False
-    """Stage 3: each of these has that part alone, and graphs gather the shard from there (`two_hop_gather`)."""
-    near_group: str = ""
-    """Stage 3: name of the process group of the near ranks, in which backward gathers what forward left there."""
-    near_ranks: int = 1
-    """How many ranks are near each other, where that is known."""
-    crosses: bool = False
-    """Whether the ranks of ``process_group`` are of several rows of a mesh."""
+    """How many replicas of the module there are."""
+    second_group: str = ""
+    """Name of the second process group that collectives of the graph run in: that of the ranks with the same shard, one
+    of each replica; else of the ranks that have a secondary shard together. "" where there is none."""
     backend: str = "gloo"
-    """Communication backend of that group: decides how buffers travel (`zerofx.passes.travel`)."""
+    """Communication backend of the first group: decides how buffers travel (`zerofx.passes.travel`)."""
     executor: Executor = "inductor"
+    stage: int = 3
+    in_common: bool = False
+    """Stage 3: graphs are given whole weights all the same (`zerofx.features.one_copy`)."""
     parameters: dict[str, ParameterRef] = field(default_factory=dict)
     """Placeholder name -> the parameter that it stands for."""
     saved: frozenset[int] = frozenset()
@@ -274,14 +234,6 @@ class Context:
     trained: tuple[ParameterRef, ...] = ()
     """Stage 0, backward: the parameters that require a gradient, of each bucket of which this graph has some. The graph
     of another rank may have a gradient of each."""
-    recipes: dict[str, Recipe] = field(default_factory=dict)
-    """Written by forward's `rematerialize`, read by backward's: name of the saved value -> how to rebuild it."""
-    stage: int = 3
-    one_copy: bool = False
-    """Stage 3: the ranks have the whole weights in common memory (`zerofx.features.one_copy.one_copy`)."""
-    lookups: bool = False
-    """Stage 3: of tables that are only looked up, rows travel (`zerofx.features.lookups`). Indices have one
-    shape on all ranks."""
     buckets: Buckets = "group"
     sync: Sync = "reduce"
     steps: bool = False
@@ -290,111 +242,55 @@ class Context:
     """What weights compute in (`zerofx.model.precision`); None: the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are reduced in; None: the dtype backward returns them in."""
-    wire: Wire | None = None
-    """What travels in codes; None: nothing."""
-    weights_away: frozenset[str] = frozenset()
-    """Stage 3: the groups whose shards live elsewhere than on the device (`reload_weights`)."""
-    gradients_away: frozenset[str] = frozenset()
-    """Those whose gradients do (`offload_gradients`)."""
-    on_host: frozenset[str] = frozenset()
-    """The groups whose optimizer state is in the host's memory."""
-    on_disk: OnDisk | None = None
-    """What lives in a file, moments as well; None: nothing does."""
-    activation_choice: ActivationChoice | None = None
-    """Which activations do (`offload_activations`); None: they stay."""
-    offloaded: dict[str, OffloadedActivation] = field(default_factory=dict)
-    """Written by forward's `offload_activations`, read by backward's: name of the saved value -> what backward gets."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""
-    largest_elsewhere: int = 0
-    """Bytes of the largest group, gathered, of those that only other graphs of the module use."""
-    held_elsewhere: int = 0
-    """Gathered bytes that other graphs of the module keep between forward and backward."""
-    kept_gathered: dict[str, Gathered] = field(default_factory=dict)
-    """Written by forward's `keep` and `secondary_shard`, read by backward's: group name -> what was left gathered."""
-    parts_group: str = ""
-    """Name of the process group whose ranks save parts of what they have alike (`save_parts`); "" where none do."""
-    parts_ranks: int = 1
-    """How many these are."""
-    alike: frozenset[str] = frozenset()
-    """Forward: the nodes whose values these ranks have alike, as they have compared."""
-    parts: dict[str, SavedPart] = field(default_factory=dict)
-    """Written by forward's `save_parts`, read by backward's: by the first name that backward knows each by."""
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
     own: tuple[Pass, ...] = ()
     """The user's passes (`zerofx.passes.own`)."""
     before: GraphModule | None = None
     """The graph as AOTAutograd made it, and as a user's passes in front of all of ours left it, for `verify` to compare
     with; None: what it computes is not compared."""
-    meanings: Meanings | None = None
-    """Written by forward's `verify`, read by backward's: what each value is that goes from one to the other."""
-
-    shards: list[GroupLayout] = field(default_factory=list)
-    """Set by `gather`: the groups whose shards are the graph's last inputs, in that order."""
-    saved_names: dict[int, str] = field(default_factory=dict)
-    """Set by `rematerialize`: output position -> the name that backward knows a saved value by."""
-    saved_parameters: dict[int, ParameterRef] = field(default_factory=dict)
-    """Set by `save_parameters`: output positions, now None, at which the caller puts the parameter itself."""
-    kept: list[ParameterRef] = field(default_factory=list)
-    """Set by `reduce` and `all_reduce`: whose kept gradients come after the shards, in that order."""
-    gathered: list[str] = field(default_factory=list)
-    """Set by backward's `keep` and `secondary_shard`: the groups whose gathered buffers, or parts of these, are the
-    graph's very last inputs, in that order."""
-    reductions: list[Reduction] = field(default_factory=list)
-    """Set by `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order; where it ``steps``, what
-    the outputs of its updates, which are empty, stand for."""
-    published: list[str] = field(default_factory=list)
-    """Set by a user's passes: under what names a graph's outputs go to `zerofx.published`. These outputs stand behind
-    the model's own, and in front of ``reductions``."""
-    activations: Activations | None = None
-    """What was saved and recomputed within a budget; None: there is none, or it leaves everything as it is."""
-    division: Division | None = None
-    """How ``memory`` was divided; None: there is no such budget."""
-    gathered_bytes: int = 0
-    """Set by `prefetch`: the most gathered bytes live at once, by the schedule it made."""
+    features: dict[type, Any] = field(default_factory=dict)
+    """What features know of the graph: by their own class."""
+    handover: Handover = field(default_factory=Handover)
+    found: Found = field(default_factory=Found)
 
     def __post_init__(self) -> None:
         self.reduce_group = self.reduce_group or self.process_group
 
+    def facts(self, kind: type[T]) -> T:
+        """What a feature knows of this graph, of its own class ``kind``; ``kind()`` where it has noted nothing."""
+        return self.features.setdefault(kind, kind())
+
+    def copy(self) -> Context:
+        """With containers of its own; layouts, graphs and features' facts are the same."""
+        own: dict[str, Any] = {"parameters": dict(self.parameters), "features": dict(self.features)}
+        return replace(self, **own, handover=self.handover.copy(), found=self.found.copy())
+
     @property
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered; otherwise the graph is given them whole."""
-        return self.stage == 3 and not self.one_copy
-
-    @property
-    def wire_inside(self) -> Wire | None:
-        """What travels in codes in ``process_group``."""
-        return self.wire if self.wire is not None and (self.crosses or self.wire.between == "all") else None
-
-    @property
-    def wire_between(self) -> Wire | None:
-        """What travels in codes between the replicas."""
-        between = self.wire is not None and self.wire.between == "nodes"
-        return self.wire if between and self.replicas > 1 else None
+        return self.stage == 3 and not self.in_common
 
     def averaged_over(self, layout: GroupLayout) -> int:
         """How many ranks a gradient of ``layout`` is averaged over."""
         return layout.world_size * self.replicas
 
     @property
-    def second_group(self) -> str:
-        """The process group beside the first: of the replicas, or of the near ranks; "" where there is none."""
-        return self.replica_group or self.near_group
+    def replica_group(self) -> str:
+        """Name of the process group of the ranks with the same shard; "" where there is one replica."""
+        return self.second_group if self.replicas > 1 else ""
 
     def is_of_replicas(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective with these arguments runs between the replicas: its process group stands last."""
-        return bool(self.replica_group) and args[-1:] == (self.replica_group,)
-
-    @property
-    def refreshed_shards(self) -> bool:
-        """Whether shards are given to a graph while they are refreshed."""
-        return self.divides_between and not self.two_hops
+        return self.replicas > 1 and args[-1:] == (self.second_group,)
 
     @property
     def world_size(self) -> int:
         """How many ranks share the parameters."""
         refs = [*self.parameters.values(), *self.gradients.values()]
-        layouts = [*(ref.layout for ref in refs), *self.shards, *(r.layout for r in self.reductions)]
+        layouts = [*(ref.layout for ref in refs), *self.found.shards, *(r.layout for r in self.found.reductions)]
         return layouts[0].world_size if layouts else 1
 
     @property

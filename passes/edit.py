@@ -77,12 +77,12 @@ def publish(gm: GraphModule, ctx: Context, name: str, node: Node) -> None:
 
     It becomes one more output of the graph. Nobody waits for it: on a GPU it is there when the stream has come to it.
     """
-    if name in ctx.published:
+    if name in ctx.found.published:
         raise ValueError(f"{name!r} is published twice in one graph ({ctx.name}): give one of them another name.")
     values = output_values(gm.graph)
-    place = len(values) - len(ctx.reductions)
+    place = len(values) - len(ctx.found.reductions)
     set_output_values(gm.graph, [*values[:place], node, *values[place:]])
-    ctx.published.append(name)
+    ctx.found.published.append(name)
 
 
 def module_of(node: Node) -> str:

@@ -13,12 +13,12 @@ the replica then, and there is no one to ask: the node is an unshard over one ra
 than parameters (``ctx.param_dtype``), a cast to the parameter's dtype follows it, which `narrow` takes away again.
 
 A parameter that forward saves for backward is an input that the caller holds anyway: its output becomes None and
-``ctx.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
+``ctx.found.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
 
 Sound because the unshard node computes exactly what the placeholder held, and a parameter does not change while
 a graph runs; a graph that writes to one is refused.
 
-Provides ``ctx.shards`` and ``ctx.saved_parameters``.
+Provides ``ctx.found.shards`` and ``ctx.found.saved_parameters``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], l
     dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
     value = nodes[0].meta["val"].new_empty(layout.shard_numel if sharded else layout.numel, dtype=dtype)
     buffer = edit.placeholder(graph, f"{kind}_{layout.name}", value, Tag(kind, layout.name), last)
-    ctx.shards.append(layout)
+    ctx.found.shards.append(layout)
 
     first_use = min(min(n.users) for n in nodes)
     gathered: dict[ParameterRef, Node] = {}

@@ -52,8 +52,8 @@ _c10d = torch.ops._c10d_functional
 def group(gm: GraphModule, ctx: Context) -> int:
     """Fuse all symbolic nodes, group by group; returns how many symbolic nodes were replaced."""
     graph, order = gm.graph, edit.positions(gm.graph)
-    layouts = {layout.name: layout for layout in ctx.shards}
-    layouts |= {reduction.layout.name: reduction.layout for reduction in ctx.reductions}
+    layouts = {layout.name: layout for layout in ctx.found.shards}
+    layouts |= {reduction.layout.name: reduction.layout for reduction in ctx.found.reductions}
     unshards, reduces = edit.tagged(graph, "unshard"), edit.tagged(graph, "reduce_grad")
     by_buffer: dict[Any, list[Node]] = {}
     for node in unshards:
@@ -120,11 +120,11 @@ def _fuse_reductions(
     order: dict[Node, int],
 ) -> None:
     outputs = edit.output_values(graph)
-    n_outputs = len(outputs) - len(ctx.reductions)
-    found = dict(zip(outputs[n_outputs:], ctx.reductions, strict=True))
+    n_outputs = len(outputs) - len(ctx.found.reductions)
+    found = dict(zip(outputs[n_outputs:], ctx.found.reductions, strict=True))
     slot_of = {node: found.pop(node).slots[0] for nodes in nodes_of.values() for node in nodes}
     outputs = outputs[:n_outputs]
-    ctx.reductions.clear()
+    ctx.found.reductions.clear()
     for name, nodes in sorted(nodes_of.items(), key=lambda item: max(order[n] for n in item[1])):
         layout, last = layouts[name], max(nodes, key=order.__getitem__)
         grads: dict[Slot, list[Any]] = {}
@@ -132,9 +132,9 @@ def _fuse_reductions(
             grads.setdefault(slot_of[node], []).append(node.args[0])
         with graph.inserting_before(last):
             outputs.append(_fuse_reduction(graph, ctx, layout, grads, near=last))
-        ctx.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))
+        ctx.found.reductions.append(Reduction(layout, tuple(slot for slot in layout.slots if slot in grads)))
     edit.set_output_values(graph, [*outputs, *found])  # a pass before this one has added up the rest
-    ctx.reductions += found.values()
+    ctx.found.reductions += found.values()
     for nodes in nodes_of.values():
         for node in nodes:
             graph.erase_node(node)

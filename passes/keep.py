@@ -35,7 +35,7 @@ what a second group ahead takes (`prefetch`) to backward's own gathers.
 Sound because the buffer holds what a new gather would yield: parameters do not change between forward and backward
 (that is checked when backward starts, as for any saved tensor). Deterministic: bytes and order alone.
 
-Requires ``group``, and ``ctx.kept_gathered`` shared by both graphs. Provides ``ctx.gathered``. Leaves groups alone that
+Requires ``group``, and one ``ctx.handover`` of both graphs. Provides ``ctx.found.gathered``. Leaves groups alone that
 backward does not need, and those that `narrow` gathers in two parts.
 """
 
@@ -66,8 +66,8 @@ def _leave(graph: Graph, ctx: Context) -> int:
     if not gathers:
         return 0
     place: dict[str, int] = {}  # of the first saved parameter of each group
-    for position, ref in ctx.saved_parameters.items():
-        if position in ctx.saved_names:
+    for position, ref in ctx.found.saved_parameters.items():
+        if position in ctx.found.saved_names:
             place.setdefault(ref.layout.name, position)
     candidates = [i for i, g in reversed(list(enumerate(gathers))) if g.group in place and len(g.waits) == 1]
 
@@ -79,9 +79,11 @@ def _leave(graph: Graph, ctx: Context) -> int:
     for i in candidates[:n]:
         (wait,), position = gathers[i].waits, place[gathers[i].group]
         outputs[position] = wait
-        del ctx.saved_parameters[position]
+        del ctx.found.saved_parameters[position]
         value = wait.meta["val"]
-        ctx.kept_gathered[gathers[i].group] = Gathered(position, ctx.saved_names[position], value.numel(), value.dtype)
+        ctx.handover.kept_gathered[gathers[i].group] = Gathered(
+            position, ctx.found.saved_names[position], value.numel(), value.dtype
+        )
     edit.set_output_values(graph, outputs)
     return n
 
@@ -94,11 +96,11 @@ def _fits(gathers: list[Gather], kept: set[int], needed: set[str], ctx: Context)
     held = [replace(g, last=len(gathers)) if i in kept else g for i, g in enumerate(gathers)]
 
     def need(groups: int) -> int:
-        beside = max(ctx.largest_elsewhere, sum(rest[-groups:]))
+        beside = max(ctx.elsewhere.largest, sum(rest[-groups:]))
         return max(*live_bytes(held, ahead(held, groups), []), beside + sum(gathers[i].nbytes for i in kept))
 
     one_ahead = max(live_bytes(gathers, ahead(gathers), []))
-    budget = (one_ahead if ctx.memory_budget is None else ctx.memory_budget) - ctx.held_elsewhere
+    budget = (one_ahead if ctx.memory_budget is None else ctx.memory_budget) - ctx.elsewhere.held
     return need(2) <= budget or need(1) <= min(budget, one_ahead)
 
 
@@ -106,16 +108,16 @@ def _take(graph: Graph, ctx: Context) -> Iterator[Node]:
     waits = edit.by_group(edit.tagged(graph, "wait"))
     buffer: Node | None = None
     for group, (wait, *more) in waits.items():
-        value, kept = wait.meta["val"], ctx.kept_gathered.get(group)
+        value, kept = wait.meta["val"], ctx.handover.kept_gathered.get(group)
         if kept is None or kept.ranks > 1 or more or (value.numel(), value.dtype) != (kept.numel, kept.dtype):
             continue
         buffer = edit.placeholder(graph, f"gathered_{group}", value, Tag("gathered", group), last=buffer)
         wait.replace_all_uses_with(buffer)
-        ctx.gathered.append(group)
+        ctx.found.gathered.append(group)
         erase(graph, wait)
         yield buffer
     gathered = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
-    ctx.shards[:] = [layout for layout in ctx.shards if layout.name in gathered]
+    ctx.found.shards[:] = [layout for layout in ctx.found.shards if layout.name in gathered]
 
 
 def erase(graph: Graph, node: Node) -> None:

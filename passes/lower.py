@@ -83,7 +83,7 @@ def lower(gm: GraphModule, ctx: Context) -> int:
     for node in edit.tagged(gm.graph, "sum_replicas"):
         if node.args[0] in coded:
             edits += node.target in GATHERS and _spell_gather(gm, node, ctx.travel)
-        elif ctx.divides_between:
+        elif node.target is not _c10d.all_reduce.default:
             edits += _spell_reduction(gm, node, ctx.travel)
         elif node.args[0].target is not _aten.reshape.default:  # type: ignore[union-attr]  # memory of its own
             node.target = _c10d.all_reduce_.default

@@ -28,7 +28,7 @@ all ranks' shards together. Ranges and bytes follow from the graph and the layou
 sends as much. A cast that the model returns stays, for it would become a view of the gathered buffer or of the
 replica; its weight counts as wide. A group with casts to several dtypes is left alone.
 
-Runs between ``gather`` and ``group``. Requires ``ctx.shards``.
+Runs between ``gather`` and ``group``. Requires ``ctx.found.shards``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TRAVEL = (torch.bfloat16, torch.float16, torch.float32)
 def narrow(gm: GraphModule, ctx: Context) -> int:
     """Cast shards instead of weights; returns how many casts of weights went away."""
     edits = _cancel_widening(gm.graph)
-    layouts = {layout.name: layout for layout in ctx.shards}
+    layouts = {layout.name: layout for layout in ctx.found.shards}
     by_shard: dict[Node, list[Node]] = {}
     for node in edit.tagged(gm.graph, "unshard"):
         by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ Sound because a start reads nothing but a shard, which is there from the beginni
 `narrow` made moves along), and a wait is moved only later, never past a reader. Deterministic: it looks at the order of
 gradients and at bytes, which are the same on every rank.
 
-Requires ``group``. Provides ``ctx.gathered_bytes``.
+Requires ``group``. Provides ``ctx.found.gathered_bytes``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def prefetch(gm: GraphModule, ctx: Context) -> int:
     if gathers or held:
         budget = budget_of(gathers, held, ctx)
         starts, live = _schedule(gathers, held, budget, ctx)
-        ctx.gathered_bytes = max(live)
+        ctx.found.gathered_bytes = max(live)
         _hoist(gm.graph, gathers, starts, _early(gm.graph, gathers, held, starts, live, budget))
     _sink_waits(gm.graph)
     return edit.finish(gm, sum(old is not new for old, new in zip(before, gm.graph.nodes, strict=True)))
@@ -102,8 +102,8 @@ def _schedule(gathers: list[Gather], held: list[Gather], budget: float, ctx: Con
     live = live_bytes(gathers, starts, held)
     if gathers and max(live) > budget:
         group = gathers[max(0, live.index(max(live)) - 1)].group
-        elsewhere = f" beside the {ctx.held_elsewhere:,} that other graphs keep" if ctx.held_elsewhere else ""
-        least = max(live) + ctx.held_elsewhere
+        elsewhere = f" beside the {ctx.elsewhere.held:,} that other graphs keep" if ctx.elsewhere.held else ""
+        least = max(live) + ctx.elsewhere.held
         raise TooLittle(
             f"memory_budget={ctx.memory_budget:,} is too small: group {group!r} alone needs {max(live):,} gathered "
             f"bytes at once{elsewhere}, before anything is prefetched. Raise it to at least "

@@ -22,7 +22,7 @@ it afterwards, the cast is left out. The other ways of `zerofx.no_sync` (``ctx.s
 Sound because reduction is linear and a gradient is final where it is produced: AOTAutograd's backward has already
 summed over a parameter's uses.
 
-Provides ``ctx.reductions`` and ``ctx.kept``. Backward graphs only.
+Provides ``ctx.found.reductions`` and ``ctx.found.kept``. Backward graphs only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reduce(gm: GraphModule, ctx: Context) -> int:
             with gm.graph.inserting_after(edit.after_inputs(grad)):
                 grad = edit.insert(gm.graph, torch.ops.zerofx.reduce_grad.default, args, tag=tag, near=grad)
         extra.append(grad)
-        ctx.reductions.append(Reduction(ref.layout, (ref.slot,)))
+        ctx.found.reductions.append(Reduction(ref.layout, (ref.slot,)))
     return give_gradients(gm, ctx, extra)
 
 
@@ -109,7 +109,7 @@ def _is_widening(node: Node) -> bool:
 
 
 def _kept(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef, last: Node | None) -> Node:
-    ctx.kept.append(ref)
+    ctx.found.kept.append(ref)
     value, tag = torch.empty_like(grad.meta["val"]), Tag("kept", ref.layout.name)
     return edit.placeholder(graph, f"kept_{ref.slot.name}", value, tag, last)
 

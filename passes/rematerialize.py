@@ -17,8 +17,8 @@ A view to a size that is known when the graph runs (a batch's) is rebuilt where 
 Sound because a chain of views and casts of one parameter has the same value whenever it is run, as long as the
 parameter was not written in between; that is checked when backward starts, as for any saved tensor.
 
-Requires: a forward graph and then its backward graph, with the same ``ctx.recipes``. Runs before ``gather``. Provides
-``ctx.saved_names``.
+Requires: a forward graph and then its backward graph, with one ``ctx.handover``. Runs before ``gather``. Provides
+``ctx.found.saved_names``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _save_parameters(gm: GraphModule, ctx: Context) -> int:
     for i in sorted(ctx.saved):
         value: Any = outputs[i]
         if isinstance(value, Node):
-            ctx.saved_names[i] = value.name
+            ctx.found.saved_names[i] = value.name
         steps: list[Any] = []
         while isinstance(value, Node) and edit.is_view_or_cast(value):
             (source,) = edit.sources(value)
@@ -58,7 +58,9 @@ def _save_parameters(gm: GraphModule, ctx: Context) -> int:
             steps.append((value.target, *pytree.tree_map_only(Node, put.__getitem__, (value.args, value.kwargs))))
             value = source
         if steps and isinstance(value, Node) and value.name in ctx.parameters:
-            ctx.recipes[outputs[i].name] = Recipe(ctx.parameters[value.name], value.meta["val"], tuple(reversed(steps)))
+            ctx.handover.recipes[outputs[i].name] = Recipe(
+                ctx.parameters[value.name], value.meta["val"], tuple(reversed(steps))
+            )
             outputs[i], edits = value, edits + 1
     edit.set_output_values(gm.graph, outputs)
     if edits:
@@ -70,7 +72,7 @@ def _rebuild(gm: GraphModule, ctx: Context) -> int:
     graph, edits = gm.graph, 0
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
     for placeholder in inputs.values():
-        recipe = ctx.recipes.get(placeholder.name)
+        recipe = ctx.handover.recipes.get(placeholder.name)
         if recipe is None:
             continue
         # The placeholder stays where it is in the list of inputs; it holds the parameter now.

@@ -156,7 +156,7 @@ def small_change(sizes: Iterable[int]) -> int:
 def budget_of(gathers: list[Gather], held: list[Gather], ctx: Context) -> float:
     """The most gathered bytes there may be. Without a number what two groups ahead take, and `small_change`."""
     if ctx.memory_budget is not None:
-        return ctx.memory_budget - ctx.held_elsewhere
+        return ctx.memory_budget - ctx.elsewhere.held
     change = small_change(gather.nbytes for gather in [*gathers, *held])
     return max(live_bytes(gathers, ahead(gathers, 2), held)) + change
 

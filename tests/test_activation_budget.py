@@ -19,7 +19,7 @@ import zerofx
 from tests.memory import allocated_peak
 from tests.models import GPT, Block
 from tests.workers import Workers
-from zerofx.passes.context import Activations
+from zerofx.compiler.choices import Activations
 
 LAYERS, VOCAB, LENGTH = 2, 61, 12
 
@@ -78,7 +78,7 @@ def losses(net: nn.Module, steps: int = 3) -> list[float]:
 def choice(net: nn.Module) -> Activations | None:
     (record,) = zerofx.graphs(net)
     assert record.forward is not None
-    return record.forward.context.activations
+    return record.forward.activations
 
 
 def gpt() -> nn.Module:
@@ -190,7 +190,7 @@ def two_graphs() -> tuple[int, list[int], str]:
     def saved(budget: float) -> list[int]:
         net = compiled(TwoGraphs, budget)
         net(*data()).backward()
-        return [record.forward.context.activations.saved_bytes for record in zerofx.graphs(net) if record.forward]
+        return [record.forward.activations.saved_bytes for record in zerofx.graphs(net) if record.forward]
 
     budget = 2 * sum(saved(0))
     with_bytes = saved(budget)
@@ -235,7 +235,7 @@ def at_least(marked: bool, budget: float | None = 0) -> int:
         net, x = GPT(8, 64, 4, VOCAB, 32), torch.zeros(8, 32, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patched:
         if not marked:
-            patched.setattr("zerofx.compiler.pair.save_entries", lambda forward, parameters: 0)
+            patched.setattr("zerofx.compiler.cut.save_entries", lambda forward, parameters: 0)
         groups = zerofx.Grouping(min_bytes=0)
         record = zerofx.dry_run(net, x, x, world_size=2, groups=groups, activation_budget=budget)
     return zerofx.predict(record).peak_bytes
@@ -254,7 +254,7 @@ with torch.device("meta"):
     net, x = GPT(3, 32, 4, 61, 12), torch.zeros(4, 12, dtype=torch.long)
 groups = zerofx.Grouping(min_bytes=0)
 record = zerofx.dry_run(net, x, x, world_size=2, executor="eager", groups=groups, activation_budget=0.4)
-chosen = record.forward.context.activations
+chosen = record.forward.activations
 print(chosen.saved_bytes, sorted(chosen.recomputed))
 """
 

@@ -123,7 +123,7 @@ def test_a_compiled_model_is_predicted_what_the_formulas_say(fake_world, stage: 
     assert record.forward is not None
     phases = rehearse([record])
     forward, backward = (sum(o.flops for o in phase.operations) for phase in phases)
-    layouts, stays = [group.layout for group in groups_of(model)], record.forward.context.kept_gathered
+    layouts, stays = [group.layout for group in groups_of(model)], record.forward.context.handover.kept_gathered
     kept = [layout.numel for layout in layouts if layout.name in stays]
     assert bool(kept) == (stage == 3)
     n = sum(slot.numel for layout in layouts for slot in layout.slots)

@@ -201,16 +201,16 @@ def check_schedule(record: GraphRecord, groups: int) -> None:
             kept = here
             # The embedding's weight takes no part in backward.
             assert kinds["all_gather"] == kinds["wait"] == groups - 1 - kept
-            assert kinds["reduce_scatter"] == kinds["wait_grad"] == groups == len(trace.context.reductions)
-            assert len({reduction.layout.name for reduction in trace.context.reductions}) == groups
+            assert kinds["reduce_scatter"] == kinds["wait_grad"] == groups == len(trace.context.found.reductions)
+            assert len({reduction.layout.name for reduction in trace.context.found.reductions}) == groups
         else:
             assert kinds["all_gather"] == kinds["wait"] == groups
             assert kinds["discard"] == groups - kept
         most = most_live_bytes(trace)
-        assert most <= trace.context.gathered_bytes <= 2 * largest(trace) + (kept and largest(trace))
-        assert [v for i, v in enumerate(edit.output_values(graph)) if i in trace.context.saved_parameters] == [
+        assert most <= trace.context.found.gathered_bytes <= 2 * largest(trace) + (kept and largest(trace))
+        assert [v for i, v in enumerate(edit.output_values(graph)) if i in trace.context.found.saved_parameters] == [
             None
-        ] * len(trace.context.saved_parameters)
+        ] * len(trace.context.found.saved_parameters)
 
 
 def most_live_bytes(trace: Trace) -> int:
@@ -227,7 +227,7 @@ def most_live_bytes(trace: Trace) -> int:
 
 
 def largest(trace: Trace) -> int:
-    return max(layout.nbytes for layout in trace.context.shards)
+    return max(layout.nbytes for layout in trace.context.found.shards)
 
 
 PASSES = str(Path(zerofx.passes.__file__).resolve().parent)

@@ -97,7 +97,7 @@ def test_in_backward_two_groups_ahead_are_the_most_that_any_budget_allows() -> N
     assert small is not None
     block = next(ref.layout.nbytes for ref in small.context.parameters.values() if "blocks" in ref.slot.name)
     record = record_of(layers=8, memory_budget=5 * block)
-    assert record.backward is not None and record.forward is not None and record.forward.context.kept_gathered
+    assert record.backward is not None and record.forward is not None and record.forward.context.handover.kept_gathered
     answers = said(record.backward, "all_gather blocks.0")
     assert answers["stands"].startswith("2 groups ahead of its use")
     assert answers["earlier"].endswith("in backward two groups ahead are the most")
@@ -106,7 +106,7 @@ def test_in_backward_two_groups_ahead_are_the_most_that_any_budget_allows() -> N
 def test_what_the_budget_keeps_from_forward_to_backward_is_told_on_both_sides() -> None:
     record = record_of()
     assert record.forward is not None and record.backward is not None
-    (kept,) = record.backward.context.gathered
+    (kept,) = record.backward.context.found.gathered
     assert "it stays gathered" in said(record.forward, f"wait {kept}")["then"]
     answers = said(record.backward, f"gathered {kept}")
     assert answers["made by"].startswith("keep: ") and "forward left the group gathered" in answers["stands"]

@@ -12,7 +12,6 @@ from zerofx.features import FEATURES
 
 KNOWN = {
     "offload": {
-        "zerofx.compiler.activations",
         "zerofx.runtime.state.activation_store",
         "zerofx.runtime.state.carriage",
         "zerofx.simulate.recorder",
@@ -24,7 +23,6 @@ KNOWN = {
         "zerofx.features.meshes.row_copy",
         "zerofx.inspect.predict.wires",
         "zerofx.runtime.state.weights",
-        "zerofx.simulate.rehearsal",
     },
 }
 """Features that files outside of them still import, and these files. Nothing is to be added here."""

@@ -81,7 +81,7 @@ def hammer(steps: int, same_host: bool) -> float:
         x = s.call(aten.mm.default, x, s.parameters(name, **{name: (8, 8)})[0])
     gm, ctx = s.done(x)
     apply(gm, ctx, *up_to(lower))
-    shards = [torch.ones(layout.shard_numel) for layout in ctx.shards]
+    shards = [torch.ones(layout.shard_numel) for layout in ctx.found.shards]
     for step in range(steps):
         (y,) = gm(torch.full((1, 8), 1.0 + step % 7), *shards)
         assert y.eq((1.0 + step % 7) * 8**6).all(), (step, y)

@@ -130,7 +130,7 @@ def run_code(executor: str) -> tuple[list[float], list[float]]:
         for node in trace.final.graph.find_nodes(op="placeholder"):
             tag = node.meta.get("zerofx")
             if tag is not None and tag.kind == "gathered":
-                found.append(known[record.forward.context.kept_gathered[tag.group].saved])
+                found.append(known[record.forward.context.handover.kept_gathered[tag.group].saved])
             else:
                 found.append(shards[tag.group] if tag is not None else known[node.name])
         return found
@@ -143,8 +143,8 @@ def run_code(executor: str) -> tuple[list[float], list[float]]:
     reduced = {
         reduction.layout.name: gradient
         for reduction, gradient in zip(
-            record.backward.context.reductions,
-            gradients[len(gradients) - len(record.backward.context.reductions) :],
+            record.backward.context.found.reductions,
+            gradients[len(gradients) - len(record.backward.context.found.reductions) :],
             strict=True,
         )
     }

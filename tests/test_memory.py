@@ -63,7 +63,7 @@ def gpt() -> nn.Module:
 def division(net: nn.Module) -> Any:
     record = next(record for record in zerofx.graphs(net) if record.forward is not None)
     assert record.forward is not None
-    return record.forward.context.division
+    return record.forward.division
 
 
 def needed(build: Any, *, memory: Any = 1, **options: Any) -> int:
@@ -120,7 +120,7 @@ def within(build: Any, budgets: list[float], **options: Any) -> list[dict[str, A
         said = division(net)
         peak += passing(net)
         found.append({"losses": losses, "wanted": wanted, "budget": nbytes, "peak": peak, "said": said})
-        found[-1]["chosen"] = zerofx.graphs(net)[0].forward.context.activations
+        found[-1]["chosen"] = zerofx.graphs(net)[0].forward.activations
     return found
 
 
@@ -337,7 +337,7 @@ def test_a_dry_run_divides_as_compile_does(fake_world: Any, stage: int) -> None:
     batch = torch.ones(16, 8, device="meta")
     record = zerofx.dry_run(build(), batch, world_size=2, executor="eager", memory=PLENTY, **options)
     assert record.forward is not None
-    foretold: Any = record.forward.context.division
+    foretold: Any = record.forward.division
     assert str(foretold).startswith(f"a step takes {foretold.peak_bytes:,} bytes of memory={PLENTY:,}\n")
     assert ("all stay gathered" in str(foretold)) is (stage == 3)
     fake_world(2)
@@ -358,7 +358,7 @@ def several(build: Any, parts: list[float], **options: Any) -> list[dict[str, An
     wanted, _ = trained(built(build, None, **options), ours=ours)
     whole = built(build, PLENTY, **options)
     whole(*data())
-    most = max(record.forward.context.division.peak_bytes for record in zerofx.graphs(whole))
+    most = max(record.forward.division.peak_bytes for record in zerofx.graphs(whole))
     least, found = needed(build, **options), []
     while True:
         try:
@@ -374,9 +374,9 @@ def several(build: Any, parts: list[float], **options: Any) -> list[dict[str, An
         net = built(build, nbytes, **options)
         losses, peak = trained(net, ours=ours)
         peak += passing(net)
-        said = [record.forward.context.division for record in zerofx.graphs(net) if record.forward is not None]
+        said = [record.forward.division for record in zerofx.graphs(net) if record.forward is not None]
         found.append({"losses": losses, "wanted": wanted, "budget": nbytes, "peak": peak, "said": said})
-        found[-1]["chosen"] = zerofx.graphs(net)[0].forward.context.activations
+        found[-1]["chosen"] = zerofx.graphs(net)[0].forward.activations
     return found
 
 
@@ -428,7 +428,7 @@ def test_what_another_graph_is_given_is_there_as_well(fake_world: Any) -> None:
     torch._dynamo.reset()
     net, images, weights = built(TwoInputs, PLENTY), torch.ones(1000, 4, 8), torch.ones(500, 4, 8)
     net(images, weights).backward()
-    first, second = (record.forward.context.division for record in zerofx.graphs(net) if record.forward is not None)
+    first, second = (record.forward.division for record in zerofx.graphs(net) if record.forward is not None)
     assert first is not None and second is not None
     assert first.at_rest > images.nbytes > second.at_rest > weights.nbytes  # its own inputs are among these
     assert second.elsewhere >= images.nbytes and second.peak_bytes > images.nbytes + weights.nbytes

@@ -79,8 +79,8 @@ def train(executor: str, budget: float | None, small: bool = False) -> dict[str,
     return {
         "losses": losses,
         "gathers": gathers,
-        "kept": list(contexts[0].kept_gathered),
-        "live": max(context.gathered_bytes for context in contexts),
+        "kept": list(contexts[0].handover.kept_gathered),
+        "live": max(context.found.gathered_bytes for context in contexts),
     }
 
 
@@ -168,9 +168,9 @@ def keep_in_two_graphs(groups_in_budget: int) -> list[dict[str, Any]]:
     return [
         {
             "phase": trace.context.phase,
-            "kept": len(trace.context.kept_gathered),
-            "elsewhere": trace.context.held_elsewhere / nbytes,
-            "live": trace.context.gathered_bytes / nbytes,
+            "kept": len(trace.context.handover.kept_gathered),
+            "elsewhere": trace.context.elsewhere.held / nbytes,
+            "live": trace.context.found.gathered_bytes / nbytes,
         }
         for trace in traces
     ]

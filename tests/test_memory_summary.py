@@ -156,7 +156,7 @@ def kept_between(budget: float) -> tuple[list[int], int]:
     del loss
     now.append(zerofx.memory_summary(model).nbytes["kept gathered"])
     (record,) = zerofx.graphs(model)
-    return now, sum(left.nbytes for left in record.forward.context.kept_gathered.values())
+    return now, sum(left.nbytes for left in record.forward.context.handover.kept_gathered.values())
 
 
 def test_what_stays_gathered_between_forward_and_backward_is_counted_while_it_does(workers2) -> None:

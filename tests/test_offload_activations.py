@@ -21,6 +21,7 @@ from tests.models import GPT
 from tests.slow import quick_if
 from tests.test_offload import no_space, small, spoil
 from tests.workers import Workers
+from zerofx.features.offload.facts import offloaded
 from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.state_file import StateFile
@@ -102,7 +103,7 @@ def both_ways(folder: str, options: dict[str, Any], how: str, parts: tuple[str, 
         where = zerofx.Offload(activations=folder, smallest=64, **dict.fromkeys(parts, folder))
         model = compiled(where, build, **options)
         found = train(model, how)
-        left = sum(len(r.forward.context.offloaded) for r in zerofx.graphs(model) if r.forward is not None)
+        left = sum(len(offloaded(r.forward.context)) for r in zerofx.graphs(model) if r.forward is not None)
         nothing_left = parts or on_disk(model) == 0
     equal = all(a.equal(b) for a, b in zip(found, wanted, strict=True)) and all(x.isfinite().all() for x in found)
     return [bool(equal), left > 6, bool(nothing_left)]
@@ -353,7 +354,7 @@ def within(folder: str, executor: str = "eager") -> dict[str, Any]:
             optimizer.zero_grad()
         (record,) = zerofx.graphs(model)
         assert record.forward is not None
-        return [loss.item() for loss in losses], (record.forward.context.activations, summary, str(record.forward))
+        return [loss.item() for loss in losses], (record.forward.activations, summary, str(record.forward))
 
     found: dict[str, Any] = {"whole": run(None, None)}
     least = run(0, None)[1][0].least_bytes

@@ -25,6 +25,7 @@ from tests.workers import Workers
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.runtime.state import state_file
+from zerofx.runtime.state.account import AtRest
 from zerofx.simulate.clock import on_the_clock
 from zerofx.simulate.rehearsal import rehearse, rehearse_micro_batches
 
@@ -176,7 +177,7 @@ def update_on_the_clock(folder: str) -> tuple[Any, Any, str, str]:
         loss.backward()
     rates = zerofx.Rates(1e10, 1e9, 1e8, 1e-4, disk_bytes_per_s=1e6)
     (record,) = zerofx.graphs(model)
-    group = record.backward_step.context.reductions[0].layout.name
+    group = record.backward_step.context.found.reductions[0].layout.name
     page = zerofx.report(model, Path(folder, f"{dist.get_rank()}.html"), rates).read_text()
     said = zerofx.predict(model, rates), zerofx.predict(model, replace(rates, disk_bytes_per_s=1e15))
     return *said, record.backward_step.explain(f"step {group}"), page
@@ -315,7 +316,7 @@ def dry(parts: str, stage: int = 3, **options: Any) -> Any:
 
 def test_explain_says_what_a_transfer_is_from_where_and_who_waits() -> None:
     record = dry("mwg", fraction=0.5)
-    there = record.forward.context.on_disk
+    there = record.forward.context.facts(AtRest).on_disk
     assert (there.which, there.groups) == ("2 of 5 groups (fraction=0.5)", {"blocks.0", "blocks.1"})
     answers = answers_of(record.forward, "reload blocks.1")
     (shard,) = (n for n in edit.tagged(record.forward.before_lower().graph, "shard") if "blocks_1" in n.name)

@@ -22,6 +22,7 @@ from tests.models import MLP
 from tests.slow import quick_if
 from tests.test_foreign_dimensions import Copy, Sum
 from zerofx.compiler.alike import Alike
+from zerofx.features.partition_activations.facts import saved_parts
 
 WIDTH, ROWS = 66, 128  # 66: a part of three ranks ends within a row; 128 x 66 numbers of 16 bits are 16.9 kB
 
@@ -128,15 +129,17 @@ def in_parts(shape: tuple[int, int], kind: dict[str, Any], **options: Any) -> di
     assert all(torch.equal(parts.weights[name], x) for name, x in whole.weights.items())
     (record,) = zerofx.graphs(parts.model)
     context = record.forward.context
-    said = ["gather_saved"] if context.parts else []
+    said = ["gather_saved"] if saved_parts(context) else []
     return {
-        "parts": [(part.name, part.nbytes) for part in context.parts.values()],
-        "spared": sum(part.nbytes - part.numel_of_one * part.dtype.itemsize for part in context.parts.values()),
+        "parts": [(part.name, part.nbytes) for part in saved_parts(context).values()],
+        "spared": sum(part.nbytes - part.numel_of_one * part.dtype.itemsize for part in saved_parts(context).values()),
         "counted": parts.saved,
         "whole": would_save(parts),
         "peaks": (whole.peak, parts.peak),
         "printed": str(record),
-        "explained": "".join(record.explain(words) for words in [part.name for part in context.parts.values()] + said),
+        "explained": "".join(
+            record.explain(words) for words in [part.name for part in saved_parts(context).values()] + said
+        ),
         "predicted": [zerofx.predict(run.model) for run in (whole, parts)] if dist.get_rank() == 0 else None,
     }
 
@@ -220,7 +223,7 @@ def compiled(mesh: DeviceMesh, **kind: Any) -> nn.Module:
 
 
 def names(record: Any) -> list[str]:
-    return [part.name for part in record.forward.context.parts.values()]
+    return [part.name for part in saved_parts(record.forward.context).values()]
 
 
 def told() -> dict[str, Any]:
@@ -277,8 +280,8 @@ def within_memory(shape: tuple[int, int]) -> list[dict[str, Any]]:
     def run(parts: bool, nbytes: int) -> Any:
         return train(mesh, parts, {}, {"executor": "eager", "memory": zerofx.Memory(nbytes, 1)})
 
-    def context(run: Any) -> Any:
-        return zerofx.graphs(run.model)[0].forward.context
+    def forward(run: Any) -> Any:
+        return zerofx.graphs(run.model)[0].forward
 
     def peak(run: Any) -> int:
         """The least of several steps: gloo's threads may hold a buffer for a moment when it has been waited for."""
@@ -291,7 +294,7 @@ def within_memory(shape: tuple[int, int]) -> list[dict[str, Any]]:
     with pytest.raises(Exception, match="is too small: a step needs at least") as refused:
         run(True, 1)
     least = int(str(refused.value).partition("at least ")[2].partition(" bytes")[0].replace(",", ""))
-    most, whole = (context(run(parts, 10**9)).division.peak_bytes for parts in (True, False))
+    most, whole = (forward(run(parts, 10**9)).division.peak_bytes for parts in (True, False))
     found = []
     for nbytes in (least, most):
         tried = run(True, nbytes)
@@ -300,10 +303,10 @@ def within_memory(shape: tuple[int, int]) -> list[dict[str, Any]]:
         found.append(
             {
                 "budget": nbytes,
-                "predicted": context(tried).division.peak_bytes,
-                "in step": sum(context(tried).division.peak.values()),
+                "predicted": forward(tried).division.peak_bytes,
+                "in step": sum(forward(tried).division.peak.values()),
                 "measured": peak(tried),
-                "parts": len(context(tried).parts),
+                "parts": len(saved_parts(forward(tried).context)),
                 "whole": whole,
             }
         )

@@ -154,7 +154,7 @@ def test_what_stage_3_gathers_at_once_is_what_the_compiled_graph_does(world_size
     (stage,) = zerofx.plan(model, world_size=world_size, stages=[3], groups=grouping).stages
     record = zerofx.dry_run(model, x, x, world_size=world_size, stage=3, groups=grouping)
     assert record.forward is not None
-    assert stage.gathered == record.forward.context.gathered_bytes
+    assert stage.gathered == record.forward.context.found.gathered_bytes
 
 
 def test_codes_are_planned_with_the_bytes_of_their_rows_and_the_time_they_take_to_write_and_read() -> None:

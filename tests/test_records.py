@@ -54,7 +54,7 @@ def test_a_record_says_how_much_each_pass_did(fake_world) -> None:
     assert record.forward.edits["gather"] == record.forward.edits["group"] == parameters
     assert record.backward.edits["reduce"] == parameters
     assert (record.forward.edits["reduce"], record.forward.edits["keep"], record.forward.edits["discard"]) == (0, 1, 3)
-    assert record.forward.context.gathered_bytes > 0
+    assert record.forward.context.found.gathered_bytes > 0
 
 
 def test_text_shows_groups_in_order_with_bytes_and_the_users_lines(fake_world) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
-from zerofx.compiler.pair import CompiledGraph
+from zerofx.compiler.compilers import Compilers
 from zerofx.runtime.state.group import groups_of
 
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
@@ -101,13 +101,13 @@ def test_no_sync_has_no_collective_for_gradients(workers2, stage: int) -> None:
 
 def variants_compiled(stage: int, dynamic: bool) -> list[str]:
     """What was compiled of the one backward graph, over steps of several lengths."""
-    compiled, compile_variant = [], CompiledGraph._backward_variant
+    compiled, compile_variant = [], Compilers._backward_variant
 
     def counted(self: Any, gm: Any, sync: str, *args: Any) -> Any:
         compiled.append(sync)
         return compile_variant(self, gm, sync, *args)
 
-    CompiledGraph._backward_variant = counted  # type: ignore[method-assign, assignment]
+    Compilers._backward_variant = counted  # type: ignore[method-assign, assignment]
     try:
         net, _ = pair(stage, dynamic=dynamic)
         for rows in (4, 6, 10) if dynamic else (4, 4, 4):
@@ -118,7 +118,7 @@ def variants_compiled(stage: int, dynamic: bool) -> list[str]:
             net(x).backward()
             net(x).backward()
     finally:
-        CompiledGraph._backward_variant = compile_variant  # type: ignore[method-assign]
+        Compilers._backward_variant = compile_variant  # type: ignore[method-assign]
     return compiled
 
 

@@ -127,10 +127,10 @@ def one_step(executor: str, steps: int = 1, **options: Any) -> dict[str, Any]:
     waits = set(edit.tagged(outputs[0].graph, "wait"))
     held = {alias for wait in waits for alias in edit.aliases(wait)}
     return {
-        "forward": [layout.name for layout in forward.context.shards],
-        "backward": [layout.name for layout in backward.context.shards],
-        "reduced": [reduction.layout.name for reduction in backward.context.reductions],
-        "kept": list(forward.context.kept_gathered),
+        "forward": [layout.name for layout in forward.context.found.shards],
+        "backward": [layout.name for layout in backward.context.found.shards],
+        "reduced": [reduction.layout.name for reduction in backward.context.found.reductions],
+        "kept": list(forward.context.handover.kept_gathered),
         "saved_weights": [node.name for node in outputs if node in held],
         "nbytes": {group.layout.name: group.layout.nbytes for group in groups_of(model)},
         "parameters": sum(p.numel() for p in model.parameters()) * 4,
@@ -199,7 +199,7 @@ def live_gathered_bytes(executor: str, memory_budget: int | None) -> tuple[int, 
 
     model(x, x).backward()  # compiles
     (record,) = zerofx.graphs(model)
-    said = max(trace.context.gathered_bytes for trace in record.traces())
+    said = max(trace.context.found.gathered_bytes for trace in record.traces())
     with unittest.mock.patch.object(pairwise, "exchange", watch):
         model(x, x).backward()
     storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}

@@ -63,7 +63,7 @@ def train(shape: tuple[int, int] | None, how: str = "plain", optimizer: str = "t
             steps.step()
         steps.zero_grad()
     if options.get("sharding") == NEAR:
-        left = zerofx.graphs(model)[0].forward.context.kept_gathered.values()
+        left = zerofx.graphs(model)[0].forward.context.handover.kept_gathered.values()
         assert any(kept.ranks > 1 for kept in left), "backward gathers over a row"
     whole = zerofx.full_state_dict(model, rank0_only=False)
     return [*history, float(sum(value.double().abs().sum() for value in whole.values()))]
@@ -211,8 +211,10 @@ def bytes_by_dimension(stage: int, sharding: Any) -> None:
     wire = {name: sum(e.bytes for e in log.events if e.group == name and "send" not in e.name) for name in names}
     whole = sum(layout.nbytes for layout in layouts)
     backward = zerofx.graphs(model)[0].backward.context
-    again = sum(layout.nbytes for layout in backward.shards) if stage == 3 else 0
-    near = sum(backward.kept_gathered[name].nbytes * row for name in backward.gathered if sharding == NEAR)
+    again = sum(layout.nbytes for layout in backward.found.shards) if stage == 3 else 0
+    near = sum(
+        backward.handover.kept_gathered[name].nbytes * row for name in backward.found.gathered if sharding == NEAR
+    )
     assert wire[names[0]] == (whole + again + near + whole) * (row - 1) // row
     crossed = again if sharding == ALL else 0
     assert wire[names[1]] == 2 * (whole // row) // 2 + crossed // row // 2
@@ -241,16 +243,16 @@ def test_a_dry_run_of_a_mesh_has_its_replicas() -> None:
     one = zerofx.predict(zerofx.dry_run(model, x, x, world_size=4, executor="eager", groups=GROUPS))
     record = zerofx.dry_run(model, x, x, world_size=(3, 4), executor="eager", groups=GROUPS)
     two = zerofx.predict(record)
-    shards = sum(reduction.layout.nbytes // 4 for reduction in record.backward.context.reductions)
+    shards = sum(reduction.layout.nbytes // 4 for reduction in record.backward.context.found.reductions)
     assert two.replica_bytes == sum(
-        2 * (reduction.layout.nbytes // 4) * 2 // 3 for reduction in record.backward.context.reductions
+        2 * (reduction.layout.nbytes // 4) * 2 // 3 for reduction in record.backward.context.found.reductions
     )
     assert two.wire_bytes - two.replica_bytes == one.wire_bytes and shards
     rates = zerofx.Rates(1e9, 1e9, 1e9, replica_bytes_per_s=1e6)
     slow, same = zerofx.predict(record, rates), zerofx.predict(record, zerofx.Rates(1e9, 1e9, 1e9))
     assert slow.time_s > same.time_s
     nothing = zerofx.dry_run(model, x, x, world_size=(3, 4), stage=0, executor="eager")
-    assert nothing.backward.context.reductions[0].layout.world_size == 12
+    assert nothing.backward.context.found.reductions[0].layout.world_size == 12
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def count(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counted:
             counted[micro_batches, no_sync] = events, log.total_bytes
     (record,) = zerofx.graphs(model)
     assert record.forward is not None
-    kept = record.forward.context.kept_gathered
+    kept = record.forward.context.handover.kept_gathered
     return {group.layout: group.layout.name in kept for group in groups_of(model)}, counted
 
 

@@ -50,7 +50,7 @@ class Known:
     def __init__(self, gm: GraphModule, ctx: Context) -> None:
         self.gm = gm
         self.ctx = ctx
-        self.meanings: Meanings = ctx.meanings or Meanings()
+        self.meanings: Meanings = ctx.handover.meanings
         self.numbering: Numbering = Numbering(self.meanings)
         self.nodes: list[Node] = list(gm.graph.nodes)
         self.order: dict[Node, int] = {node: i for i, node in enumerate(self.nodes)}
@@ -87,7 +87,8 @@ class Known:
 
     def is_part(self, flat: Flat) -> bool:
         """Whether it is a part of a shard, of which each replica has one: it crosses between hosts first."""
-        return self.ctx.two_hops and not flat.whole and flat.layout.world_size == self._ranks * self.ctx.replicas
+        several = self.ctx.replicas > 1 and not flat.whole
+        return several and flat.layout.world_size == self._ranks * self.ctx.replicas
 
     def slot(self, layout: GroupLayout, offset: int, shape: tuple[int, ...]) -> Slot | None:
         """The parameter that lies there, if it is all of it."""

@@ -100,7 +100,7 @@ def check_live_bytes(buffers: list[Buffer], order: dict[Node, int], ctx: Context
         sizes[which] = sizes.get(which, 0) + buffer.nbytes
     quarter = max(sizes.values(), default=0) // 4  # of the largest group: for those that are small beside it
     if ctx.memory_budget is not None:
-        budget = ctx.memory_budget - ctx.held_elsewhere
+        budget = ctx.memory_budget - ctx.elsewhere.held
     else:
         budget = _two_ahead(buffers, waits, opens) + quarter
 

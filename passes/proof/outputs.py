@@ -60,11 +60,11 @@ class Outputs:
 
     def _check_outputs(self) -> None:
         ctx, values = self.ctx, edit.output_values(self.gm.graph)
-        behind = len(values) - len(ctx.reductions)
-        first = behind - len(ctx.published)
+        behind = len(values) - len(ctx.found.reductions)
+        first = behind - len(ctx.found.published)
         if self.before is not None and first != len(self.before.outputs):
             self.reader.fail("reduction", self.gm.graph.output_node(), f"{len(values)} outputs", "those promised")
-        odd = next((i for i in ctx.saved_parameters if i not in ctx.saved), None)
+        odd = next((i for i in ctx.found.saved_parameters if i not in ctx.saved), None)
         if odd is not None:
             found = f"a parameter is put at output {odd}, which is not saved"
             self.reader.fail("saved", self.gm.graph.output_node(), found, "one where a parameter was saved")
@@ -75,7 +75,11 @@ class Outputs:
         for i, value in enumerate(values[:first]):
             ask("outputs", self.reader, i, value)
             self._check_output(i, value)
-        if ctx.phase == "forward" and self.before is not None and (lost := ctx.kept_gathered.keys() - self.left):
+        if (
+            ctx.phase == "forward"
+            and self.before is not None
+            and (lost := ctx.handover.kept_gathered.keys() - self.left)
+        ):
             found = f"{sorted(lost)[0]!r} does not leave the graph gathered"
             self.reader.fail("saved", self.gm.graph.output_node(), found, "all that is promised to backward")
         if ctx.phase == "backward":
@@ -96,12 +100,12 @@ class Outputs:
                     "reduction", value, "it leaves the graph as it is, for autograd to add up", "None there"
                 )
             return
-        if value is not None and i in ctx.saved_parameters:
+        if value is not None and i in ctx.found.saved_parameters:
             self.reader.fail("saved", value, "it leaves where the caller puts a parameter", "None there")
         if value is None:
-            if i in ctx.saved_parameters:
-                self._check_promised(i, ctx.saved_parameters[i])
-                self.meanings.given[name] = self.numbering.parameter(ctx.saved_parameters[i], ctx)
+            if i in ctx.found.saved_parameters:
+                self._check_promised(i, ctx.found.saved_parameters[i])
+                self.meanings.given[name] = self.numbering.parameter(ctx.found.saved_parameters[i], ctx)
             elif was is not None:
                 self.reader.fail("value", output, f"output {i} is gone", "what the graph returned before")
         elif i in ctx.saved:
@@ -131,7 +135,7 @@ class Outputs:
     def _check_saved(self, i: int, name: str, value: Any, was: Number | None) -> None:
         flat = self.facts.get(value)
         if isinstance(flat, Flat):
-            kept = self.ctx.kept_gathered.get(flat.layout.name)
+            kept = self.ctx.handover.kept_gathered.get(flat.layout.name)
             found = flat.numel, value.meta["val"].dtype, 1 if flat.whole else flat.layout.world_size
             if kept is None or kept.position != i or (kept.numel, kept.dtype, kept.ranks) != found:
                 self.reader.fail("saved", value, "a whole group leaves with what backward needs", "only what is kept")
@@ -169,7 +173,7 @@ class Outputs:
     def _check_reductions(self, extra: list[Any]) -> None:
         ctx, expected = self.ctx, self._expected()
         buckets: dict[Pack, list[tuple[int, str, int]]] = {}
-        for i, (reduction, value) in enumerate(zip(ctx.reductions, extra, strict=True)):
+        for i, (reduction, value) in enumerate(zip(ctx.found.reductions, extra, strict=True)):
             layout, slots = reduction.layout, {slot.offset: slot for slot in reduction.slots if slot.numel}
             if not isinstance(value, Node):
                 self.reader.fail(
@@ -220,7 +224,7 @@ class Outputs:
                 self.reader.fail("reduction", output, found, "in the order of groups, and of places there")
         if ctx.sync == "keep" or ctx.buckets == "parameter":
             return
-        returned = {(r.layout.name, slot.name) for r in ctx.reductions for slot in r.slots}
+        returned = {(r.layout.name, slot.name) for r in ctx.found.reductions for slot in r.slots}
         for ref in ctx.trained:
             if (ref.layout.name, ref.slot.name) not in returned:
                 found = f"nothing stands for the gradient of {ref.slot.name!r}"
@@ -244,7 +248,7 @@ class Outputs:
                 number: Number | None = self.before.outputs[i]
                 number = self._prepared(ref, number, before[i].meta["val"].dtype)  # type: ignore[arg-type]
             else:
-                if not any(ref.slot in r.slots for r in self.ctx.reductions):
+                if not any(ref.slot in r.slots for r in self.ctx.found.reductions):
                     continue
                 number = None
             expected.setdefault((ref.layout.name, ref.slot), _Expected(ref)).numbers.append(number)

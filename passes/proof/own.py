@@ -85,7 +85,7 @@ def _read_start(known: Known, op: Op) -> None:
 
 def check_own(known: Known, published: list[Any]) -> None:
     """What can be said once all is read: what is published, what is dropped, and the order of collectives."""
-    for name, value in zip(known.ctx.published, published):
+    for name, value in zip(known.ctx.found.published, published):
         if not isinstance(value, Node) or value not in known.fresh or known.waits.get(value) == []:
             node = value if isinstance(value, Node) else known.gm.graph.output_node()
             known.fail("own", node, f"it is published as {name!r}, and belongs to others", "a copy: aten.clone")

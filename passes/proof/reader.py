@@ -54,7 +54,7 @@ class Reader(Known):
 
     def _read_inputs(self) -> None:
         ctx, inputs = self.ctx, [node for node in self.nodes if node.op == "placeholder"]
-        promised = len(ctx.shards) + len(ctx.kept) + len(ctx.gathered)
+        promised = len(ctx.found.shards) + len(ctx.found.kept) + len(ctx.found.gathered)
         theirs, ours = inputs[: len(inputs) - promised], iter(inputs[len(inputs) - promised :])
         wanted = [n.name for n in theirs if n.name not in ctx.parameters]
         if self.before is not None:
@@ -69,18 +69,18 @@ class Reader(Known):
             if not ctx.stage and node.name in ctx.parameters:
                 self.derived.add(node)
         ask("inputs", self, theirs)
-        for layout, node in zip(ctx.shards, ours):
+        for layout, node in zip(ctx.found.shards, ours):
             self._read_shard(layout, node)
-        for ref, node in zip(ctx.kept, ours):
+        for ref, node in zip(ctx.found.kept, ours):
             self._sized(node, ref.slot.shape, None)
             self.numbers[node] = self.kept(ref)
-        for name, node in zip(ctx.gathered, ours):
+        for name, node in zip(ctx.found.gathered, ours):
             kept = self.meanings.kept.get(name)
             if kept is None:  # the forward was not read
                 layout = next(ref.layout for ref in ctx.parameters.values() if ref.layout.name == name)
                 cast = () if node.meta["val"].dtype == layout.dtype else (node.meta["val"].dtype,)
                 kept = Flat(layout, (range(layout.shard_numel),), cast, whole=True)
-                if (ranks := ctx.kept_gathered[name].ranks) > 1:
+                if (ranks := ctx.handover.kept_gathered[name].ranks) > 1:
                     kept = divided(kept, ranks)
             self._sized(node, (kept.numel,), kept.dtypes[-1] if kept.dtypes else kept.layout.dtype)
             if kept.whole:

@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 from tests.passes.graphs import Flats, Numbers, apply, gradients, run
 from zerofx import _torch
 from zerofx.model.grouping import Grouping, plan_groups
-from zerofx.passes import PIPELINE, Context, ParameterRef, Recipe
-from zerofx.passes.context import Gathered
+from zerofx.passes import PIPELINE, Context, ParameterRef
+from zerofx.passes.context import Found, Handover
 
 
 class Layers(nn.Module):
@@ -82,9 +82,7 @@ class Pair:
     flats: Flats
     context: Context
 
-    def get(
-        self, phase: str, recipes: dict[str, Recipe], kept: dict[str, Gathered] | None = None
-    ) -> tuple[GraphModule, Context]:
+    def get(self, phase: str, handover: Handover | None = None) -> tuple[GraphModule, Context]:
         gm = GraphModule(self.graphs[phase], copy.deepcopy(self.graphs[phase].graph))
         output, index_of = gm.graph.output_node(), _torch.input_index
         parameters = {n.name: self.refs[i] for n in _placeholders(gm) if (i := index_of(n)) in self.refs}
@@ -95,14 +93,8 @@ class Pair:
             parameters=parameters,
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients={position: self.refs[i] for position, i in grads if i in self.refs},
-            recipes=recipes,
-            kept_gathered={} if kept is None else kept,
-            shards=[],
-            saved_names={},
-            saved_parameters={},
-            kept=[],
-            gathered=[],
-            reductions=[],
+            handover=Handover() if handover is None else handover,
+            found=Found(),
         )
         return gm, ctx
 
@@ -111,10 +103,9 @@ class Pair:
 
         Yields "before" or the pass' name, what the forward returns to the user, and ``rank``'s gradient shards.
         """
-        recipes: dict[str, Recipe] = {}
-        kept: dict[str, Gathered] = {}
-        forward, ctx = self.get("forward", recipes, kept)
-        backward, bctx = self.get("backward", recipes, kept)
+        handover = Handover()
+        forward, ctx = self.get("forward", handover)
+        backward, bctx = self.get("backward", handover)
         names = {_torch.input_index(n): n.name for n in _placeholders(forward)}
         inputs = {names[i]: value for i, value in self.inputs.items() if i in names}
         received = [n.name for n in _placeholders(backward)]

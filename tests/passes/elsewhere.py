@@ -29,7 +29,7 @@ class Elsewhere:
     @staticmethod
     def of(ctx: Context, numbers: Numbers, rank: int = 0) -> Elsewhere:
         """With the shards of ``numbers``."""
-        parts = {layout: layout.shard_numel for layout in ctx.shards}
+        parts = {layout: layout.shard_numel for layout in ctx.found.shards}
         return Elsewhere({n.name: numbers.flats[n][rank * k : (rank + 1) * k] for n, k in parts.items()})
 
     def _start(self, kind: str, name: str) -> None:

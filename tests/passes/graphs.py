@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from tests.passes.facts import made
 from zerofx import _torch
 from zerofx.model.layout import GroupLayout, make_layout
 from zerofx.passes import PIPELINE, Context, ParameterRef, Tag
@@ -40,7 +41,7 @@ class Sketch:
     def __init__(self, phase: str = "forward", *, world_size: int = 2, **context: Any) -> None:
         self.mode, self.graph = FakeTensorMode(), Graph()
         context = {"process_group": "pg", "executor": "eager", **context}
-        self.ctx = Context(phase=phase, **context)  # type: ignore[arg-type]
+        self.ctx = made(phase=phase, **context)
         self.world_size, self.lines = world_size, {"placeholder": 100, "call_function": 0}
         self.refs: dict[str, ParameterRef] = {}
 
@@ -230,14 +231,14 @@ class _Checked(Interpreter):
 
 def run(gm: GraphModule, ctx: Context, numbers: Numbers, rank: int = 0) -> list[Any]:
     """What the graph returns, by a plain interpreter, whatever passes it has been through."""
-    layouts, gathered, args = iter(ctx.shards), iter(ctx.gathered), []
+    layouts, gathered, args = iter(ctx.found.shards), iter(ctx.found.gathered), []
     for node in gm.graph.find_nodes(op="placeholder"):
         if "zerofx" in node.meta and node.meta["zerofx"].kind == "shard":
             layout = next(layouts)
             part = layout.shard_numel
             args.append(numbers.flats[layout][rank * part : (rank + 1) * part].clone())
         elif "zerofx" in node.meta and node.meta["zerofx"].kind == "gathered":
-            args.append(numbers.inputs[ctx.kept_gathered[next(gathered)].saved])  # what forward left there
+            args.append(numbers.inputs[ctx.handover.kept_gathered[next(gathered)].saved])  # what forward left there
         elif node.name in ctx.parameters:
             ref = ctx.parameters[node.name]
             args.append(ref.layout.view(numbers.flats[ref.layout], ref.slot))
@@ -255,7 +256,7 @@ def gradients(ctx: Context, outputs: Sequence[Any], rank: int = 0) -> Flats:
             flat = outputs[i].new_zeros(layout.numel)
             layout.view(flat, slot).copy_(outputs[i])
             _add(shards, layout, flat[rank * layout.shard_numel :][: layout.shard_numel])
-    for reduction, flat in zip(ctx.reductions, outputs[len(outputs) - len(ctx.reductions) :], strict=True):
+    for reduction, flat in zip(ctx.found.reductions, outputs[len(outputs) - len(ctx.found.reductions) :], strict=True):
         assert flat.shape == (reduction.layout.shard_numel,)
         _add(shards, reduction.layout, flat)
     return shards

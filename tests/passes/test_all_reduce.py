@@ -44,6 +44,7 @@ from zerofx.passes import (
     save_parameters,
     verify,
 )
+from zerofx.passes.context import Found
 
 BUCKETS = ("group", "parameter", "all")
 COLLECTIVE = ("all_reduce", "wait_grad")
@@ -53,9 +54,9 @@ bf16 = torch.bfloat16
 
 def averaged(ctx: Context, outputs: list[Any]) -> dict[str, torch.Tensor]:
     """The extra outputs by parameter."""
-    extra = outputs[len(outputs) - len(ctx.reductions) :]
+    extra = outputs[len(outputs) - len(ctx.found.reductions) :]
     found = {}
-    for reduction, value in zip(ctx.reductions, extra, strict=True):
+    for reduction, value in zip(ctx.found.reductions, extra, strict=True):
         (slot,) = reduction.slots
         assert slot.name not in found and value.shape == slot.shape
         found[slot.name] = value
@@ -85,7 +86,7 @@ def test_a_group_is_averaged_right_behind_its_last_gradient() -> None:
         "return (None, None, mm, as_strided_default, as_strided_default_1)"
     ).run(gm.code)
     assert_documented(applied.inserted, {"pack": {5}, "all_reduce": {5}, "wait_grad": {5}, "gradient": {5}})
-    assert [[slot.name for slot in reduction.slots] for reduction in ctx.reductions] == [["aw"], ["ab"]]
+    assert [[slot.name for slot in reduction.slots] for reduction in ctx.found.reductions] == [["aw"], ["ab"]]
 
 
 def bucket(name: str, n: int) -> list[str]:
@@ -141,7 +142,7 @@ def test_a_group_is_complete_with_its_last_gradient_even_if_its_first_came_early
     gm, ctx = s.done(*grads, gradients={0: "a1", 1: "b", 2: "a2"})
     apply(gm, ctx, all_reduce)
     assert events(gm) == ["neg", "abs", *bucket("b", 1), "relu", *bucket("a", 2)]
-    assert [reduction.slots[0].name for reduction in ctx.reductions] == ["a1", "b", "a2"]
+    assert [reduction.slots[0].name for reduction in ctx.found.reductions] == ["a1", "b", "a2"]
 
 
 def test_a_parameter_without_gradient_is_skipped() -> None:
@@ -150,7 +151,7 @@ def test_a_parameter_without_gradient_is_skipped() -> None:
     gm, ctx = s.done(None, neg(s, s.input("tangents_1", 8, 8)), None, gradients={0: "unused", 1: "w"})
     assert apply(gm, ctx, all_reduce).edits == 1
     FileCheck().check("return (None, None, None, as_strided_default)").run(gm.code)
-    assert [reduction.slots[0].name for reduction in ctx.reductions] == ["w"]
+    assert [reduction.slots[0].name for reduction in ctx.found.reductions] == ["w"]
 
 
 def branch() -> tuple[GraphModule, Context]:
@@ -173,7 +174,7 @@ def test_what_other_ranks_alone_may_use_has_zeros_at_its_place() -> None:
     ).check("as_strided.default(wait_tensor_default, [8, 8], [8, 1], 0)").check(
         "as_strided.default(wait_tensor_default, [4], [1], 64)"
     ).check("as_strided.default(wait_tensor_default, [8, 8], [8, 1], 68)").run(gm.code)
-    assert [reduction.slots[0].name for reduction in ctx.reductions] == ["last", "first", "unused"]
+    assert [reduction.slots[0].name for reduction in ctx.found.reductions] == ["last", "first", "unused"]
     assert verify(gm, ctx) == 0
 
 
@@ -355,7 +356,7 @@ def test_every_gradient_has_its_parameters_dtype_when_all_are_reduced_in_one(buc
     gm, ctx = two_dtypes(buckets=buckets, reduce_dtype=bf16)
     apply(gm, ctx, all_reduce)
     extra = edit.output_values(gm.graph)[4:]
-    dtypes = {r.slots[0].name: node.meta["val"].dtype for r, node in zip(ctx.reductions, extra, strict=True)}
+    dtypes = {r.slots[0].name: node.meta["val"].dtype for r, node in zip(ctx.found.reductions, extra, strict=True)}
     assert dtypes == {"w": torch.float32, "b": torch.float32, "low_w": bf16, "low_b": bf16}
 
 
@@ -368,7 +369,7 @@ def test_kept_gradients_leave_whole_and_unreduced(buckets: str, world_size: int)
     applied = apply(gm, ctx, all_reduce)
     assert (applied.edits, applied.inserted) == (4, [])
     FileCheck().check("return (None, None, None, None, mm_2, mm_1, sum_1, mm_3, sum_2)").run(gm.code)
-    assert not ctx.kept
+    assert not ctx.found.kept
     torch.testing.assert_close(averaged(ctx, run(gm, ctx, numbers)), plain(ctx, before), rtol=0, atol=0)
 
 
@@ -387,13 +388,13 @@ def test_what_was_kept_comes_in_last_and_is_reduced_with_the_rest(buckets: str) 
     inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     applied = apply(gm, ctx, all_reduce)
     names = ["bw", "bb", "aw", "ab"]
-    assert [ref.slot.name for ref in ctx.kept] == names
+    assert [ref.slot.name for ref in ctx.found.kept] == names
     *old, kw, kb, kw2, kb2 = gm.graph.find_nodes(op="placeholder")
     assert [node.name for node in old] == inputs
     assert [node.name for node in (kw, kb, kw2, kb2)] == [f"kept_{name}" for name in names]
     assert edit.tagged(gm.graph, "kept") == [kw, kb, kw2, kb2]
     assert_documented(node for node in applied.inserted if node.meta["zerofx"].kind == "prepare")
-    kept = {name: torch.randn(ref.slot.shape) for name, ref in zip(names, ctx.kept, strict=True)}
+    kept = {name: torch.randn(ref.slot.shape) for name, ref in zip(names, ctx.found.kept, strict=True)}
     numbers.inputs |= {f"kept_{name}": value for name, value in kept.items()}
     expected = {name: grad + kept[name] for name, grad in expected.items()}
     torch.testing.assert_close(averaged(ctx, run(gm, ctx, numbers)), expected, rtol=0, atol=0)
@@ -417,7 +418,7 @@ def test_a_bucket_is_waited_for_in_front_of_the_packing_of_the_one_after_the_nex
         *(*produced, *packed["b"]),  # travels during the next layer's backward
         *(*produced, *waited["c"], *packed["a"], *waited["b"], *waited["a"]),
     ]
-    assert ctx.gathered_bytes == 0
+    assert ctx.found.gathered_bytes == 0
     assert_left_alone(gm, ctx, prefetch)
 
 
@@ -438,7 +439,7 @@ def test_forward_graphs_and_those_without_gradients_are_left_alone(buckets: str,
     s = Sketch("backward", **context)
     gm, ctx = s.done(neg(s, s.input("tangents_1", 8, 8)), None)
     assert_left_alone(gm, ctx, all_reduce)
-    assert not ctx.reductions
+    assert not ctx.found.reductions
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
@@ -491,8 +492,8 @@ def both_graphs(
 
     Running gives the loss and the gradients, by parameter. The last of the three are the kept gradients to merge.
     """
-    forward, ctx = pair.get("forward", {})
-    backward, bctx = pair.get("backward", {})
+    forward, ctx = pair.get("forward")
+    backward, bctx = pair.get("backward")
     names = {_torch.input_index(n): n.name for n in forward.graph.find_nodes(op="placeholder")}
     inputs = {names[i]: value for i, value in pair.inputs.items() if i in names}
     received = [n.name for n in backward.graph.find_nodes(op="placeholder")]
@@ -507,14 +508,14 @@ def both_graphs(
     def results() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         returned = run(forward, ctx, Numbers(inputs, pair.flats))
         (loss,) = (value for i, value in enumerate(returned) if i not in ctx.saved)
-        for i, ref in ctx.saved_parameters.items():  # the caller puts it there
+        for i, ref in ctx.found.saved_parameters.items():  # the caller puts it there
             returned[i] = ref.layout.view(pair.flats[ref.layout], ref.slot)
         saved = [returned[i] for i in sorted(ctx.saved)]
         numbers = Numbers(dict(zip(received, [*saved, torch.ones(())], strict=True)), pair.flats)
-        for ref, node in zip(bctx.kept, edit.tagged(backward.graph, "kept"), strict=True):
+        for ref, node in zip(bctx.found.kept, edit.tagged(backward.graph, "kept"), strict=True):
             numbers.inputs[node.name] = kept[ref.slot.name]
         outputs = run(backward, bctx, numbers)
-        return loss, averaged(bctx, outputs) if bctx.reductions else plain(bctx, outputs)
+        return loss, averaged(bctx, outputs) if bctx.found.reductions else plain(bctx, outputs)
 
     return take, results, kept
 
@@ -532,7 +533,7 @@ def compare_on_ranks(model: str, min_cut: bool, contexts: list[dict[str, Any]]) 
             own[slot.name] = layout.view(flat, slot)
             average[slot.name] = layout.view(total, slot) / world_size
     for context in contexts:
-        pair.context = replace(pair.context, **context, kept=[])
+        pair.context = replace(pair.context, **context, found=Found())
         take, results, kept = both_graphs(pair)
         kept |= own  # so that the sum is twice the gradient, exactly in any dtype
         _, before = results()

@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage 2, nccl": {"stage": 2, "backend": "nccl"},
     "stage 3": {"stage": 3, "lookups": False},
     "stage 3, lookups": {"stage": 3},
-    "stage 3, one copy": {"stage": 3, "lookups": False, "one_copy": True},
+    "stage 3, one copy": {"stage": 3, "lookups": False, "in_common": True},
     "stage 3, updated": {"stage": 3, "lookups": False, "steps": True},
     "stage 3, kept": {"stage": 3, "lookups": False, "sync": "keep"},
     "stage 3, merged": {"stage": 3, "lookups": False, "sync": "merge"},

@@ -19,7 +19,7 @@ from tests.passes.test_save_reads import WAYS, Counting
 from tests.test_generated_order import CASES, other_loops
 from zerofx import _torch
 from zerofx._torch import inductor
-from zerofx.compiler import pair
+from zerofx.compiler import cut
 from zerofx.passes import Context, VerificationError
 from zerofx.passes.proof.code import Promise, check_code
 from zerofx.passes.proof.code.kernel import read_kernel
@@ -110,7 +110,7 @@ def test_with_save_reads_backward_reads_nothing_that_forward_wrote_to(how: str) 
 
 @pytest.mark.parametrize("how", ["read, then written", "read as a copy", "a queue of keys"])
 def test_without_save_reads_the_code_is_refused(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(pair, "save_reads", lambda joint: 0)
+    monkeypatch.setattr(cut, "save_reads", lambda joint: 0)
     with pytest.raises(VerificationError, match=r"to which forward has written since: '.*cpp_fused") as refused:
         read_pair(Counting(how))
     assert refused.value.rule == "reread"
@@ -174,7 +174,7 @@ def test_a_compilation_reads_its_code_and_says_where_it_is(
         assert text is not None and "wait_tensor" in text
         return "\n".join(line for line in text.splitlines() if "wait_tensor.default(" not in line)
 
-    monkeypatch.setattr(pair._torch, "source_code", without_waits)
+    monkeypatch.setattr(cut._torch, "source_code", without_waits)
     with pytest.raises(RuntimeError, match=r"rule 'wait'.*of group 'first'.*self.first") as refused:
         compiled()(torch.randn(4, 8))
     path = str(refused.value).partition("The graphs were saved in ")[2].split()[0].rstrip(".")
@@ -188,7 +188,7 @@ def test_code_that_cannot_be_read_is_warned_of(
 ) -> None:
     fake_world(2)
     for code in (None, "cpp_wrapper_src = '''#include <vector>'''\ncall = load(cpp_wrapper_src)\n"):
-        monkeypatch.setattr(pair._torch, "source_code", lambda compiled, code=code: code)
+        monkeypatch.setattr(cut._torch, "source_code", lambda compiled, code=code: code)
         with pytest.warns(UserWarning, match=r"the code that Inductor generated for forward was not checked"):
             compiled()(torch.randn(4, 8))
 

@@ -35,7 +35,7 @@ def test_each_group_is_brought_in_front_of_its_first_use() -> None:
         "unshard.default(shard_b, [8], 64"
     ).check_next("addmm.default").check_next("relu").run(gm.code)
     assert_documented(applied.inserted, {"unshard": {1, 3}})
-    assert [layout.name for layout in ctx.shards] == ["a", "b"]
+    assert [layout.name for layout in ctx.found.shards] == ["a", "b"]
 
 
 def test_all_of_a_group_comes_where_the_first_of_it_is_used_and_shards_in_order_of_use() -> None:
@@ -49,7 +49,7 @@ def test_all_of_a_group_comes_where_the_first_of_it_is_used_and_shards_in_order_
     apply(gm, ctx, gather)
     FileCheck().check("def forward(self, x, shard_head, shard_h_0)").run(gm.code)
     assert events(gm) == ["unshard head", "mm", "unshard h.0", "unshard h.0", "mm", "mm"]
-    assert [layout.name for layout in ctx.shards] == ["head", "h.0"]
+    assert [layout.name for layout in ctx.found.shards] == ["head", "h.0"]
 
 
 @pytest.mark.parametrize("placeholders", [1, 2])
@@ -74,7 +74,7 @@ def test_a_saved_parameter_is_left_to_the_caller() -> None:
     gm, ctx = s.done(s.call(aten.mm.default, x, w), x, w, unused, saved=[1, 2, 3])
     assert apply(gm, ctx, gather).edits == 2
     FileCheck().check_count("unshard.default(", 1, exactly=True).check("return (mm, x, None, None)").run(gm.code)
-    assert {i: ref.slot.name for i, ref in ctx.saved_parameters.items()} == {2: "w", 3: "unused"}
+    assert {i: ref.slot.name for i, ref in ctx.found.saved_parameters.items()} == {2: "w", 3: "unused"}
 
 
 def test_a_parameter_that_the_user_gets_is_brought_for_the_output() -> None:
@@ -85,7 +85,7 @@ def test_a_parameter_that_the_user_gets_is_brought_for_the_output() -> None:
     expected = run(gm, ctx, numbers)
     apply(gm, ctx, gather)
     FileCheck().check("return (unshard_default, unshard_default_1, None)").run(gm.code)
-    assert list(ctx.saved_parameters) == [2]
+    assert list(ctx.found.saved_parameters) == [2]
     torch.testing.assert_close(run(gm, ctx, numbers)[:2], expected[:2], rtol=0, atol=0)
 
 
@@ -96,7 +96,7 @@ def test_a_parameter_without_use_is_not_brought_and_its_group_neither() -> None:
     gm, ctx = s.done(s.call(aten.relu.default, x))
     assert apply(gm, ctx, gather).edits == 1
     assert "unshard" not in gm.code and "shard_a" not in gm.code
-    assert not ctx.shards
+    assert not ctx.found.shards
 
 
 def test_a_graph_without_parameters_is_left_alone() -> None:
@@ -153,7 +153,7 @@ def test_shapes_hold_at_any_world_size(fake_world, world_size: int) -> None:
     apply(gm, ctx, gather)
     assert [value.shape for value in run(gm, ctx, numbers)] == before
     (shard,) = gm.graph.find_nodes(op="placeholder")
-    assert shard.meta["val"].shape == (ctx.shards[0].numel // world_size,)
+    assert shard.meta["val"].shape == (ctx.found.shards[0].numel // world_size,)
 
 
 @pytest.mark.parametrize("names", [("a", "a#2"), ("h.0", "h_0"), ("layer-1", "layer+1"), ("0", "x")])
@@ -171,7 +171,7 @@ def test_any_two_group_names_make_good_placeholders(names: tuple[str, str]) -> N
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "in_common": True}])
 def test_whole_weights_are_brought_from_a_replica_and_no_rank_is_asked(whole: dict[str, Any]) -> None:
     gm, ctx = mlp_forward(2, layers="ab", **whole)
     numbers = Numbers.random(gm, ctx)
@@ -186,13 +186,13 @@ def test_whole_weights_are_brought_from_a_replica_and_no_rank_is_asked(whole: di
     assert_documented(applied.inserted, {"unshard": {1, 3}})
     _, *replicas = gm.graph.find_nodes(op="placeholder")
     assert replicas == edit.tagged(gm.graph, "replica")
-    assert [node.meta["val"].shape for node in replicas] == [(layout.numel,) for layout in ctx.shards]
+    assert [node.meta["val"].shape for node in replicas] == [(layout.numel,) for layout in ctx.found.shards]
     numbers.inputs |= {f"replica_{layout.name}": flat for layout, flat in numbers.flats.items()}
     # At world size 2, without a process group: a collective would fail.
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "in_common": True}])
 def test_a_replica_in_another_dtype_is_widened_behind_each_weight(whole: dict[str, Any]) -> None:
     gm, ctx = mlp_forward(2, layers="a", **whole, param_dtype=torch.bfloat16)
     numbers = Numbers.random(gm, ctx)
@@ -218,7 +218,7 @@ def test_shards_keep_the_parameters_dtype_whatever_weights_compute_in() -> None:
     gm, ctx = mlp_forward(2, layers="a", stage=3, param_dtype=torch.bfloat16)
     apply(gm, ctx, gather)
     (shard,) = edit.tagged(gm.graph, "shard")
-    assert shard.meta["val"].dtype == torch.float32 and shard.meta["val"].shape == (ctx.shards[0].shard_numel,)
+    assert shard.meta["val"].dtype == torch.float32 and shard.meta["val"].shape == (ctx.found.shards[0].shard_numel,)
     assert events(gm) == ["unshard a", "unshard a", "addmm", "relu"]
 
 
@@ -230,4 +230,4 @@ def test_saved_parameters_are_left_to_the_caller_in_every_stage(stage: int) -> N
     gm, ctx = s.done(s.call(aten.mm.default, x, w), w, saved=[1])
     apply(gm, ctx, gather)
     FileCheck().check("return (mm, None)").run(gm.code)
-    assert {i: ref.slot.name for i, ref in ctx.saved_parameters.items()} == {1: "w"}
+    assert {i: ref.slot.name for i, ref in ctx.found.saved_parameters.items()} == {1: "w"}

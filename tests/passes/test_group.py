@@ -70,14 +70,14 @@ def test_gradients_are_packed_in_slot_order_and_reduced_where_the_last_one_is_pr
         "return (None, None, None, relu, mul_tensor)"
     ).check_not("reduce_grad").run(gm.code)
     assert_documented(applied.inserted, {"pack": {4}, "reduce_scatter": {4}, "wait_grad": {4}, "gradient": {4}})
-    (reduction,) = ctx.reductions
+    (reduction,) = ctx.found.reductions
     assert reduction.layout is layout and [slot.name for slot in reduction.slots] == ["w", "b", "v"]
 
 
 def test_groups_are_returned_in_the_order_in_which_they_are_complete() -> None:
     gm, ctx = mlp_backward(2)
     apply(gm, ctx, *up_to(group))
-    assert [reduction.layout.name for reduction in ctx.reductions] == ["c", "b", "a"]
+    assert [reduction.layout.name for reduction in ctx.found.reductions] == ["c", "b", "a"]
     assert events(gm, "reduce_scatter") == ["reduce_scatter c", "reduce_scatter b", "reduce_scatter a"]
     FileCheck().check("return (None, None, None, None, None, None, mm_4, mul_tensor, mul_tensor_1, mul_tensor_2)").run(
         gm.code
@@ -93,7 +93,7 @@ def test_a_group_is_complete_with_its_last_gradient_even_if_its_first_came_early
     gm, ctx = s.done(*grads, gradients={0: "a1", 1: "b", 2: "a2"})
     apply(gm, ctx, reduce, group)
     assert events(gm, "reduce_scatter") == ["reduce_scatter b", "reduce_scatter a"]
-    assert [reduction.layout.name for reduction in ctx.reductions] == ["b", "a"]
+    assert [reduction.layout.name for reduction in ctx.found.reductions] == ["b", "a"]
     FileCheck().check("neg =").check_next("abs_1 =").check("reduce_scatter_tensor").check("relu =").check(
         "reduce_scatter_tensor"
     ).run(gm.code)
@@ -156,7 +156,7 @@ def test_parameters_without_gradient_count_as_zeros(present: tuple[str, ...]) ->
     expected = gradients(ctx, run(gm, ctx, numbers))
     apply(gm, ctx, reduce, group)
     torch.testing.assert_close(gradients(ctx, run(gm, ctx, numbers)), expected, rtol=0, atol=0)
-    assert [slot.name for slot in ctx.reductions[0].slots] == list(present)
+    assert [slot.name for slot in ctx.found.reductions[0].slots] == list(present)
 
 
 def test_two_gradients_of_one_parameter_add_up() -> None:
@@ -182,7 +182,7 @@ def test_empty_parameters_take_part_and_change_nothing(order: tuple[str, ...]) -
     expected = gradients(ctx, run(gm, ctx, numbers))
     apply(gm, ctx, reduce, group)
     torch.testing.assert_close(gradients(ctx, run(gm, ctx, numbers)), expected, rtol=0, atol=0)
-    assert [slot.name for slot in ctx.reductions[0].slots] == ["empty", "w", "none"]
+    assert [slot.name for slot in ctx.found.reductions[0].slots] == ["empty", "w", "none"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,7 +221,7 @@ def test_groups_of_one_parameter_hold_their_shapes_at_any_world_size(
     apply(gm, ctx, gather, reduce, group)
     numbers = Numbers.random(gm, ctx)
     _, dx, shard = run(gm, ctx, numbers)  # compares every shape with meta["val"]
-    assert dx.shape == shape and shard.shape == (ctx.shards[0].shard_numel,)
+    assert dx.shape == shape and shard.shape == (ctx.found.shards[0].shard_numel,)
     assert len(events(gm, "all_gather", "reduce_scatter")) == (0 if world_size == 1 else 2)
 
 
@@ -230,7 +230,7 @@ def test_a_graph_without_symbolic_nodes_is_left_alone() -> None:
     assert_left_alone(*mlp_backward(2), group)
 
 
-@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "in_common": True}])
 def test_a_replicas_refresh_is_waited_for_in_front_of_its_first_use(whole: dict[str, Any]) -> None:
     gm, ctx = mlp_forward(2, layers="ab", **whole)
     numbers = Numbers.random(gm, ctx)
@@ -250,14 +250,14 @@ def test_a_replicas_refresh_is_waited_for_in_front_of_its_first_use(whole: dict[
     torch.testing.assert_close(run(gm, ctx, numbers), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "in_common": True}])
 def test_on_one_rank_a_replica_needs_no_refresh(whole: dict[str, Any]) -> None:
     gm, ctx = mlp_forward(1, **whole)
     apply(gm, ctx, gather, group)
     assert not events(gm, "refresh") and "_c10d_functional" not in gm.code
 
 
-@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "one_copy": True}])
+@pytest.mark.parametrize("whole", [{"stage": 1}, {"stage": 2}, {"stage": 3, "in_common": True}])
 def test_gradients_are_reduced_the_same_way_with_replicas(whole: dict[str, Any]) -> None:
     kinds = ("pack", "reduce_scatter", "wait_grad", "gradient")
     sharded, ctx = mlp_backward(2, stage=3)

@@ -41,19 +41,19 @@ def forward(layers: str = "abc", sizes: dict[str, int] | None = None, **context:
 
 def kept(gm: GraphModule, ctx: Context) -> list[str]:
     apply(gm, ctx, *BEFORE)
-    assert apply(gm, ctx, keep).edits == len(ctx.kept_gathered)
-    return list(ctx.kept_gathered)
+    assert apply(gm, ctx, keep).edits == len(ctx.handover.kept_gathered)
+    return list(ctx.handover.kept_gathered)
 
 
 def test_the_buffer_is_returned_in_the_place_of_a_saved_parameter() -> None:
     gm, ctx = forward("abcde", memory_budget=4 * 256)
     assert kept(gm, ctx) == ["e", "d"]
     FileCheck().check("return (mm_4, None, None, None, wait_tensor_default_3, wait_tensor_default_4)").run(gm.code)
-    assert [ctx.kept_gathered[g].saved for g in "de"] == ["dw", "ew"]
-    assert {ref.slot.name for ref in ctx.saved_parameters.values()} == {"aw", "bw", "cw"}
+    assert [ctx.handover.kept_gathered[g].saved for g in "de"] == ["dw", "ew"]
+    assert {ref.slot.name for ref in ctx.found.saved_parameters.values()} == {"aw", "bw", "cw"}
     apply(gm, ctx, prefetch, discard)
     assert [e for e in events(gm) if e.startswith("discard")] == ["discard a", "discard b", "discard c"]
-    assert ctx.gathered_bytes == 4 * 256
+    assert ctx.found.gathered_bytes == 4 * 256
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def backward(**context: Any) -> tuple[GraphModule, Context]:
     for w in reversed(weights.values()):
         dy = s.call(aten.mm.default, dy, s.call(aten.t.default, w))
     gm, bctx = s.done(dy)
-    bctx.kept_gathered = ctx.kept_gathered
+    bctx.handover = ctx.handover
     return gm, bctx
 
 
@@ -135,18 +135,18 @@ def test_backward_reads_what_came_and_gathers_the_rest() -> None:
     apply(gm, ctx, *BEFORE)
     assert apply(gm, ctx, keep).edits == 1
     assert [n.name for n in gm.graph.find_nodes(op="placeholder")] == ["tangents_1", "shard_b", "shard_a", "gathered_c"]
-    assert ctx.gathered == ["c"] and [layout.name for layout in ctx.shards] == ["b", "a"]
+    assert ctx.found.gathered == ["c"] and [layout.name for layout in ctx.found.shards] == ["b", "a"]
     apply(gm, ctx, prefetch, discard)
     plan = [e for e in events(gm) if e.split()[0] in ("all_gather", "wait", "discard", "mm")]
     assert plan == [
         *("all_gather b", "all_gather a", "mm", "discard c", "wait b", "mm", "discard b", "wait a", "mm", "discard a")
     ]
-    assert ctx.gathered_bytes == 3 * 256  # two ahead of c
+    assert ctx.found.gathered_bytes == 3 * 256  # two ahead of c
 
 
 def test_backward_gathers_anew_what_came_in_another_dtype() -> None:
     gm, ctx = backward()
-    ctx.kept_gathered["c"] = ctx.kept_gathered["c"]._replace(dtype=torch.bfloat16)
+    ctx.handover.kept_gathered["c"] = ctx.handover.kept_gathered["c"]._replace(dtype=torch.bfloat16)
     apply(gm, ctx, *BEFORE)
     assert_left_alone(gm, ctx, keep)
 
@@ -155,9 +155,9 @@ def test_backward_gathers_anew_what_came_in_another_dtype() -> None:
 def test_backward_of_a_forward_that_kept_nothing_is_left_alone(stage: int) -> None:
     gm, ctx = mlp_backward(2, stage=stage)
     apply(gm, ctx, *BEFORE)
-    inputs = list(ctx.shards)
+    inputs = list(ctx.found.shards)
     assert_left_alone(gm, ctx, keep)
-    assert ctx.shards == inputs and inputs
+    assert ctx.found.shards == inputs and inputs
 
 
 def test_a_group_that_is_gathered_in_two_parts_is_not_kept() -> None:
@@ -186,8 +186,8 @@ def test_forward_stays_within_any_budget_that_it_can_be_run_in(sizes: list[int],
     least, whole = max(layout.nbytes for layout in layouts), sum(layout.nbytes for layout in layouts)
     ctx.memory_budget = least + int(share * (whole - least))
     apply(gm, ctx, *BEFORE, keep, prefetch, discard)
-    assert ctx.gathered_bytes <= ctx.memory_budget
-    room = sum(value.nbytes for value in ctx.kept_gathered.values()) + max(largest, 0)
-    assert room <= ctx.memory_budget or not ctx.kept_gathered
-    assert list(ctx.kept_gathered) == list(reversed(layers))[: len(ctx.kept_gathered)]
+    assert ctx.found.gathered_bytes <= ctx.memory_budget
+    room = sum(value.nbytes for value in ctx.handover.kept_gathered.values()) + max(largest, 0)
+    assert room <= ctx.memory_budget or not ctx.handover.kept_gathered
+    assert list(ctx.handover.kept_gathered) == list(reversed(layers))[: len(ctx.handover.kept_gathered)]
     assert wanted.shape == (4, 8)

@@ -96,7 +96,7 @@ def test_rows_gradients_are_told_and_added_up_at_the_end() -> None:
 def test_the_other_gradients_are_reduced_as_ever() -> None:
     gm, ctx = backward()
     apply(gm, ctx, *up_to(group))
-    assert [reduction.layout.name for reduction in ctx.reductions] == ["a", "t"]
+    assert [reduction.layout.name for reduction in ctx.found.reductions] == ["a", "t"]
     assert events(gm, "reduce_scatter", "wait_grad") == ["reduce_scatter a", "wait_grad a"]
 
 
@@ -156,7 +156,7 @@ def two_gradients() -> tuple[GraphModule, Context]:
         lambda: forward(length=8),  # 2 x 6 rows, and their indices, are no fewer bytes
         lambda: forward(world_size=1),
         lambda: forward(stage=2),
-        lambda: forward(one_copy=True),
+        lambda: forward(in_common=True),
         read_otherwise,
         beside_others,
         of_any_number,

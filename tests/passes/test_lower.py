@@ -81,7 +81,7 @@ def test_shapes_hold_at_any_world_size(fake_world, graph, executor: str, world_s
     n = len(before)
     outputs = run(gm, ctx, numbers)  # compares every shape with meta["val"]
     assert all(value is None or value.shape == want for value, want in zip(outputs[:n], before))
-    assert [value.shape for value in outputs[n:]] == [(r.layout.shard_numel,) for r in ctx.reductions]
+    assert [value.shape for value in outputs[n:]] == [(r.layout.shard_numel,) for r in ctx.found.reductions]
 
 
 def test_the_eager_executor_keeps_the_graph_as_it_reads_with_its_discards() -> None:

@@ -254,7 +254,7 @@ def test_backward_gathers_narrowly_what_forward_would_have_saved_as_a_cast(stage
         return *s.done(s.call(aten.mm.default, x, w16), x, t, saved=[1, 2]), t
 
     gm, ctx, saved = forward()
-    s = Sketch("backward", world_size=1, stage=stage, param_dtype=torch.bfloat16, recipes=ctx.recipes)
+    s = Sketch("backward", world_size=1, stage=stage, param_dtype=torch.bfloat16, handover=ctx.handover)
     s.mode = saved.meta["val"].fake_mode
     t = s.input(saved.name, 8, 8, dtype=torch.bfloat16)
     dy = s.input("tangents_1", 4, 8, dtype=torch.bfloat16)
@@ -281,7 +281,7 @@ def test_a_cast_starts_ahead_together_with_its_gather() -> None:
         *(*start["a"], *start["b"], *start["c"], *use["a"]),
         *(*start["d"], *use["b"], *use["c"], *use["d"]),
     ]
-    assert ctx.gathered_bytes == 3 * 256  # as travelled, not as held
+    assert ctx.found.gathered_bytes == 3 * 256  # as travelled, not as held
 
 
 def test_the_first_cast_moves_to_the_top_with_its_gather() -> None:

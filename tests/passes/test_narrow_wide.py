@@ -197,14 +197,14 @@ def test_both_gathers_start_two_groups_ahead() -> None:
     apply(gm, ctx, *up_to(prefetch))
     a, b, c, d = "abcd"
     assert events(gm) == [*starts(a), *starts(b), *starts(c), *use(a), *starts(d), *use(b), *use(c), *use(d)]
-    assert ctx.gathered_bytes == 3 * (8448 + 1024)
+    assert ctx.found.gathered_bytes == 3 * (8448 + 1024)
 
 
 def test_a_budget_counts_both_gathers() -> None:
     for layers, budget in enumerate((9472, 2 * 9472, 3 * 9472), start=1):
         gm, ctx = blocks("abc", memory_budget=budget)
         apply(gm, ctx, *up_to(prefetch))
-        assert ctx.gathered_bytes == budget
+        assert ctx.found.gathered_bytes == budget
         first = events(gm).index("wait a")
         assert events(gm)[:first] == [event for layer in "abc"[:layers] for event in starts(layer)]
     gm, ctx = blocks("abc", memory_budget=9471)

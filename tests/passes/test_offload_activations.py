@@ -10,10 +10,11 @@ from torch.fx import GraphModule, Node
 
 from tests.passes.elsewhere import Elsewhere
 from tests.passes.graphs import Sketch, apply, assert_documented, assert_left_alone, aten, events
+from zerofx.features.offload.facts import ActivationChoice, offloaded
 from zerofx.features.offload.offload_activations import offload_activations, order_of
 from zerofx.features.offload.operators import carrying, new_handle
 from zerofx.passes import Context, edit, lower, rematerialize, verify
-from zerofx.passes.context import ActivationChoice, Meanings
+from zerofx.passes.context import Handover
 
 Pair = tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]
 
@@ -23,8 +24,7 @@ def chain(letters: str = "abcd", smallest: int = 1, **context: Any) -> Pair:
     shared: dict[str, Any] = {
         "stage": 0,
         "activation_choice": ActivationChoice(smallest),
-        "offloaded": {},
-        "meanings": Meanings(),
+        "handover": Handover(),
         **context,
     }
     forward = Sketch("forward", **shared)
@@ -136,8 +136,8 @@ def views(saved_size: bool) -> tuple[GraphModule, Context]:
 def test_of_several_views_what_they_look_at_leaves_once() -> None:
     gm, ctx = through(views(saved_size=True))
     assert events(gm, "offload_activation") == ["offload_activation mul"]
-    assert [len(left.steps) for left in ctx.offloaded.values()] == [1, 1]
-    assert len({left.place for left in ctx.offloaded.values()}) == 1
+    assert [len(left.steps) for left in offloaded(ctx).values()] == [1, 1]
+    assert len({left.place for left in offloaded(ctx).values()}) == 1
 
 
 def test_a_view_of_a_size_that_backward_does_not_know_stays() -> None:

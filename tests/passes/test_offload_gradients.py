@@ -46,7 +46,7 @@ def test_the_graph_returns_nothing_in_its_place() -> None:
     gm, ctx = put_away(away="ac")
     outputs = gm.graph.output_node().args[0]
     assert [node.meta["val"].numel() for node in outputs[-3:]] == [0, 64, 0]
-    assert [reduction.layout.name for reduction in ctx.reductions] == ["c", "b", "a"]
+    assert [reduction.layout.name for reduction in ctx.found.reductions] == ["c", "b", "a"]
     apply(gm, ctx, quantize, lower)
     verify(gm, ctx)
 
@@ -64,7 +64,7 @@ def test_what_leaves_is_what_the_graph_returned_and_two_are_on_their_way_at_most
         with carrying(here):
             run(gm, ctx, numbers)
         assert here.most["gradients"] == 2 and not here.flying["gradients"]
-        for place, reduction in enumerate(ctx.reductions):
+        for place, reduction in enumerate(ctx.found.reductions):
             assert here.gradients[place].equal(wanted[reduction.layout])
 
 
@@ -102,6 +102,6 @@ def test_new_nodes_say_what_they_are_for() -> None:
 def test_without_a_carrier_nobody_knows_where_gradients_live() -> None:
     gm, ctx = put_away(world_size=1)
     numbers = Numbers({n.name: torch.ones(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")})
-    numbers.flats |= {layout: torch.zeros(layout.numel) for layout in ctx.shards}
+    numbers.flats |= {layout: torch.zeros(layout.numel) for layout in ctx.found.shards}
     with pytest.raises(RuntimeError, match="nobody said where its state lives"):
         run(gm, ctx, numbers)

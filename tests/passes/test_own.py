@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +13,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 import zerofx
+from tests.passes.facts import changed
 from zerofx import _torch
 from zerofx.compiler.explain import explain
 from zerofx.compiler.records import GraphRecord
-from zerofx.compiler.rewriting import Rewriting, copy_context, copy_graph
+from zerofx.compiler.rewriting import Rewriting, copy_graph
 from zerofx.inspect.report import report
 from zerofx.passes import Context, VerificationError, edit, pipeline
-from zerofx.passes.context import Meanings
+from zerofx.passes.context import Handover
 from zerofx.passes.kinds import NODE_KINDS as KINDS
 from zerofx.passes.own import Pass
 from zerofx.passes.proof.code import Promise
@@ -56,11 +56,11 @@ def captured() -> GraphRecord:
 
 def rewritten(*own: Any, executor: str = "eager", **facts: Any) -> dict[str, Rewriting]:
     """What the passes make of a forward, and of its backward, with passes of a user's among them."""
-    found, told = {}, {"recipes": {}, "kept_gathered": {}, "meanings": Meanings()}
+    found, handover = {}, Handover()
     for trace in (captured().forward, captured().backward):
         assert trace is not None
-        facts |= {"own": Pass.all_of(own), "executor": executor, **told}
-        ctx = replace(copy_context(trace._initial), **facts)
+        facts |= {"own": Pass.all_of(own), "executor": executor, "handover": handover}
+        ctx = changed(trace._initial.copy(), **facts)
         rewriting = found[ctx.phase] = Rewriting(copy_graph(trace.before), ctx)
         gm = copy_graph(trace.before)
         with _torch.fake_mode_of([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]):
@@ -194,13 +194,13 @@ def test_the_reserved_names_are_the_kinds_of_what_our_passes_insert() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_a_pass_inserts_is_tagged_has_values_and_is_published(stage: int, executor: str) -> None:
     trace = record_of(norms, stage=stage, executor=executor).backward
-    assert trace is not None and trace.context.published == ["norms"] and trace.edits["norms"] > 0
+    assert trace is not None and trace.context.found.published == ["norms"] and trace.edits["norms"] > 0
     mine = edit.tagged(trace.after("norms").graph, "norms")
     assert all("val" in node.meta for node in mine)
     gradients = edit.tagged(trace.after("norms").graph, "gradient")
     squares = [node for node in mine if node.target is aten.mul.Tensor]
     assert [n.meta["zerofx"].group for n in squares] == [n.meta["zerofx"].group for n in gradients]
-    published = edit.output_values(trace.final.graph)[-len(trace.context.reductions) - 1]
+    published = edit.output_values(trace.final.graph)[-len(trace.context.found.reductions) - 1]
     assert published.meta["val"].shape == (len(gradients),)
 
 
@@ -525,7 +525,7 @@ def test_updates_in_backward_come_behind_what_reads_their_gradient(executor: str
     graph = trace.final.graph
     ops = {op.node: op for op in map(Op.of, graph.nodes) if op.node.op == "call_function"}
     order, steps = edit.positions(graph), edit.tagged(graph, "step")
-    assert len(steps) == 4 and trace.context.published == ["norms"]
+    assert len(steps) == 4 and trace.context.found.published == ["norms"]
     for step in steps:
         gradient = ops[step].args[0]
         readers = [n for n in gradient.users if n in ops and ops[n].node.meta["zerofx"].kind == "norms"]

@@ -10,12 +10,14 @@ import torch
 from torch.fx import GraphModule
 from torch.testing import FileCheck
 
+from tests.passes.facts import change
 from tests.passes.graphs import Sketch, apply, assert_documented, assert_left_alone, aten, events
 from tests.passes.mutants import set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
+from zerofx.features.partition_activations.facts import saved_parts
 from zerofx.features.partition_activations.partition_saved import LEAST_BYTES, partition_saved
 from zerofx.passes import PIPELINE, Context, rematerialize
-from zerofx.passes.context import Meanings
+from zerofx.passes.context import Handover
 
 c10d = torch.ops._c10d_functional
 PARTS: dict[str, Any] = {"parts_group": "tp", "parts_ranks": 3, "alike": frozenset({"wait_tensor", "neg", "relu"})}
@@ -25,10 +27,7 @@ Graph = tuple[GraphModule, Context]
 def pair(n: int = 64, last: int = 64, **options: Any) -> tuple[Graph, Graph]:
     """Two layers. Forward saves x, the sum over "tp" and a view of it, of which relu lies the other way round."""
     shared: dict[str, Any] = {
-        "recipes": {},
-        "kept_gathered": {},
-        "parts": {},
-        "meanings": Meanings(),
+        "handover": Handover(),
         **PARTS,
         **options,
     }
@@ -85,7 +84,7 @@ def test_a_part_is_saved_behind_the_last_reader_and_gathered_ahead_of_the_first(
     ).check("as_strided.default(wait_tensor_default, [64, 64], [1, 64], 0)").check("mm.default(").check(
         "as_strided.default(wait_tensor_default_1, [64, 64], [1, 64], 0)"
     ).check("threshold_backward").run(backward.code)
-    assert back.parts["wait_tensor"].numel_of_one == 1366  # of 4096, with 2 zeros at the end
+    assert saved_parts(back)["wait_tensor"].numel_of_one == 1366  # of 4096, with 2 zeros at the end
     assert {n.name: tuple(n.meta["val"].shape) for n in backward.graph.find_nodes(op="placeholder")} == {
         "x": (64, 64), "wait_tensor": (1366,), "t": (1366,), "relu": (1366,), "neg": (64,), "aw": (64, 64),
         "tangents_1": (64, 64),
@@ -95,7 +94,7 @@ def test_a_part_is_saved_behind_the_last_reader_and_gathered_ahead_of_the_first(
 def test_two_gathers_are_under_way_at_most() -> None:
     """The third starts in front of the wait for the second."""
     names = frozenset(f"neg{'' if i == 0 else f'_{i}'}" for i in range(4))
-    shared: dict[str, Any] = {"recipes": {}, "parts": {}, **PARTS, "alike": names}
+    shared: dict[str, Any] = {"handover": Handover(), **PARTS, "alike": names}
     s = Sketch(**shared)
     x = s.input("x", 64, 64)
     nodes = [x := s.call(aten.neg.default, x) for _ in range(4)]
@@ -129,7 +128,7 @@ def test_what_is_small_or_not_alike_or_of_one_rank_is_left_alone(what: dict[str,
 
 def test_what_the_caller_has_anyway_is_left_alone() -> None:
     """An input; what is returned; a view of that."""
-    s = Sketch(**PARTS, parts={})
+    s = Sketch(**PARTS)
     x = s.input("x", 64, 64)
     y = s.call(aten.relu.default, s.call(aten.neg.default, x))
     gm, ctx = s.done(y, x, s.call(aten.t.default, y), saved=[1, 2])
@@ -138,19 +137,19 @@ def test_what_the_caller_has_anyway_is_left_alone() -> None:
 
 
 def test_memory_with_gaps_and_a_view_of_a_part_of_it_are_told_apart() -> None:
-    s = Sketch(**{**PARTS, "alike": frozenset({"neg", "expand"})}, parts={})
+    s = Sketch(**{**PARTS, "alike": frozenset({"neg", "expand"})})
     x = s.input("x", 128, 64)
     rows = s.call(aten.slice.Tensor, s.call(aten.neg.default, x), 0, 64, 128)  # a view: of all of neg a part is saved
     same = s.call(aten.expand.default, s.call(aten.sum.dim_IntList, x, [0]), [128, 64])  # 64 elements of memory
     gm, ctx = s.done(s.call(aten.mul.Tensor, same, x), rows, same, saved=[1, 2])
     assert apply(gm, ctx, rematerialize, partition_saved).edits == 1
-    assert ctx.parts["slice_1"].numel == 128 * 64
-    assert ctx.parts["slice_1"].views == {"slice_1": ((64, 64), (64, 1), 64 * 64)}
+    assert saved_parts(ctx)["slice_1"].numel == 128 * 64
+    assert saved_parts(ctx)["slice_1"].views == {"slice_1": ((64, 64), (64, 1), 64 * 64)}
 
 
 def test_two_names_of_one_view_are_one_value() -> None:
     """As of what `tanh` returns and what its gradient reads."""
-    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "parts": {}, "meanings": Meanings(), **PARTS}
+    shared: dict[str, Any] = {"handover": Handover(), **PARTS}
     s = Sketch(**shared)
     x, a = s.input("x", 64, 64), s.parameters("a", aw=(64, 64))[0]
     first = s.call(aten.neg.default, x)
@@ -164,7 +163,7 @@ def test_two_names_of_one_view_are_one_value() -> None:
         ctx.before = copy_graph(gm)
     for gm, ctx in (forward, backward):
         apply(gm, ctx, *PIPELINE)
-    assert backward[1].parts["neg"].views.keys() == {"neg", "detach"}
+    assert saved_parts(backward[1])["neg"].views.keys() == {"neg", "detach"}
 
 
 def a_part_among_other_ranks(gm: GraphModule, ctx: Context) -> None:
@@ -194,7 +193,7 @@ def a_part_in_another_order(gm: GraphModule, ctx: Context) -> None:
 
 
 def a_part_of_what_is_not_alike(gm: GraphModule, ctx: Context) -> None:
-    ctx.alike = frozenset()
+    change(ctx, alike=frozenset())
 
 
 def a_gather_in_another_group(gm: GraphModule, ctx: Context) -> None:

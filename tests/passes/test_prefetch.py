@@ -28,7 +28,7 @@ def test_by_default_each_gather_starts_two_groups_ahead() -> None:
     use = {layer: [f"wait {layer}", *[f"weight {layer}"] * 2, "addmm", "relu"] for layer in "abcd"}
     first = [f"all_gather {layer}" for layer in "abc"]
     assert events(gm) == [*first, *use["a"], "all_gather d", *use["b"], *use["c"], *use["d"]]
-    assert ctx.gathered_bytes == 3 * 512  # groups of 72 elements, padded to 128
+    assert ctx.found.gathered_bytes == 3 * 512  # groups of 72 elements, padded to 128
 
 
 def test_in_backward_each_gather_starts_two_groups_ahead_from_the_start() -> None:
@@ -38,7 +38,7 @@ def test_in_backward_each_gather_starts_two_groups_ahead_from_the_start() -> Non
     assert events(gm, *STARTS_AND_WAITS) == [
         event for layer in "hgfedcba" for event in (*(f"all_gather {other}" for other in ahead[layer]), f"wait {layer}")
     ]
-    assert ctx.gathered_bytes == 3 * 512
+    assert ctx.found.gathered_bytes == 3 * 512
 
 
 @pytest.mark.parametrize("early", ["", "g", "gfedcb", "gec"])
@@ -85,7 +85,7 @@ def test_in_backward_the_largest_budget_starts_no_gather_more_than_two_groups_ah
         gm, ctx = mlp_backward(2, layers="abcdefgh", memory_budget=budget)
         apply(gm, ctx, *up_to(prefetch))
         starts[budget] = gathers_and_reductions(gm)
-        assert ctx.gathered_bytes == 3 * 512
+        assert ctx.found.gathered_bytes == 3 * 512
     assert starts[None] == starts[1 << 30]  # reductions queue behind as few gathers as without a number
 
 
@@ -109,7 +109,7 @@ def test_an_exact_budget_for_one_group_hoists_nothing_but_the_first() -> None:
     gm, ctx = mlp_forward(2, memory_budget=512)
     apply(gm, ctx, *up_to(prefetch))
     assert events(gm, *STARTS_AND_WAITS) == [f"{kind} {layer}" for layer in "abc" for kind in STARTS_AND_WAITS]
-    assert ctx.gathered_bytes == 512
+    assert ctx.found.gathered_bytes == 512
 
 
 def test_a_large_budget_starts_several_gathers_ahead_in_order() -> None:
@@ -118,11 +118,11 @@ def test_a_large_budget_starts_several_gathers_ahead_in_order() -> None:
     FileCheck().check("shard_a, 2").check_next("shard_b, 2").check_next("shard_c, 2").check_next("wait_tensor").check(
         "addmm"
     ).check("shard_d, 2").check_next("wait_tensor").run(gm.code)
-    assert ctx.gathered_bytes == 3 * 512
+    assert ctx.found.gathered_bytes == 3 * 512
     gm, ctx = mlp_forward(2, layers="abcd", memory_budget=1 << 30)
     apply(gm, ctx, *up_to(prefetch))
     assert events(gm)[:5] == [*(f"all_gather {layer}" for layer in "abcd"), "wait a"]
-    assert ctx.gathered_bytes == 4 * 512
+    assert ctx.found.gathered_bytes == 4 * 512
 
 
 def test_a_small_group_does_not_overtake_a_large_one_that_has_to_wait() -> None:
@@ -150,7 +150,7 @@ def test_a_budget_below_the_largest_group_is_refused_by_its_name() -> None:
     ctx.memory_budget = 25_600  # what the message says is enough
     assert "at least 25,600" in str(caught.value)
     apply(gm, ctx, prefetch)
-    assert ctx.gathered_bytes == 25_600
+    assert ctx.found.gathered_bytes == 25_600
 
 
 def test_a_weight_used_first_and_last_counts_all_the_way() -> None:
@@ -162,7 +162,7 @@ def test_a_weight_used_first_and_last_counts_all_the_way() -> None:
         x = s.call(aten.mm.default, x, w)
     gm, ctx = s.done(x)
     apply(gm, ctx, *up_to(prefetch))
-    assert ctx.gathered_bytes == 4 * 256  # one in use, the next two, and the tied one
+    assert ctx.found.gathered_bytes == 4 * 256  # one in use, the next two, and the tied one
     assert events(gm, "all_gather")[-1] == "all_gather d"
 
 
@@ -280,7 +280,7 @@ class Plan:
             ctx.memory_budget = budget
             apply(copied, ctx, *passes)
             line = timeline(copied)
-            assert prefetch not in passes or peak(line) == ctx.gathered_bytes
+            assert prefetch not in passes or peak(line) == ctx.found.gathered_bytes
             return line
 
         return schedule
@@ -379,7 +379,7 @@ def test_small_gathers_go_ahead_of_the_reduction_of_a_large_group_that_dies() ->
         *("all_gather b", "reduce_scatter head"),  # when the head is through, not in front of the wait for a
         *("wait a", "reduce_scatter a", "wait b", "reduce_scatter b"),
     ]
-    assert ctx.gathered_bytes <= budget
+    assert ctx.found.gathered_bytes <= budget
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -392,7 +392,7 @@ def test_the_wait_for_a_refresh_stays_where_it_is(stage: int) -> None:
     apply(gm, ctx, *up_to(group))
     assert events(gm) == ["relu", "refresh a", "weight a", "mm", "refresh b", "weight b", "mm"]
     assert_left_alone(gm, ctx, prefetch)
-    assert ctx.gathered_bytes == 0
+    assert ctx.found.gathered_bytes == 0
     assert_left_alone(gm, ctx, discard)  # a replica stays
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 from torch.testing import FileCheck
 
+from tests.passes.facts import change
 from tests.passes.graphs import apply, assert_documented, assert_left_alone, events, mlp_backward, mlp_forward, up_to
 from tests.passes.mutants import bypass, inner, instead, set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
@@ -72,7 +73,7 @@ def test_the_buffers_have_the_sizes_of_rows() -> None:
     gm, ctx = mlp_forward(layers="a", wire=Wire("int8", block=32))
     apply(gm, ctx, *BEFORE, quantize)
     sizes = {n.meta["zerofx"].kind: n.meta["val"] for n in gm.graph.nodes if "zerofx" in n.meta}
-    layout = ctx.shards[0]
+    layout = ctx.found.shards[0]
     assert sizes["quantize"].dtype == sizes["wait"].dtype == torch.uint8
     assert sizes["wait"].numel() == 2 * sizes["quantize"].numel()
     assert sizes["dequantize"].shape == (layout.numel,) and sizes["dequantize"].dtype == torch.float32
@@ -98,7 +99,7 @@ def test_what_is_as_short_already_travels_as_it_is() -> None:
 
 # ---- between the replicas of a mesh ---------------------------------------------------------------------------------
 
-NODES: dict[str, Any] = {"replica_group": "columns", "wire": Wire(None, "int4", block=32, between="nodes")}
+NODES: dict[str, Any] = {"second_group": "columns", "wire": Wire(None, "int4", block=32, between="nodes")}
 ROWS = NODES | {"replicas": 3}
 DIVIDED = NODES | {"replicas": 2, "divides_between": True}
 c10d, zero = torch.ops._c10d_functional, torch.ops.zerofx
@@ -179,7 +180,7 @@ def the_sum_of_a_row_in_place_of_all(gm: GraphModule, ctx: Context) -> None:
 
 
 def a_row_that_travels_in_codes(gm: GraphModule, ctx: Context) -> None:
-    ctx.wire, ctx.crosses = Wire(None, "int4", block=32), False
+    change(ctx, wire=Wire(None, "int4", block=32), crosses=False)
 
 
 BROKEN: dict[Callable[[GraphModule, Context], None], set[str]] = {
@@ -200,7 +201,7 @@ BROKEN: dict[Callable[[GraphModule, Context], None], set[str]] = {
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_what_breaks_a_rule_of_codes_between_replicas_is_found(scheme: Any, world_size: int, backend: str) -> None:
     gm, ctx = mlp_backward(world_size=world_size, backend=backend, **scheme)
-    ctx.before, ctx.meanings = copy_graph(gm), Meanings()
+    ctx.before, ctx.handover.meanings = copy_graph(gm), Meanings()
     apply(gm, ctx, *PIPELINE)
     mutants = BROKEN.items()
     if scheme is DIVIDED and backend == "nccl":  # an exchange says how much it sends each, not how many there are

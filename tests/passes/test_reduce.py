@@ -38,7 +38,7 @@ def test_a_reduction_stands_right_behind_each_gradients_producer() -> None:
         "return (None, None, mm, reduce_grad_default, reduce_grad_default_1)"
     ).run(gm.code)
     assert_documented(applied.inserted, {"reduce_grad": {4, 5}})
-    assert [[slot.name for slot in reduction.slots] for reduction in ctx.reductions] == [["aw"], ["ab"]]
+    assert [[slot.name for slot in reduction.slots] for reduction in ctx.found.reductions] == [["aw"], ["ab"]]
 
 
 def test_the_shards_of_a_group_add_up_to_its_gradient() -> None:
@@ -69,7 +69,7 @@ def test_a_parameter_without_gradient_is_skipped() -> None:
     gm, ctx = s.done(None, s.call(aten.neg.default, dy), None, gradients={0: "unused", 1: "w"})
     assert apply(gm, ctx, reduce).edits == 1
     FileCheck().check("return (None, None, None, reduce_grad_default)").run(gm.code)
-    assert [reduction.slots[0].name for reduction in ctx.reductions] == ["w"]
+    assert [reduction.slots[0].name for reduction in ctx.found.reductions] == ["w"]
 
 
 def test_a_gradient_that_comes_in_from_outside_is_reduced_behind_all_inputs() -> None:
@@ -148,8 +148,13 @@ def test_kept_gradients_leave_whole_and_unreduced(world_size: int, stage: int) -
     applied = apply(gm, ctx, reduce)
     assert (applied.edits, applied.inserted) == (4, [])
     FileCheck().check("return (None, None, None, None, mm_2, mm_1, sum_1, mm_3, sum_2)").run(gm.code)
-    assert [[slot.name for slot in reduction.slots] for reduction in ctx.reductions] == [["bw"], ["bb"], ["aw"], ["ab"]]
-    assert not ctx.kept
+    assert [[slot.name for slot in reduction.slots] for reduction in ctx.found.reductions] == [
+        ["bw"],
+        ["bb"],
+        ["aw"],
+        ["ab"],
+    ]
+    assert not ctx.found.kept
     torch.testing.assert_close(run(gm, ctx, numbers)[5:], before[:4], rtol=0, atol=0)
 
 
@@ -158,7 +163,7 @@ def test_no_pass_reduces_what_is_kept() -> None:
     apply(gm, ctx, *PIPELINE)
     assert events(gm, "all_gather") and not events(gm, "pack", "reduce_scatter", "wait_grad", "gradient")
     names = [f"{layer}{kind}" for layer in "cba" for kind in "wb"]
-    assert [[slot.name for slot in reduction.slots] for reduction in ctx.reductions] == [[name] for name in names]
+    assert [[slot.name for slot in reduction.slots] for reduction in ctx.found.reductions] == [[name] for name in names]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -170,12 +175,12 @@ def test_what_was_kept_comes_in_behind_all_inputs_and_is_reduced_with_the_rest(s
     inputs = gm.graph.find_nodes(op="placeholder")
     applied = apply(gm, ctx, reduce)
     names = ["bw", "bb", "aw", "ab"]
-    assert [ref.slot.name for ref in ctx.kept] == names
+    assert [ref.slot.name for ref in ctx.found.kept] == names
     kept = edit.tagged(gm.graph, "kept")
     assert gm.graph.find_nodes(op="placeholder") == [*inputs, *kept]
     assert [node.name for node in kept] == [f"kept_{name}" for name in names]
     numbers.inputs |= {f"replica_{layout.name}": flat for layout, flat in numbers.flats.items()}
-    for node, ref in zip(kept, ctx.kept, strict=True):
+    for node, ref in zip(kept, ctx.found.kept, strict=True):
         value = numbers.inputs[node.name] = torch.randn(ref.slot.shape)
         ref.layout.view(expected[ref.layout], ref.slot).add_(value)
     torch.testing.assert_close(gradients(ctx, run(gm, ctx, numbers)), expected, rtol=0, atol=0)

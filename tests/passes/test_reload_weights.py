@@ -74,7 +74,7 @@ def test_backward_reloads_in_the_order_of_its_own_use() -> None:
 def test_two_are_on_their_way_at_most_however_many_groups_there_are(phase: str, letters: str) -> None:
     gm, ctx = reloaded(phase, away=letters, layers=letters, world_size=1)
     numbers = Numbers.random(GRAPHS[phase](world_size=1, layers=letters)[0], ctx)
-    numbers.flats |= {n: torch.randn(n.numel) for n in ctx.shards}
+    numbers.flats |= {n: torch.randn(n.numel) for n in ctx.found.shards}
     here = Elsewhere.of(ctx, numbers)
     with carrying(here):
         run(gm, ctx, numbers)
@@ -157,6 +157,6 @@ def test_inductor_is_told_the_order() -> None:
 
 def test_without_a_carrier_nobody_knows_where_weights_live() -> None:
     gm, ctx = reloaded(world_size=1)
-    numbers = Numbers({"x": torch.ones(4, 8)}, {layout: torch.zeros(layout.numel) for layout in ctx.shards})
+    numbers = Numbers({"x": torch.ones(4, 8)}, {layout: torch.zeros(layout.numel) for layout in ctx.found.shards})
     with pytest.raises(RuntimeError, match="nobody said where its state lives"):
         run(gm, ctx, numbers)

@@ -28,7 +28,7 @@ def forward(chain: Chain) -> tuple[GraphModule, Context]:
 
 def backward(forward: GraphModule, ctx: Context) -> tuple[GraphModule, Context]:
     """A backward that is handed what ``forward`` saved before any pass, and adds something to it."""
-    s = Sketch("backward", recipes=ctx.recipes)
+    s = Sketch("backward", handover=ctx.handover)
     s.mode = forward.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
     saved = forward.graph.output_node().args[0][2]
     assert isinstance(saved, Node)
@@ -105,7 +105,7 @@ def test_a_view_with_a_size_of_this_call_is_rebuilt_where_forward_saves_that_siz
     assert apply(gm, ctx, rematerialize).edits == saved
     assert gm.graph.output_node().args[0][1] is (w if saved else value)
 
-    s = Sketch("backward", recipes=ctx.recipes)
+    s = Sketch("backward", handover=ctx.handover)
     s.mode = w.meta["val"].fake_mode
     expand = s.input("expand", 3, 8, 8)
     sizes = [sized(s)] * saved
@@ -137,7 +137,7 @@ def test_forward_drops_what_was_made_for_saving_alone_and_keeps_what_it_uses() -
 def test_backward_rebuilds_in_front_of_the_first_use() -> None:
     gm, ctx = forward(chains()["cast of permute"])
     apply(gm, ctx, rematerialize)
-    s = Sketch("backward", recipes=ctx.recipes)
+    s = Sketch("backward", handover=ctx.handover)
     s.mode = gm.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
     dy = s.input("tangents_1", 4, 8, dtype=torch.float64)
     derived = s.input("convert_element_type", 8, 8, dtype=torch.float64)
@@ -161,7 +161,10 @@ def test_several_saved_values_of_one_parameter_are_all_replaced() -> None:
     gm, ctx = s.done(s.call(aten.mm.default, x, t), t, h, w, saved=[1, 2, 3])
     assert apply(gm, ctx, rematerialize).edits == 2
     FileCheck().check("return (mm, w, w, w)").run(gm.code)
-    assert {name: recipe.parameter.slot.name for name, recipe in ctx.recipes.items()} == {"t": "w", "_to_copy": "w"}
+    assert {name: recipe.parameter.slot.name for name, recipe in ctx.handover.recipes.items()} == {
+        "t": "w",
+        "_to_copy": "w",
+    }
 
 
 def test_what_the_user_gets_stays_while_the_same_node_is_no_longer_saved() -> None:
@@ -179,7 +182,7 @@ def test_a_parameter_saved_as_it_is_is_left_alone_on_both_sides() -> None:
     (w,) = s.parameters("a", w=(8, 8))
     gm, ctx = s.done(s.call(aten.mm.default, x, w), x, w, saved=[1, 2])
     assert_left_alone(gm, ctx, rematerialize)
-    s = Sketch("backward", recipes=ctx.recipes)
+    s = Sketch("backward", handover=ctx.handover)
     (w,) = s.parameters("a", w=(8, 8))
     bw, bctx = s.done(s.call(aten.mm.default, s.input("tangents_1", 4, 8), s.call(aten.t.default, w)))
     assert_left_alone(bw, bctx, rematerialize)
@@ -197,7 +200,7 @@ def test_what_takes_more_than_views_and_casts_of_one_parameter_is_still_saved(ta
     }[target]()
     gm, ctx = s.done(s.call(aten.mm.default, x, w), value, saved=[1])
     assert_left_alone(gm, ctx, rematerialize)
-    assert not ctx.recipes
+    assert not ctx.handover.recipes
 
 
 def test_inference_saves_nothing_and_is_left_alone() -> None:
@@ -211,7 +214,7 @@ def test_inference_saves_nothing_and_is_left_alone() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_of_real_graphs_nothing_is_saved_that_comes_from_parameters_alone(model: str, min_cut: bool) -> None:
     pair = capture(MODELS[model](), torch.randn(4, 5), world_size=2, min_cut=min_cut)
-    gm, ctx = pair.get("forward", {})
+    gm, ctx = pair.get("forward")
     apply(gm, ctx, rematerialize)
     activations: set[Node] = set()
     for node in gm.graph.nodes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
+from tests.passes.facts import change
 from tests.passes.graphs import apply, assert_documented, assert_left_alone, events, mlp_backward, mlp_forward, up_to
 from tests.passes.mutants import bypass, inner, instead, like, set_arg, tagged, what_verify_misses
 from zerofx import _torch
@@ -20,7 +21,7 @@ from zerofx.passes.context import Meanings
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 KINDS = ("reduce_scatter", "wait_grad", "sum_replicas", "wait_replicas")
-REPLICAS: dict[str, Any] = {"replica_group": "columns", "replicas": 3}
+REPLICAS: dict[str, Any] = {"second_group": "columns", "replicas": 3}
 
 
 def test_sums_start_behind_the_next_reduction_and_are_waited_for_at_the_end() -> None:
@@ -90,7 +91,7 @@ GRAPHS = {
 }
 
 
-BETWEEN = {"replica_group": "columns", "replicas": 2, "divides_between": True}
+BETWEEN = {"second_group": "columns", "replicas": 2, "divides_between": True}
 
 
 def test_where_replicas_share_the_optimizers_work_shards_are_awaited_and_sums_divided() -> None:
@@ -108,7 +109,7 @@ def test_where_replicas_share_the_optimizers_work_shards_are_awaited_and_sums_di
 
 def finished(**options: Any) -> tuple[GraphModule, Context]:
     gm, ctx = mlp_backward(**(REPLICAS | options))
-    ctx.before, ctx.meanings = copy_graph(gm), Meanings()
+    ctx.before, ctx.handover.meanings = copy_graph(gm), Meanings()
     apply(gm, ctx, *PIPELINE)
     return gm, ctx
 
@@ -139,7 +140,7 @@ def an_average_over_replicas(gm: GraphModule, ctx: Context) -> None:
 
 
 def an_average_over_the_row_alone(gm: GraphModule, ctx: Context) -> None:
-    set_arg(_scaling(gm), 1, 1.0 / 2 if ctx.reductions[0].layout.world_size == 2 else 1.0)
+    set_arg(_scaling(gm), 1, 1.0 / 2 if ctx.found.reductions[0].layout.world_size == 2 else 1.0)
 
 
 def a_scale_that_is_applied_once_more(gm: GraphModule, ctx: Context) -> None:
@@ -161,7 +162,7 @@ def sums_that_are_waited_for_in_another_order(gm: GraphModule, ctx: Context) -> 
 
 
 def a_graph_that_was_not_told_of_replicas(gm: GraphModule, ctx: Context) -> None:
-    ctx.replicas, ctx.replica_group = 1, ""
+    ctx.replicas, ctx.second_group = 1, ""
 
 
 def a_sum_in_place_of_what_others_read(gm: GraphModule, ctx: Context) -> None:
@@ -217,7 +218,7 @@ def test_what_breaks_a_rule_of_replicas_is_found(name: str) -> None:
 
 
 def a_part_of_a_sum_over_replicas_that_is_taken_for_all(gm: GraphModule, ctx: Context) -> None:
-    ctx.divides_between = False
+    change(ctx, divides_between=False)
 
 
 def a_part_among_one_replica_more(gm: GraphModule, ctx: Context) -> None:

@@ -13,14 +13,14 @@ from tests.passes.mutants import bypass, set_arg, tagged, what_verify_misses
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.features.meshes.secondary_shard import secondary_shard
 from zerofx.passes import PIPELINE, Context
-from zerofx.passes.context import Meanings
+from zerofx.passes.context import Handover
 
-NEAR: dict[str, Any] = {"near_group": "row", "near_ranks": 2, "memory_budget": 600}
+NEAR: dict[str, Any] = {"secondary_group": "row", "secondary_ranks": 2, "memory_budget": 600}
 
 
 def pair(width: int = 8, **options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]:
     """Forward and backward of two layers, on four ranks if not told otherwise; each weight is saved for backward."""
-    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "meanings": Meanings(), "world_size": 4}
+    shared: dict[str, Any] = {"handover": Handover(), "world_size": 4}
     shared |= {**NEAR, **options}
     s = Sketch(**shared)
     x = s.input("x", 4, width)
@@ -60,16 +60,16 @@ def test_forward_leaves_its_part_and_backward_gathers_from_it() -> None:
         "secondary b",
         "secondary b",
     ]
-    assert {kept.ranks for kept in ctx.kept_gathered.values()} == {2} and not ctx.saved_parameters
+    assert {kept.ranks for kept in ctx.handover.kept_gathered.values()} == {2} and not ctx.found.saved_parameters
     assert apply(backward, back, *up_to(secondary_shard)).edits == 2
     for start in tagged(backward, "all_gather"):
         assert start.args[1:] == (2, "row") and start.args[0].meta["zerofx"].kind == "secondary"
         assert start.args[0].meta["val"].numel() * 2 == start.meta["val"].numel()
-    assert back.shards == [] and back.gathered == ["b", "a"]
+    assert back.found.shards == [] and back.found.gathered == ["b", "a"]
 
 
 def test_without_near_ranks_it_changes_nothing() -> None:
-    for gm, ctx in pair(near_group="", near_ranks=1):
+    for gm, ctx in pair(secondary_group="", secondary_ranks=1):
         assert apply(gm, ctx, *up_to(secondary_shard)).edits == 0
 
 

@@ -20,17 +20,17 @@ from zerofx.features.meshes.two_hop_gather import two_hop_gather
 from zerofx.passes import PIPELINE, Context
 
 HOPS: dict[str, Any] = {
-    "near_group": "",
-    "near_ranks": 1,
+    "secondary_group": "",
+    "secondary_ranks": 1,
     "width": 16,
     "world_size": 2,
     "memory_budget": 1200,
     "two_hops": True,
     "divides_between": True,
-    "replica_group": "column",
+    "second_group": "column",
     "replicas": 2,
 }
-NEAR: dict[str, Any] = {**HOPS, "near_group": "pg", "near_ranks": 2}
+NEAR: dict[str, Any] = {**HOPS, "secondary_group": "pg", "secondary_ranks": 2}
 
 
 def finished(**options: Any) -> tuple[tuple[GraphModule, Context], tuple[GraphModule, Context]]:
@@ -85,7 +85,7 @@ def test_what_forward_leaves_for_a_row_is_the_shard_that_came() -> None:
 
 
 def test_without_two_hops_it_changes_nothing() -> None:
-    for gm, ctx in pair(near_group="", near_ranks=1):
+    for gm, ctx in pair(secondary_group="", secondary_ranks=1):
         assert apply(gm, ctx, *up_to(two_hop_gather)).edits == 0
 
 

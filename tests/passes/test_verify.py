@@ -39,8 +39,8 @@ from tests.passes.mutants import (  # noqa: F401  # they add themselves to MUTAN
 )
 from tests.slow import slow_if
 from zerofx.compiler.rewriting import copy_graph
+from zerofx.features.offload.facts import ActivationChoice
 from zerofx.passes import VerificationError, edit, pipeline, verify
-from zerofx.passes.context import ActivationChoice
 from zerofx.passes.schedule import groups_ahead
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
@@ -118,7 +118,9 @@ def test_the_graphs_have_what_can_go_wrong(graphs: dict[str, Graph]) -> None:
     assert all(kinds[kind] for kind in CARRIED)
     assert kinds["quantize"] and kinds["dequantize"]
     assert all(kinds[kind] for kind in "ask asked answer answered give given rows".split())
-    assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.shards) for gm, ctx in graphs.values()), "two parts"
+    assert sum(len(edit.tagged(gm.graph, "all_gather")) > len(ctx.found.shards) for gm, ctx in graphs.values()), (
+        "two parts"
+    )
 
 
 def verdict(mutant: Mutant, graph: Graph, place: int) -> str:

@@ -87,7 +87,7 @@ def _asked_for(net: nn.Module, batch: dict[str, Any]) -> int | None:
 
 
 def _said(net: nn.Module) -> int:
-    divisions = [record.forward.context.division for record in zerofx.graphs(net) if record.forward is not None]
+    divisions = [record.forward.division for record in zerofx.graphs(net) if record.forward is not None]
     return max(division.peak_bytes for division in divisions if division is not None)
 
 

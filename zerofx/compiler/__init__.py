@@ -17,7 +17,11 @@ alike         what all tensor-parallel ranks have alike
 division      one budget, divided between weights and activations
 trial         one division, tried on copies
 branches      of which parameters this rank, or another, has a gradient
-pair          forward and backward of one graph: contexts, passes, executor
+choices       what a budget decided, to be read
+unit          what compiles one graph starts from: options, and which inputs are parameters
+pair          what the forward and the backward of one graph share; contexts
+cut           what forward saves, as AOTAutograd cuts a graph in two
+compilers     one graph of a pair: passes, executor, and what runs it
 rewriting     one graph on its way through the passes
 runners       what runs at every step
 shadow        what ranks do that do not run a graph
@@ -32,5 +36,5 @@ progress      what rank 0 says while graphs are compiled
 Imports every room but `zerofx.inspect`::
 
     runtime, checkpoint ◀── options ◀── apart, checks ◀── shard ◀── captured ◀── backend ◀── api
-                 passes ◀── rewriting ◀── records, runners ◀── pair ◀────┘
+        passes ◀── rewriting ◀── records ◀── unit, pair ◀── cut, compilers ◀────┘
 """

@@ -24,7 +24,7 @@ The rates are those that the user gives, the same on every rank, or an ordinary 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,11 +33,10 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zerofx import _torch
-from zerofx.features.offload.offload_activations import leaving
+from zerofx.compiler.choices import Activations
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
-from zerofx.passes.context import Activations
-from zerofx.passes.saved import ActivationChoice
+from zerofx.runtime.state.group import Family
 from zerofx.simulate.clock import Rates, ordinary
 
 ASKED = 7
@@ -52,10 +51,25 @@ _BALANCE_ELSEWHERE = 100
 
 
 class Away(NamedTuple):
-    """What may leave the device, and how fast; None: as on an ordinary machine."""
+    """What may leave the device, and how fast.
 
-    store: ActivationChoice
+    Attributes:
+        leaves: of the values that a forward returns, and of the places of the saved ones: the tensors that can leave,
+            each with the places of its views.
+        rates: None: as on an ordinary machine.
+    """
+
+    leaves: Callable[[Sequence[Any], Collection[int]], dict[Node, list[int]]]
     rates: Rates | None
+
+
+AWAY: list[Callable[[Family, Rates | None], Away | None]] = []
+"""Of features: what of a module's activations may leave; its rates are given, or those of the option."""
+
+
+def away_of(family: Family, rates: Rates | None = None) -> Away | None:
+    """What may leave; None: nothing."""
+    return next((away for of in AWAY if (away := of(family, rates)) is not None), None)
 
 
 class _Answer(NamedTuple):
@@ -179,7 +193,7 @@ def _answers(asked_for: Sequence[list[Node]], cut: _torch.Cut, away: Away) -> li
     for saved in asked_for:
         device = next((x.device.type for node in saved for x in _tensors([node.meta.get("val")])), "cpu")
         compute_s = (work + sum(map(cost, cut.recomputed(saved)))) / (away.rates or ordinary(device)).flops_per_s
-        found.append(_Answer(saved, _nbytes(saved, cut), _movable(saved, cut, away.store), compute_s))
+        found.append(_Answer(saved, _nbytes(saved, cut), _movable(saved, cut, away), compute_s))
     return found
 
 
@@ -206,14 +220,14 @@ def _of_option(option: _Option, record: Activations) -> Activations:
     return replace(record, saved_bytes=option.kept, offloaded=option.leaves, offloaded_bytes=option.gone)
 
 
-def _movable(saved: Sequence[Node], cut: _torch.Cut, store: ActivationChoice) -> list[tuple[Node, list[Node]]]:
+def _movable(saved: Sequence[Node], cut: _torch.Cut, away: Away) -> list[tuple[Node, list[Node]]]:
     """The tensors that could leave, in forward's order, and which of ``saved`` are they, or views of them."""
     ours = cut.inputs.union(cut.forward)
     outputs = _torch.pytree.tree_leaves(cut.graph.output_node().args[0])
     returned = [x for x in outputs if isinstance(x, Node) and x in ours]
     sizes = [x for x in cut.inputs if isinstance(x.meta.get("val"), torch.SymInt)]
     values = [*returned, *saved, *sizes]
-    found = leaving(values, frozenset(range(len(returned), len(values))), store)
+    found = away.leaves(values, range(len(returned), len(values)))
     order = {node: i for i, node in enumerate(cut.forward)}
     wholes = sorted((whole for whole in found if whole in order), key=order.__getitem__)
     return [(whole, [values[i] for i in found[whole]]) for whole in wholes]

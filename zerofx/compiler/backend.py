@@ -29,11 +29,14 @@ from zerofx.compiler.captured import (
     strip_own_frames,
     warn_of_choice,
 )
+from zerofx.compiler.compilers import Compilers
+from zerofx.compiler.cut import Cut
 from zerofx.compiler.options import Options
-from zerofx.compiler.pair import CompiledGraph, Executed
+from zerofx.compiler.pair import Pair
 from zerofx.compiler.regions import inline_regions
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import watch_backward
+from zerofx.compiler.unit import Executed, Unit
 from zerofx.compiler.written import Written, write_to_copies, writing
 from zerofx.runtime.state.doors import DOORS
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -93,25 +96,26 @@ class Backend:
         return writing(self._compile(before, example_inputs), written.places)
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        unit = CompiledGraph(self.options, example_inputs, self.pretend, self.code)
+        unit = Unit.of(self.options, example_inputs, self.pretend, self.code)
+        pair = Pair(unit, self.options.executor)
+        cut, compilers = Cut(pair), Compilers(pair)
         if unit.groups and self.options.memory is not None:
             unit.family.held.is_given(unit.names, (x for i, x in enumerate(example_inputs) if i not in unit.sharded))
         if torch.is_grad_enabled():
-            unit.ask(gm, example_inputs)
+            cut.compare(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs
-        fused = self.options.executor == "inductor"
-        with _torch.functorch_config(lazy_backward=lazy, fused=fused), unit.saving() as budgeted:
-            if fused:
+        with _torch.functorch_config(lazy_backward=lazy, fused=unit.fuses), cut.saving() as budgeted:
+            if unit.fuses:
                 compiled = _torch.compile_with_inductor(
-                    gm, example_inputs, unit.compile_inner, unit.before_cut, whole_lookups=self.options.lookups
+                    gm, example_inputs, compilers.inner, cut.before_cut, whole_lookups=self.options.lookups
                 )
             else:
-                compilers = unit.compile_forward, unit.compile_backward, unit.compile_inference
                 partition = None
-                if budgeted or unit.alike is not None:
-                    partition = _torch.cutting(unit.before_cut, recomputes=budgeted)
-                compiled = _torch.compile_with_aot_autograd(gm, example_inputs, *compilers, partition)
-        return watch_backward(compiled, unit.saved_parameters)
+                if budgeted or pair.alike is not None:
+                    partition = _torch.cutting(cut.before_cut, recomputes=budgeted)
+                three = compilers.forward, compilers.backward, compilers.inference
+                compiled = _torch.compile_with_aot_autograd(gm, example_inputs, *three, partition)
+        return watch_backward(compiled, compilers.saved_parameters)
 
 
 def is_zerofx(backend: Any) -> bool:

@@ -23,7 +23,7 @@ def by_rank(before: GraphModule, ctx: Context) -> Iterator[tuple[GroupLayout, Sl
     """
     outputs = edit.output_values(before.graph)
     used = {(ref.layout.name, ref.slot) for i, ref in ctx.gradients.items() if isinstance(outputs[i], Node)}
-    for reduction in ctx.reductions:
+    for reduction in ctx.found.reductions:
         slots = reduction.layout.slots if ctx.stage else reduction.slots
         mine = tuple(s for s in slots if s in reduction.slots and (reduction.layout.name, s) in used)
         yield reduction.layout, mine, tuple(slot for slot in slots if slot not in mine)

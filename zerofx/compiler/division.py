@@ -46,11 +46,12 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.activations import Away, ladders
 from zerofx.compiler.alike import Alike
+from zerofx.compiler.choices import Activations, Division
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Contexts, Rung, named, through_passes
 from zerofx.model.memory import Memory
 from zerofx.model.units import format_bytes, format_seconds
-from zerofx.passes.context import Activations, Division, ParameterRef, Sync
+from zerofx.passes.context import ParameterRef, Sync
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.schedule import TooLittle
 from zerofx.runtime.ranks.agree import publish_choice
@@ -85,7 +86,7 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """The graph that is divided, as far as a division asks: `zerofx.compiler.pair` makes it.
+    """The graph that is divided, as far as a division asks: `zerofx.compiler.cut` makes it.
 
     Attributes:
         groups: those that it reads; the first is any.
@@ -96,7 +97,7 @@ class Subject:
         away: what of activations may leave the device; None: nothing.
         alike: what tensor-parallel ranks have alike of it; None: they do not share activations.
         parameters: of a graph that is cut out of it, by the names of their placeholders.
-        contexts: makes a context of such a graph, for its phase and way.
+        contexts: makes, for what was chosen, the contexts of such graphs.
     """
 
     groups: Sequence[ShardGroup]

@@ -28,9 +28,10 @@ from zerofx.compiler.activations import given
 from zerofx.compiler.listing import difference, node_line
 from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
+from zerofx.model.offload import OnDisk
 from zerofx.model.units import format_bytes
 from zerofx.passes import before_lower, edit
-from zerofx.passes.context import Context, OnDisk, Tag
+from zerofx.passes.context import Context, Tag
 from zerofx.passes.kinds import NODE_KINDS, NodeKind
 from zerofx.passes.own import Pass
 from zerofx.passes.schedule import (
@@ -43,6 +44,7 @@ from zerofx.passes.schedule import (
     soonest,
 )
 from zerofx.runtime.optim.moved import Moved
+from zerofx.runtime.state.account import AtRest
 
 MOST_NAMES = 4
 """Parameters that are named; the others are counted."""
@@ -140,6 +142,7 @@ class Reasons:
     """Answers about the nodes of one graph, as it is before `lower`."""
 
     def __init__(self, trace: Rewriting, history: History | None = None) -> None:
+        self.trace = trace
         self.context: Context = trace.context
         self.history: History = history or History(trace)
         self.graph: Graph = self.history.graphs[before_lower(trace.context)]
@@ -169,9 +172,10 @@ class Reasons:
             said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(node, self.context)))
         if kind.transfer:
             said += self._carried(node, tag.kind)
-        if self.context.on_disk is not None and tag.kind in _SAID_OF_DISKS:
-            said.append(("on disk", self._on_disk(self.context.on_disk, tag.group)))
-            said += self._update(self.context.on_disk, tag.group) if tag.kind == "step" else []
+        there = self.context.facts(AtRest).on_disk
+        if there is not None and tag.kind in _SAID_OF_DISKS:
+            said.append(("on disk", self._on_disk(there, tag.group)))
+            said += self._update(there, tag.group) if tag.kind == "step" else []
         return [*said, *self._line(node)]
 
     def _what(self, node: Node, tag: Tag) -> str:
@@ -179,7 +183,7 @@ class Reasons:
         about = node.args[0] if tag.kind == "discard" else node.args[1] if tag.kind == "wait_offload" else node
         size = format_bytes(whole_bytes(about))  # type: ignore[arg-type]
         if NODE_KINDS[tag.kind].counts_as == "gradients":
-            reduced = [(r.layout.name, slot) for r in self.context.reductions for slot in r.slots]
+            reduced = [(r.layout.name, slot) for r in self.context.found.reductions for slot in r.slots]
             slots = [slot for group, slot in reduced if tag.group in (group, slot.name)]
         else:
             slots = [ref.slot for ref in self.context.parameters.values() if ref.layout.name == tag.group]
@@ -193,9 +197,10 @@ class Reasons:
 
     def _saving(self, node: Node) -> Why:
         """What an `activation_budget`, or `partition_activations`, has to do with a node of the model's."""
-        chosen, phase = self.context.activations, self.context.phase
-        if phase == "forward" and any(part.name == node.name for part in self.context.parts.values()):
-            return [("then", f"a part is saved: {self.context.parts_ranks} tensor-parallel ranks have it alike")]
+        chosen, phase = self.trace.activations, self.context.phase
+        parts = [part for part in edit.tagged(self.graph, "part") if part.meta["zerofx"].group == node.name]
+        if parts:
+            return [("then", f"a part is saved: {parts[0].args[1]} tensor-parallel ranks have it alike")]
         if any(edit.is_kind(user, "offload_activation") for user in node.users):
             return [("then", "it is saved, and leaves the device: backward brings it back")]
         if chosen is None or node.name not in chosen.recomputed:
@@ -229,7 +234,7 @@ class Reasons:
 
     def _update(self, there: OnDisk, group: str) -> Why:
         """What the update of a group moves through a file."""
-        layout = next(r.layout for r in self.context.reductions if r.layout.name == group)
+        layout = next(r.layout for r in self.context.found.reductions if r.layout.name == group)
         nbytes = Moved.of(layout, there).state
         return [("moves", f"zerofx.AdamW reads {format_bytes(nbytes)} and writes as much")] if nbytes else []
 
@@ -289,7 +294,7 @@ class Reasons:
 
     def _refresh(self, node: Node, group: str) -> Why:
         brought = "the gather itself was started before the graph ran"
-        if self.context.one_copy:
+        if self.context.in_common:
             brought = "ranks have it in common, and had written their parts before the graph ran"
         return [("stands", f"in front of the group's first use; {brought}")]
 

@@ -35,11 +35,11 @@ def _log(trace: Rewriting, groups: int) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     context, seconds = trace.context, sum(trace.seconds.values())
-    moved = [f"reads {format_bytes(sum(layout.nbytes for layout in context.shards))} of weights"]
+    moved = [f"reads {format_bytes(sum(layout.nbytes for layout in context.found.shards))} of weights"]
     if context.gathers:
-        moved[0] += f", at most {format_bytes(context.gathered_bytes)} gathered at once"
-    if context.reductions:
-        moved.append(f"reduces {format_bytes(sum(map(_nbytes, context.reductions)))} of gradients")
+        moved[0] += f", at most {format_bytes(context.found.gathered_bytes)} gathered at once"
+    if context.found.reductions:
+        moved.append(f"reduces {format_bytes(sum(map(_nbytes, context.found.reductions)))} of gradients")
     log.info("%s: %d groups; %s; rewritten in %.3f s", trace.name, groups, "; ".join(moved), seconds)
     for name, edits in trace.edits.items():
         log.debug("%s: %s made %d edits in %.3f s", trace.name, name, edits, trace.seconds[name])
@@ -50,4 +50,4 @@ def _nbytes(reduction: Any) -> int:
 
 
 def _layouts(trace: Rewriting) -> list[Any]:
-    return [*trace.context.shards, *(reduction.layout for reduction in trace.context.reductions)]
+    return [*trace.context.found.shards, *(reduction.layout for reduction in trace.context.found.reductions)]

@@ -28,6 +28,7 @@ from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
 from zerofx.passes.kinds import NODE_KINDS, kind_of
+from zerofx.runtime.state.account import AtRest
 
 _SILENT = frozenset(
     """
@@ -57,8 +58,8 @@ def format_trace(trace: Rewriting, fold: bool = True) -> str:
 
 
 def _elsewhere(trace: Rewriting) -> Iterator[str]:
-    there = trace.context.on_disk
-    if hosted := trace.context.on_host:
+    there = trace.context.facts(AtRest).on_disk
+    if hosted := trace.context.facts(AtRest).on_host:
         yield f"  on host  optimizer state of {len(hosted)} group{'s' * (len(hosted) > 1)}"
     if there is not None:
         yield f"  on disk  {there.names} of {there.which}, in {there.path}"
@@ -68,12 +69,12 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
     sizes: dict[str, list[int]] = {}
     for node in collectives:
         sizes.setdefault(node.meta["zerofx"].kind, []).append(whole_bytes(node))
-    most = format_bytes(trace.context.gathered_bytes)
+    most = format_bytes(trace.context.found.gathered_bytes)
     gathers = sizes.get("all_gather", [])
     parts = []
     if trace.context.gathers:
         parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
-        left = trace.context.kept_gathered.values()
+        left = trace.context.handover.kept_gathered.values()
         kept, near = (sum(value.nbytes for value in left if (value.ranks > 1) == some) for some in (False, True))
         if near:
             ranks = next(value.ranks for value in left if value.ranks > 1)
@@ -82,10 +83,11 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
         if kept:
             parts.append(f"{format_bytes(kept)} {'stay' if trace.context.phase == 'forward' else 'came'} gathered")
     elif "refresh" in sizes:
-        how = "in common" if trace.context.one_copy else "waited for"
+        how = "in common" if trace.context.in_common else "waited for"
         parts.append(f"{len(sizes['refresh'])} replicas of {format_bytes(sum(sizes['refresh']))} {how}")
-    if "part" in sizes and (ranks := trace.context.parts_ranks):
-        parts.append(f"{len(sizes['part'])} values of {format_bytes(sum(sizes['part']))} saved in {ranks} parts")
+    if "part" in sizes:
+        (_, cut_in, _), *_ = (node.args for node in collectives if edit.is_kind(node, "part"))
+        parts.append(f"{len(sizes['part'])} values of {format_bytes(sum(sizes['part']))} saved in {cut_in} parts")
     for name, kind in NODE_KINDS.items():
         if kind.total and name in sizes:
             parts.append(f"{len(sizes[name])} {kind.total} {format_bytes(sum(sizes[name]))}")
@@ -96,7 +98,7 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
 
 def _saving(trace: Rewriting) -> Iterator[str]:
     """What an `activation_budget`, or `memory`, has chosen."""
-    chosen, phase, division = trace.context.activations, trace.context.phase, trace.context.division
+    chosen, phase, division = trace.activations, trace.context.phase, trace.division
     if division is not None and phase == "forward":
         yield f"a step takes {format_bytes(division.peak_bytes)} of memory={format_bytes(division.nbytes)}"
     if chosen is not None and phase == "forward":

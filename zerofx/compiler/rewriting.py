@@ -10,15 +10,15 @@ import copy
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
-from zerofx.passes import Pass, VerificationError, before_lower, pipeline
+from zerofx.compiler.choices import Activations, Division
+from zerofx.passes import Pass, VerificationError, before_lower, edit, pipeline
 from zerofx.passes.adopt import adopt
 from zerofx.passes.context import Context, Executor
 from zerofx.passes.own import Pass as OwnPass
@@ -35,6 +35,8 @@ class Rewriting:
         seconds: pass name -> how long it took; "record": the copy that is ``before``; "check_code": the reading of
             ``code``.
         context: what the passes knew and found out.
+        activations: what was saved and recomputed within a budget; None: there is none, or it changes nothing.
+        division: how ``memory`` was divided; None: there is no such budget.
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
         pretended: nothing runs the graph: it is of `zerofx.dry_run`.
     """
@@ -42,9 +44,11 @@ class Rewriting:
     def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:
         start = time.perf_counter()
         self.before: GraphModule = copy_graph(gm)
-        self._initial = copy_context(ctx)
+        self._initial = ctx.copy()
         ctx.before = self._initial.before = self.before
         self.context = ctx
+        self.activations: Activations | None = None
+        self.division: Division | None = None
         self.edits: dict[str, int] = {}
         self.code: str | None = None
         self.pretended = pretended
@@ -93,8 +97,8 @@ class Rewriting:
         """``error`` as one of the user's pass that brought it about; None where it comes without any of them, too."""
         own = [pass_ for pass_ in self.passes if isinstance(pass_, OwnPass)]
         for k in range(len(own) + 1) if own else ():
-            gm, ctx = copy_graph(self.before), copy_context(self._initial)
-            ctx.meanings = copy.deepcopy(ctx.meanings)
+            gm, ctx = copy_graph(self.before), self._initial.copy()
+            ctx.handover.meanings = copy.deepcopy(ctx.handover.meanings)
             try:
                 for pass_ in self.passes:
                     if pass_ not in own[k:]:
@@ -137,7 +141,7 @@ class Rewriting:
         names = [pass_.__name__ for pass_ in passes]
         if name not in names:
             raise KeyError(f"no pass {name!r}: the passes are {', '.join(names)}.")
-        gm, ctx = copy_graph(self.before), copy_context(self._initial)
+        gm, ctx = copy_graph(self.before), self._initial.copy()
         ctx.executor = executor or ctx.executor
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
@@ -147,7 +151,7 @@ class Rewriting:
 
     def steps(self) -> Iterator[tuple[Callable[..., int], GraphModule]]:
         """Every pass and the graph after it, in order; cheaper than asking `after` for each."""
-        gm, ctx = copy_graph(self.before), copy_context(self._initial)
+        gm, ctx = copy_graph(self.before), self._initial.copy()
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         for pass_ in self.passes:
             with _torch.fake_mode_of(values):
@@ -169,35 +173,32 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, copy.deepcopy(gm.graph))
 
 
-def copy_context(ctx: Context) -> Context:
-    return replace(
-        ctx,
-        parameters=dict(ctx.parameters),
-        recipes=dict(ctx.recipes),
-        kept_gathered=dict(ctx.kept_gathered),
-        offloaded=dict(ctx.offloaded),
-        saved_names=dict(ctx.saved_names),
-        parts=dict(ctx.parts),
-        gathered=list(ctx.gathered),
-        shards=list(ctx.shards),
-        saved_parameters=dict(ctx.saved_parameters),
-        kept=list(ctx.kept),
-        reductions=list(ctx.reductions),
-        published=list(ctx.published),
-    )
+def replaced_inputs(before: GraphModule, inputs: Sequence[Node]) -> set[str]:
+    """The names of those of a graph's ``inputs`` for which passes have put something else."""
+    old = before.graph.find_nodes(op="placeholder")
+    return {new.name for new, was in zip(inputs, old) if new.meta.get("val") is not was.meta.get("val")}
+
+
+def replaced_outputs(before: GraphModule, gm: GraphModule) -> list[int]:
+    """The numbers of the outputs for which passes have put what has another shape, or other strides."""
+
+    def seen(value: Any) -> str:
+        value = value.meta.get("val") if isinstance(value, Node) else None
+        return f"{tuple(value.shape)} {value.stride()}" if isinstance(value, torch.Tensor) else ""
+
+    old = [*map(seen, edit.output_values(before.graph))]
+    new = [*map(seen, edit.output_values(gm.graph))]
+    return [i for i, value in enumerate(new) if i >= len(old) or value != old[i]]
 
 
 def examples_of(
-    gm: GraphModule, ctx: Context, old: Sequence[Node], example_inputs: Sequence[Any], kept: Sequence[int]
+    gm: GraphModule, replaced: Collection[str], old: Sequence[Node], example_inputs: Sequence[Any], kept: Sequence[int]
 ) -> list[Any]:
-    """Examples of the rewritten graph's inputs: the old ones that it keeps, and the new ones.
+    """Examples of the rewritten graph's inputs: the ``old`` ones that are ``kept``, and the new ones.
 
-    In stage 0 a parameter stays an input; where `rematerialize` put it, the old example is something else. So it is of
-    what forward saved a part of, and where `offload_activations` put a handle.
+    Of what passes have ``replaced`` the old example is something else.
     """
-    other = {name for part in ctx.parts.values() for name in part.views} if ctx.phase == "backward" else ()
-    other = {*ctx.parameters, *ctx.offloaded, *other}
-    examples = [n.meta["val"] if n.name in other else x for n, x in zip(old, example_inputs)]
+    examples = [n.meta["val"] if n.name in replaced else x for n, x in zip(old, example_inputs)]
     new = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(kept) :]]
     return [examples[i] for i in kept] + new
 
@@ -205,4 +206,4 @@ def examples_of(
 def fixed_inputs(ctx: Context, kept: Sequence[int], static: Sequence[int]) -> list[int]:
     """Which inputs of the rewritten graph stay where they are in memory: those that did, and the groups' buffers."""
     fixed = [k for k, i in enumerate(kept) if i in set(static)]
-    return [*fixed, *range(len(kept), len(kept) + len(ctx.shards))]
+    return [*fixed, *range(len(kept), len(kept) + len(ctx.found.shards))]

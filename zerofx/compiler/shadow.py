@@ -57,8 +57,8 @@ def shadow_of(
     """
     reduces = ctx.phase == "backward" and ctx.sync != "keep"
     outputs = edit.output_values(gm.graph)
-    reduced = outputs[len(outputs) - len(ctx.reductions) :] if reduces and ctx.reductions else []
-    refreshed = [layout.name for layout in ctx.shards] if ctx.stage in (1, 2) else []
+    reduced = outputs[len(outputs) - len(ctx.found.reductions) :] if reduces and ctx.found.reductions else []
+    refreshed = [layout.name for layout in ctx.found.shards] if ctx.stage in (1, 2) else []
     steps, places = _steps(gm, ctx, reduced)
     if not refreshed and not steps:
         return None
@@ -93,7 +93,7 @@ def _steps(gm: GraphModule, ctx: Context, reduced: list[Node]) -> tuple[list[Val
         new = [x for x in ops[todo.pop()].inputs if _is_followed(x) and x not in found]
         found.update(new)
         todo += [x for x in new if x in ops]
-    kept = dict(zip(edit.tagged(gm.graph, "kept"), ctx.kept))
+    kept = dict(zip(edit.tagged(gm.graph, "kept"), ctx.found.kept))
     places: dict[Node, int] = {}
     steps: list[Value] = []
     for node in gm.graph.nodes:

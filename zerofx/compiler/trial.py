@@ -11,21 +11,20 @@ Nothing of a trial stays: its contexts are its own, and no executor gets its gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from zerofx import _torch
+from zerofx.compiler.choices import Activations
 from zerofx.compiler.rewriting import Rewriting, copy_graph
 from zerofx.passes import Pass
-from zerofx.passes.context import Activations, Context, Executor, Meanings, Phase, Sync
+from zerofx.passes.context import Context, Executor, Phase, Sync
 
 Choice = Callable[[_torch.Cut], Sequence[Node]]
 """Says of a joint graph what its forward saves."""
 
-Contexts = Callable[[GraphModule, Phase, Sync], Context]
-"""Makes the context of a forward or backward."""
+Contexts = Callable[[Activations, float | None], Callable[[GraphModule, Phase, Sync], Context]]
+"""For what forward saves, and a budget for gathered weights: what makes the contexts of a forward and its backwards."""
 
 
 class Given(Rewriting):
@@ -72,18 +71,15 @@ class Rung:
 def through_passes(
     contexts: Contexts, rung: Rung, memory_budget: float | None, ways: Sequence[Sync]
 ) -> tuple[Given, list[Given]]:
-    """Forward, and a backward for each of ``ways``; ``contexts`` makes those of the graph itself.
+    """Forward, and a backward for each of ``ways``.
 
     Raises:
         zerofx.passes.schedule.TooLittle: ``memory_budget`` is.
     """
-    own: Any = {name: {} for name in ("recipes", "kept_gathered", "offloaded", "parts")}  # what forward tells backward
-    own |= {"meanings": Meanings(), "memory_budget": memory_budget, "activations": rung.chosen, "division": None}
+    context = contexts(rung.chosen, memory_budget)
 
     def go(gm: GraphModule, phase: Phase, way: Sync = "reduce") -> Given:
-        ctx = contexts(gm, phase, way)
-        choice = ctx.activation_choice and replace(ctx.activation_choice, only=rung.chosen.offloaded)
-        given = Given(gm, replace(ctx, executor="eager", activation_choice=choice, **own), pretended=True)
+        given = Given(gm, context(gm, phase, way), pretended=True)
         given.go(gm)
         return given
 

@@ -40,6 +40,8 @@ FEATURES = (
 
 def load() -> None:
     """Put what every feature adds into the tables of the core. Runs once, when zerofx is imported."""
+    from zerofx.compiler.activations import AWAY
+    from zerofx.compiler.pair import FACTS
     from zerofx.features.interface import Feature
     from zerofx.passes import insert
     from zerofx.passes.kinds import NODE_KINDS, PICKING
@@ -49,15 +51,19 @@ def load() -> None:
     from zerofx.runtime.ranks.sharing import SETTLED, SHARINGS
     from zerofx.runtime.state.home import HOMES
     from zerofx.runtime.state.weights import WEIGHTS
+    from zerofx.simulate.asked import SIMULATED
 
     for name in FEATURES:
         feature: Feature = importlib.import_module(f"zerofx.features.{name}.feature").FEATURE
+        FACTS.extend([feature.facts] if feature.facts is not None else [])
         for each in feature.passes:
             insert(each.pass_, each.when, after=each.after, before=each.before, stages=each.stages)
         NODE_KINDS.update(feature.node_kinds)
         PICKING.update(feature.picks)
         LAWS.update(feature.laws)
         RULES.extend([feature.rules] if feature.rules is not None else [])
+        AWAY.extend([feature.away] if feature.away is not None else [])
+        SIMULATED.extend([feature.simulated] if feature.simulated is not None else [])
         SHORTCUTS.extend(feature.shortcuts)
         SETTLED.extend(feature.settled)
         SHARINGS[:0] = feature.sharings

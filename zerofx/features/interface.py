@@ -3,7 +3,8 @@
 ::
 
     FEATURE = Feature(
-        passes=(Insertion(quantize, before="lower", when=lambda ctx: ctx.wire is not None),),
+        facts=WireFacts.of,
+        passes=(Insertion(quantize, before="lower", when=lambda ctx: wire_of(ctx).wire is not None),),
         rules=RULES,
     )
 
@@ -18,9 +19,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from zerofx.passes.context import Context
+from zerofx.compiler.activations import Away
+from zerofx.compiler.pair import Pair
+from zerofx.passes.context import Context, Phase
 from zerofx.passes.kinds import NodeKind
 from zerofx.passes.proof.rules import Rules
+from zerofx.runtime.state.group import Family
+from zerofx.simulate.asked import Simulated
+from zerofx.simulate.clock import Rates
 
 SHARDED = (1, 2, 3)
 ALL_STAGES = (0, 1, 2, 3)
@@ -50,12 +56,15 @@ class Feature:
     """One feature. Whatever it leaves out it does not need.
 
     Attributes:
+        facts: what it knows of a graph, before any pass: of its own class, for `Context.facts`.
         passes: what it does to graphs.
         node_kinds: what it inserts there, by tag, but for the kinds that the core has as well.
         picks: operators that read no more bytes of a large input than they write, by name.
         rules: what `verify` knows of that.
         laws: the number of what an operator computes, where another one computes the same
             (`zerofx.passes.proof.meaning`).
+        away: what of a module's activations may leave the device, where a budget is to choose.
+        simulated: what a simulated step has to know of it.
         shortcuts: ways to other ranks than their process group's (`zerofx.passes.pairwise`).
         settled: called whenever a module was sharded.
         sharings: who shares a module, by the options ``mesh`` and ``reduce_group``; asked ahead of the core's.
@@ -63,11 +72,14 @@ class Feature:
         homes: cases of where state lives (`zerofx.runtime.state.home`), asked ahead of the core's.
     """
 
+    facts: Callable[[Pair, GraphModule, Phase], Any] | None = None
     passes: tuple[Insertion, ...] = ()
     node_kinds: Mapping[str, NodeKind] = field(default_factory=dict)
     picks: frozenset[str] = frozenset()
     rules: Rules | None = None
     laws: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
+    away: Callable[[Family, Rates | None], Away | None] | None = None
+    simulated: Simulated | None = None
     shortcuts: tuple[Any, ...] = ()
     settled: tuple[Callable[[], None], ...] = ()
     sharings: tuple[Callable[..., Any], ...] = ()

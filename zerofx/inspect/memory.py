@@ -44,8 +44,8 @@ from torch import nn
 
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.compiler.api import _groups
+from zerofx.model.offload import STATE
 from zerofx.model.units import format_bytes
-from zerofx.passes.context import STATE
 from zerofx.runtime.eager.leaf import groups_of_leaves
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor

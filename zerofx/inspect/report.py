@@ -36,6 +36,7 @@ from zerofx.inspect.report_timeline import chart
 from zerofx.model.layout import GroupLayout
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes.context import Context
+from zerofx.runtime.state.account import AtRest
 from zerofx.simulate.clock import PhasePrediction, Prediction, Rates
 from zerofx.simulate.recorder import KINDS
 
@@ -100,11 +101,12 @@ def report(
         layouts, name = layouts_of(chosen), "A dry run" if model.pretended else "One graph"
     else:
         layouts, name = [group.layout for group in _groups(model)], type(model).__name__
-    context = next(trace.context for record in chosen for trace in record.traces())
+    first = next(trace for record in chosen for trace in record.traces())
+    context = first.context
     traces = [(i, trace) for i, record in enumerate(chosen) for trace in record.traces()]
     page = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(
         title=escape(f"{name}, stage {context.stage}, {ranks_of(context, layouts[0])}"),
-        facts=_facts(layouts, context, any(record.pretended for record in chosen)),
+        facts=_facts(layouts, first, any(record.pretended for record in chosen)),
         step=_step(prediction, measured or {}),
         phases="".join(_phase(phase, len(chosen)) for phase in prediction.phases),
         groups=_group_table(layouts, context),
@@ -114,19 +116,20 @@ def report(
     return Path(path)
 
 
-def _facts(layouts: list[GroupLayout], context: Context, pretended: bool) -> str:
+def _facts(layouts: list[GroupLayout], trace: Trace, pretended: bool) -> str:
+    context = trace.context
     numel = sum(slot.numel for layout in layouts for slot in layout.slots)
     facts = [f"{numel:,} parameters in {len(layouts)} groups", f"executor {context.executor}", context.backend]
     if pretended and context.executor != "eager":
         facts[1] += ", followed as the eager one would run it"
     if context.memory_budget is not None and context.gathers:
         facts.append(f"memory_budget {format_bytes(context.memory_budget)}")
-    if (chosen := context.activations) is not None:
+    if (chosen := trace.activations) is not None:
         saved, whole = format_bytes(chosen.saved_bytes), format_bytes(chosen.whole_bytes)
         facts.append(f"{given(chosen)}: {saved} of {whole} saved for backward")
-    if (divided := context.division) is not None:
+    if (divided := trace.division) is not None:
         facts.append(f"a step takes {format_bytes(divided.peak_bytes)}, {format_bytes(divided.at_rest)} of it at rest")
-    if (there := context.on_disk) is not None:
+    if (there := context.facts(AtRest).on_disk) is not None:
         facts.append(escape(f"{there.names} of {there.which} in {there.path}"))
     if context.param_dtype is not None:
         facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")
@@ -175,7 +178,7 @@ def _name(graph: int, phase: str, graphs: int) -> str:
 
 
 def _group_table(layouts: list[GroupLayout], context: Context) -> str:
-    rows, there = [], context.on_disk
+    rows, there = [], context.facts(AtRest).on_disk
     for layout in layouts:
         members = "<br>".join(escape(f"{slot.name} {list(slot.shape)}") for slot in layout.slots)
         rows.append(

@@ -17,7 +17,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerofx.model.layout import GroupLayout
 
@@ -138,3 +138,38 @@ class Offload:
             taken += layout.numel
             names_taken.add(layout.name)
         return names_taken
+
+
+STATE = {"moment": "optimizer state", "weights": "weights", "gradient": "gradients"}
+"""What a kind of state is called."""
+
+
+class OnDisk(NamedTuple):
+    """What of a rank's state lives in a file (`zerofx.Offload`): for who reads a graph. No pass asks for it.
+
+    Attributes:
+        path: this rank's file; of a dry run, which has none, the folder.
+        kinds: of `STATE`.
+        groups: the names of those whose state is there.
+        of: how many groups the module has.
+        choice: the options that chose these, as they were given; "" where all were taken.
+    """
+
+    path: str
+    kinds: frozenset[str]
+    groups: frozenset[str]
+    of: int
+    choice: str = ""
+
+    @property
+    def names(self) -> str:
+        """Of its kinds, in words."""
+        *first, last = [name for kind, name in STATE.items() if kind in self.kinds]
+        return f"{', '.join(first)} and {last}" if first else last
+
+    @property
+    def which(self) -> str:
+        """How many groups, and by what choice."""
+        if len(self.groups) == self.of:
+            return "all groups"
+        return f"{len(self.groups)} of {self.of} groups ({self.choice})"

@@ -7,6 +7,7 @@ inductor_code  Inductor's code, made to run so
 workspace      what kernels take inside of themselves
 files          what is in a rank's file, and what the optimizer moves there
 clock          what was noted, by rates: seconds and live bytes
+asked          what features are asked
 price          what one division of `memory=` takes
 =============  =================================================================
 

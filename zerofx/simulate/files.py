@@ -19,11 +19,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerofx.model.layout import GroupLayout
+from zerofx.model.offload import STATE, OnDisk
 from zerofx.model.units import format_bytes
-from zerofx.passes.context import STATE, Context, OnDisk
+from zerofx.passes.context import Context
 from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.optim.through_file import BUFFERS
-from zerofx.runtime.state.account import Account, Elements, Terms, as_updated, at_rest, state_of
+from zerofx.runtime.state.account import Account, AtRest, Elements, Terms, as_updated, at_rest, state_of
 from zerofx.runtime.state.state_file import BUFFER
 
 
@@ -46,7 +47,7 @@ class Files:
     @staticmethod
     def of_module(context: Context, layouts: Iterable[GroupLayout], rank: int = 0) -> Files | None:
         """Of a module with these groups, of whose graphs one has this ``context``; ``rank``: its place among them."""
-        there = context.on_disk
+        there = context.facts(AtRest).on_disk
         if there is None:
             return None
         found, updates = Account(), {}

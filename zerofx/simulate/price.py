@@ -17,11 +17,9 @@ import torch
 
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
-from zerofx.passes import edit
 from zerofx.passes.context import Context
 from zerofx.runtime.state.account import Terms, of_group
-from zerofx.runtime.state.raw_file import padded
-from zerofx.runtime.state.state_file import BUFFER
+from zerofx.simulate.asked import ask
 from zerofx.simulate.clock import on_the_clock, ordinary
 from zerofx.simulate.files import Files
 from zerofx.simulate.rehearsal import Graph, Pair, rehearse, rehearse_micro_batches
@@ -82,9 +80,7 @@ def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> i
 
 def passing(files: Files | None, context: Context) -> int:
     """Bytes of the buffers through which state passes, and of the one through which activations do."""
-    passing = 0 if files is None else files.passing
-    largest = max((edit.hinted_nbytes(offloaded.handle) for offloaded in context.offloaded.values()), default=0)
-    return max(passing, padded(min(BUFFER, largest)))
+    return max(0 if files is None else files.passing, ask("passing", context) or 0)
 
 
 def of_code(record: Pair) -> int:

@@ -30,9 +30,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from zerofx import _torch
-from zerofx.features.wire.operators import flattened, row_nbytes
 from zerofx.model.layout import GroupLayout
-from zerofx.model.wire import Wire, sent_whole
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Executor, ParameterRef
 from zerofx.passes.kinds import NODE_KINDS, travelling
@@ -41,6 +39,7 @@ from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state import state_file
 from zerofx.runtime.state.raw_file import padded
 from zerofx.simulate import inductor_code
+from zerofx.simulate.asked import ask
 from zerofx.simulate.recorder import About, Kind, Phase, Recorder, family_of, nbytes_of, whole_of
 from zerofx.simulate.workspace import Workspaces
 
@@ -154,7 +153,7 @@ def _backward(record: Pair, step_in_backward: bool = False) -> Graph | None:
 def updated_inside(records: Sequence[Pair], step_in_backward: bool) -> frozenset[str]:
     """The groups that the backwards of such a step update."""
     traces = [trace for record in records if (trace := _backward(record, step_in_backward)) is not None]
-    return frozenset(r.layout.name for trace in traces if trace.context.steps for r in trace.context.reductions)
+    return frozenset(r.layout.name for trace in traces if trace.context.steps for r in trace.context.found.reductions)
 
 
 _BRINGS: dict[str, Kind] = {
@@ -194,12 +193,7 @@ class _Code:
         context = self.context
         if context.is_of_replicas(node.args):
             return context.replicas, 1
-        if node.meta["zerofx"].kind == "gather_saved":  # inside of a host, as tensor-parallel ranks are
-            return context.parts_ranks, context.parts_ranks
-        if context.near_ranks == 1:
-            return self.world_size, self.world_size
-        near = node.args[-1] == context.near_group
-        return context.near_ranks if near else self.world_size, context.near_ranks
+        return ask("over", node, context) or (self.world_size, self.world_size)
 
     def run(self, recorder: Recorder, inputs: list[Any]) -> list[Any]:
         """The outputs for ``inputs``, which Inductor's code takes out of the list as it reads them."""
@@ -219,15 +213,6 @@ class _Code:
             ) from error
 
 
-def _sent(layout: GroupLayout, replica: torch.Tensor, ranks: int, wire: Wire | None) -> int:
-    """Bytes that ``ranks`` ranks send so that ``replica``, which is all that they have, is up to date."""
-    code = None if wire is None else wire.weight_code
-    if code is None or not code.shortens(replica.dtype):
-        return nbytes_of(replica)
-    whole, part = flattened(sent_whole(layout)), replica.numel() // ranks
-    return ranks * row_nbytes(part, str(code), whole, replica.dtype.itemsize)
-
-
 class _Step:
     """What a step holds from one graph to the next."""
 
@@ -242,15 +227,15 @@ class _Step:
         self.sums: dict[GroupLayout, torch.Tensor] = {}  # of a file's gradients, in memory, the longest unused first
 
     def forward(self, i: int, code: _Code) -> None:
-        inputs, layouts = [self._input(node) for node in code.inputs], code.context.shards
-        between = code.context.refreshed_shards
+        inputs, layouts = [self._input(node) for node in code.inputs], code.context.found.shards
+        between = ask("refreshes", code.context)
         if code.context.stage in (1, 2) or between:
             for layout, replica in zip(layouts, inputs[len(inputs) - len(layouts) :], strict=True):
                 if layout not in self.refreshed and layout.requires_grad and (layout.world_size > 1 or between):
-                    ranks = code.context.replicas if between else layout.world_size
+                    ranks = between or layout.world_size
                     about = About(layout.name, "weights", ranks, 1 if between else ranks)
-                    wire = code.context.wire_between if between else code.context.wire_inside
-                    self.recorder.refresh(replica, about, _sent(layout, replica, ranks, wire))
+                    sent = ask("sent", code.context, layout, replica, ranks, bool(between))
+                    self.recorder.refresh(replica, about, sent or nbytes_of(replica))
                 self.refreshed.add(layout)
         outputs = code.run(self.recorder, inputs)
         self.saved[i] = {name: outputs[k] for k, name in code.saved.items() if isinstance(outputs[k], torch.Tensor)}
@@ -261,12 +246,12 @@ class _Step:
 
     def backward(self, i: int, code: _Code) -> None:
         saved = self.saved.pop(i)
-        inputs, kept = [], iter(code.context.kept)
+        inputs, kept = [], iter(code.context.found.kept)
         begins_with: list[torch.Tensor] = []  # the caller's: not freed before the end
         for node in code.inputs:
             name, tag = node.name, node.meta.get("zerofx")
             if tag is not None and tag.kind in ("gathered", "secondary"):
-                name = code.context.kept_gathered[tag.group].saved
+                name = code.context.handover.kept_gathered[tag.group].saved
             if name in saved:
                 inputs.append(saved.pop(name))
             elif tag is not None and tag.kind == "kept" and (at := next(kept)) in self.kept:
@@ -278,7 +263,7 @@ class _Step:
                     if self.has_caller and inputs[-1].numel() == 1:
                         begins_with.append(inputs[-1])
         saved.clear()
-        reductions = code.context.reductions
+        reductions, leaving = code.context.found.reductions, ask("leaves", code.context) or frozenset()
         outputs = code.run(self.recorder, inputs)
         for reduction, gradient in zip(reductions, outputs[len(outputs) - len(reductions) :], strict=True):
             self.recorder.classify(gradient, "gradients", whatever=True)
@@ -286,7 +271,7 @@ class _Step:
                 self._keep(ParameterRef(reduction.layout, reduction.slots[0]), gradient)
                 continue
             slots = {(reduction.layout, slot) for slot in reduction.slots}
-            if reduction.layout.name in code.context.gradients_away and not code.context.steps:
+            if reduction.layout.name in leaving and not code.context.steps:
                 self._add_in_file(reduction.layout, slots)
             elif slots - self.has_gradient:  # else it is added to what is there
                 self.gradients.append(gradient)

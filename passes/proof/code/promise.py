@@ -218,7 +218,7 @@ class Promise:
                 continue
             if value.op == "placeholder" and i in ctx.saved:
                 self.saved[i] = value.name
-            if i < len(values) - len(ctx.reductions) or ctx.steps:
+            if i < len(values) - len(ctx.found.reductions) or ctx.steps:
                 continue
             # Inductor makes an empty gradient of nothing, and leaves its reduction to itself.
             if found := {k for k in _behind([value], ops, started) if self.starts[k].numel != 0}:

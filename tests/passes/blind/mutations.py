@@ -198,8 +198,17 @@ def outputs_exchanged(gm: GraphModule, ctx: Context, rng: random.Random) -> str 
 
 def a_promise_changed(gm: GraphModule, ctx: Context, rng: random.Random) -> str | None:
     """What the runtime goes by is another: which parameter it saves, what inputs and extra outputs are."""
-    promise = rng.choice([ctx.saved_parameters, ctx.shards, ctx.reductions, ctx.kept, ctx.gathered, ctx.kept_gathered])
-    name = next(name for name, value in vars(ctx).items() if value is promise)
+    promise = rng.choice(
+        [
+            ctx.found.saved_parameters,
+            ctx.found.shards,
+            ctx.found.reductions,
+            ctx.found.kept,
+            ctx.found.gathered,
+            ctx.handover.kept_gathered,
+        ]
+    )
+    name = next(name for name, value in [*vars(ctx.found).items(), *vars(ctx.handover).items()] if value is promise)
     keys = list(promise) if isinstance(promise, dict) else list(range(len(promise)))
     if not keys:
         return None

@@ -73,8 +73,9 @@ class Case:
     def copy(self) -> Pair:
         """Graphs that may be broken; what both have to share, they share."""
         forward, backward = another(self.pair.forward), another(self.pair.backward)
-        shared = {"kept_gathered": forward[1].kept_gathered, "meanings": Meanings()}
-        return Pair((forward[0], replace(forward[1], **shared)), (backward[0], replace(backward[1], **shared)))
+        handover = replace(forward[1].handover, meanings=Meanings())
+        forward[1].handover = backward[1].handover = handover
+        return Pair(forward, backward)
 
     def try_(self, seed: int) -> Mutant:
         """Break the graphs by chance, once; ``seed`` says how."""

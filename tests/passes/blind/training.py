@@ -112,9 +112,9 @@ class TrainingStep:
             inputs.append(args + self._buffers(me, ctx))
         outputs = self._run(self.pair.forward, inputs)
         for me, values in zip(self.ranks, outputs, strict=True):
-            for i, ref in ctx.saved_parameters.items():
+            for i, ref in ctx.found.saved_parameters.items():
                 values[i] = self._parameter(me, ctx, ref)
-            for name, kept in ctx.kept_gathered.items():
+            for name, kept in ctx.handover.kept_gathered.items():
                 wanted = (self.pair.layouts[name].numel, kept.dtype)
                 if (values[kept.position].numel(), values[kept.position].dtype) != wanted:
                     raise RuntimeError(f"what is left gathered is not {name!r}")
@@ -132,16 +132,16 @@ class TrainingStep:
             args = [x for x, name in zip(given, names, strict=True) if not ctx.stage or name not in ctx.parameters]
             args += self._buffers(me, ctx)
             likes = {n.name: n.meta["val"] for n in edit.tagged(gm.graph, "kept")}
-            for ref, like in zip(ctx.kept, likes.values(), strict=True):
+            for ref, like in zip(ctx.found.kept, likes.values(), strict=True):
                 args.append(_random(f"kept {ref.slot.name} {me.rank}", ref.slot.shape, like.dtype))
-            args += [given[names.index(ctx.kept_gathered[name].saved)] for name in ctx.gathered]
+            args += [given[names.index(ctx.handover.kept_gathered[name].saved)] for name in ctx.found.gathered]
             if any(isinstance(x, _Parameter) for x in args):
                 raise RuntimeError("a sharded parameter reaches a graph that did not expect it")
             inputs.append(args)
         outputs = self._run(self.pair.backward, inputs)
         first = len(edit.output_values(ctx.before.graph))
         for me, values in zip(self.ranks, outputs, strict=True):
-            for reduction, gradient in zip(ctx.reductions, values[first:], strict=True):
+            for reduction, gradient in zip(ctx.found.reductions, values[first:], strict=True):
                 if ctx.sync == "keep":
                     self._accumulate(me, f"{reduction.slots[0].name}, kept", gradient)
                 elif not ctx.steps:
@@ -158,13 +158,13 @@ class TrainingStep:
         return _Parameter() if ctx.stage else ref.layout.view(me.whole[ref.layout.name], ref.slot)
 
     def _buffers(self, me: _Rank, ctx: Context) -> list[torch.Tensor]:
-        """Of the groups in ``ctx.shards``; the caller has started to refresh replicas."""
+        """Of the groups in ``ctx.found.shards``; the caller has started to refresh replicas."""
         if ctx.gathers:
-            return [me.shards[layout.name] for layout in ctx.shards]
-        for layout in ctx.shards:
+            return [me.shards[layout.name] for layout in ctx.found.shards]
+        for layout in ctx.found.shards:
             replica = me.replicas[layout.name]
             self.lockstep.start(me.rank, replica, replica.clone())
-        return [me.replicas[layout.name] for layout in ctx.shards]
+        return [me.replicas[layout.name] for layout in ctx.found.shards]
 
     # ---- gradients and updates, as zerofx.runtime.state.gradients has them -------------------------------------
 
@@ -202,7 +202,7 @@ class TrainingStep:
             self.lockstep.start(rank, me.replicas[group], me.replicas[group].clone())
 
     def _reduced(self, ctx: Context, name: str) -> tuple[GroupLayout, Sequence[Slot]]:
-        for reduction in ctx.reductions:
+        for reduction in ctx.found.reductions:
             if reduction.layout.name == name:
                 return reduction.layout, reduction.slots
         raise RuntimeError(f"no group {name!r} is reduced here")

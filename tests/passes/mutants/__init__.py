@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,11 +36,12 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 import zerofx
+from tests.passes.facts import changed
 from zerofx import _torch
 from zerofx.compiler.records import GraphRecord
-from zerofx.compiler.rewriting import copy_context, copy_graph
+from zerofx.compiler.rewriting import copy_graph
 from zerofx.passes import Context, Tag, VerificationError, edit, pipeline, verify
-from zerofx.passes.context import Meanings
+from zerofx.passes.context import Handover
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Graph = tuple[GraphModule, Context]
@@ -124,11 +125,11 @@ def record(autocast: bool = False, blocks: int = 3, **options: Any) -> GraphReco
 
 def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
     """The record's graphs once more through all passes but `verify`, in another context."""
-    shared: dict[str, Any] = {"recipes": {}, "kept_gathered": {}, "offloaded": {}, "meanings": Meanings()}
+    handover = Handover()
     graphs: dict[str, Graph] = {}
     for trace in (record.forward, record.backward):
         assert trace is not None
-        gm, ctx = copy_graph(trace.before), replace(copy_context(trace._initial), **shared, **changes)
+        gm, ctx = copy_graph(trace.before), changed(trace._initial.copy(), handover=handover, **changes)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.fake_mode_of(values):
             for pass_ in pipeline(ctx.stage)[:-1]:
@@ -141,7 +142,9 @@ def rewritten(record: GraphRecord, **changes: Any) -> dict[str, Graph]:
 def another(graph: Graph) -> Graph:
     """A copy that may be broken."""
     gm, ctx = graph
-    return copy_graph(gm), replace(copy_context(ctx), meanings=copy.deepcopy(ctx.meanings))
+    ctx = ctx.copy()
+    ctx.handover.meanings = copy.deepcopy(ctx.handover.meanings)
+    return copy_graph(gm), ctx
 
 
 def what_verify_misses(

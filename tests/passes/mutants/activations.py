@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from tests.passes.mutants import aten, breaks, exchange, give, inner, like, outputs_of, set_arg, tags, when
 from tests.passes.mutants.carried import _loose, _pairs, _plain, _start_of, _threes, _turns
+from zerofx.features.offload.facts import OffloadFacts
 from zerofx.features.offload.operators import (
     OFFLOAD_ACTIVATION,
     RELOAD_ACTIVATION,
@@ -85,7 +86,10 @@ def three_tensors_on_their_way_at_once(gm: GraphModule, ctx: Context, starts: tu
 
 @breaks(
     "activation",
-    when(lambda ctx: ctx.activation_choice is None and ctx.phase == "forward", lambda gm, ctx: _computed(gm, ctx)),
+    when(
+        lambda ctx: ctx.facts(OffloadFacts).activations is None and ctx.phase == "forward",
+        lambda gm, ctx: _computed(gm, ctx),
+    ),
 )
 def a_tensor_that_nobody_asked_to_leave(gm: GraphModule, ctx: Context, saved: Node) -> None:
     like(saved, OFFLOAD_ACTIVATION, saved, [0], 0, tag=Tag("offload_activation", saved.name))

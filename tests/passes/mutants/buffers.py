@@ -24,6 +24,7 @@ from tests.passes.mutants import (
     when,
 )
 from zerofx.passes import Context, Tag, edit
+from zerofx.passes.context import Elsewhere
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
 
@@ -164,7 +165,7 @@ def a_gather_is_discarded_under_way(gm: GraphModule, ctx: Context, wait: Node) -
 
 def _exactly(ctx: Context) -> None:
     """The budget is what the schedule takes."""
-    ctx.memory_budget, ctx.held_elsewhere = ctx.gathered_bytes, 0
+    ctx.memory_budget, ctx.elsewhere = ctx.found.gathered_bytes, Elsewhere(held=0)
 
 
 def _bring(node: Node, place: Node) -> None:
@@ -180,7 +181,7 @@ _as_it_reads = lambda ctx: ctx.executor == "eager"  # noqa: E731
 def _many_gathers(gm: GraphModule, ctx: Context) -> list[Node]:
     """The inputs' end, where more is gathered than there ever is at once."""
     total = sum(map(bytes_of, tagged(gm, "wait", "gathered")))
-    return [edit.last_placeholder(gm.graph)] if total > ctx.gathered_bytes > 0 else []  # type: ignore[list-item]
+    return [edit.last_placeholder(gm.graph)] if total > ctx.found.gathered_bytes > 0 else []  # type: ignore[list-item]
 
 
 @breaks("budget", when(_as_it_reads, _many_gathers))
@@ -200,7 +201,7 @@ def _blocks(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
     return list(zip(starts, starts[2:]))
 
 
-@breaks("budget", when(lambda ctx: _as_it_reads(ctx) and ctx.gathered_bytes < 20_000, _blocks))
+@breaks("budget", when(lambda ctx: _as_it_reads(ctx) and ctx.found.gathered_bytes < 20_000, _blocks))
 def a_gather_starts_with_the_one_before_the_last(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     _exactly(ctx)
     _bring(pair[1], pair[0])
@@ -211,7 +212,7 @@ _buffers = tags("wait", "gathered")
 
 @breaks("budget", _buffers)
 def a_budget_below_one_group(gm: GraphModule, ctx: Context, buffer: Node) -> None:
-    ctx.memory_budget, ctx.held_elsewhere = bytes_of(buffer) - 1, 0
+    ctx.memory_budget, ctx.elsewhere = bytes_of(buffer) - 1, Elsewhere(held=0)
 
 
 @breaks("budget", lambda gm, ctx: _buffers(gm, ctx)[:1])
@@ -227,7 +228,7 @@ def a_budget_one_byte_below_the_schedule(gm: GraphModule, ctx: Context, buffer: 
 
 @breaks("budget", when(_as_it_reads, lambda gm, ctx: _buffers(gm, ctx)[:1]))
 def other_graphs_hold_more(gm: GraphModule, ctx: Context, buffer: Node) -> None:
-    ctx.memory_budget, ctx.held_elsewhere = _most(gm), 1
+    ctx.memory_budget, ctx.elsewhere = _most(gm), Elsewhere(held=1)
 
 
 def _most(gm: GraphModule) -> int:
@@ -270,7 +271,7 @@ def _not_kept(gm: GraphModule, ctx: Context) -> list[tuple[int, Node]]:
     waits = [w for w in tagged(gm, "wait") if _mark_of(w)]
     if ctx.phase != "forward" or len({group_of(w) for w in waits}) < 3:
         return []
-    saved = [(i, ref) for i, ref in sorted(ctx.saved_parameters.items()) if i in ctx.saved_names]
+    saved = [(i, ref) for i, ref in sorted(ctx.found.saved_parameters.items()) if i in ctx.found.saved_names]
     return [(i, waits[0]) for i, ref in saved if ref.layout.name == group_of(waits[0])][:1]
 
 
@@ -282,9 +283,9 @@ def the_first_group_is_kept(gm: GraphModule, ctx: Context, place: tuple[int, Nod
     position, wait = place
     gm.graph.erase_node(_mark_of(wait))  # type: ignore[arg-type]
     give(gm, position, wait)
-    del ctx.saved_parameters[position]
-    name = ctx.saved_names[position]
-    ctx.kept_gathered[group_of(wait)] = Gathered(position, name, numel(wait), wait.meta["val"].dtype)
+    del ctx.found.saved_parameters[position]
+    name = ctx.found.saved_names[position]
+    ctx.handover.kept_gathered[group_of(wait)] = Gathered(position, name, numel(wait), wait.meta["val"].dtype)
     ctx.memory_budget = _most(gm) - 1
 
 
@@ -324,7 +325,7 @@ def _narrowed(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node, Node]]:
 def a_group_travels_wide(gm: GraphModule, ctx: Context, place: tuple[Node, Node, Node]) -> None:
     """Weights are cast behind the gather: the same numbers, twice the bytes."""
     cast, start, wait = place
-    others = [s for s in ctx.shards if s.name == group_of(start)]
+    others = [s for s in ctx.found.shards if s.name == group_of(start)]
     ctx.memory_budget = max(_most(gm), 2 * bytes_of(wait) - 1)
     low, wide = cast.meta["val"].dtype, cast.args[0].meta["val"].dtype  # type: ignore[union-attr]
     set_arg(start, 0, cast.args[0])

@@ -22,6 +22,7 @@ from tests.passes.mutants import (
     when,
 )
 from zerofx import _torch
+from zerofx.features.offload.facts import OffloadFacts
 from zerofx.features.offload.operators import OFFLOAD, RELOAD, WAIT_OFFLOAD, WAIT_RELOAD
 from zerofx.passes import Context, Tag, edit
 from zerofx.passes.proof.meaning import Op
@@ -235,7 +236,7 @@ def three_gradients_on_their_way_at_once(gm: GraphModule, ctx: Context, starts: 
         gm.graph.output_node().prepend(wait)
 
 
-@breaks("offload", when(lambda ctx: not ctx.gradients_away and ctx.stage, tags("gradient")))
+@breaks("offload", when(lambda ctx: not ctx.facts(OffloadFacts).gradients and ctx.stage, tags("gradient")))
 def a_gradient_that_nobody_asked_to_leave(gm: GraphModule, ctx: Context, gradient: Node) -> None:
     group = group_of(gradient)
     like(gradient, OFFLOAD, gradient, group, 0, tag=Tag("offload", group))

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from tests.passes.mutants import Places, breaks, bypass, inner, instead, like, set_arg, tagged
 from zerofx import _torch
+from zerofx.features.wire.facts import wire_of
 from zerofx.passes import Context
 
 _zerofx = torch.ops.zerofx
@@ -36,7 +37,8 @@ def _pairs(name: str) -> Places:
 def _packs(gm: GraphModule, ctx: Context) -> list[Node]:
     """Packs in codes, without error feedback."""
     found = [n for n in tagged(gm, "quantize") if n.target is _zerofx.quantize.default and n.args[1] != 1]
-    return [] if ctx.wire is not None and ctx.wire.error_feedback else found
+    wire = wire_of(ctx).wire
+    return [] if wire is not None and wire.error_feedback else found
 
 
 def _made_for_it(gm: GraphModule, ctx: Context) -> list[Node]:

@@ -103,13 +103,13 @@ def a_write_to_what_is_under_way(gm: GraphModule, ctx: Context, wait: Node) -> N
 
 
 def _large_shards(gm: GraphModule, ctx: Context) -> list[Node]:
-    return [s for s in tagged(gm, "shard") if numel(s) > 64 and ctx.shards[0].world_size > 1]
+    return [s for s in tagged(gm, "shard") if numel(s) > 64 and ctx.found.shards[0].world_size > 1]
 
 
 @breaks("wait", _large_shards)
 def a_gather_that_is_never_waited_for(gm: GraphModule, ctx: Context, shard: Node) -> None:
     part = like(shard, aten.slice.Tensor, shard, 0, 0, 16, tag=Tag("narrow", group_of(shard)))
-    ranks = next(s.world_size for s in ctx.shards if s.name == group_of(shard))
+    ranks = next(s.world_size for s in ctx.found.shards if s.name == group_of(shard))
     like(part, torch.ops.zerofx.all_gather_pairwise.default, part, ranks, ctx.process_group, tag=shard.meta["zerofx"])
 
 
@@ -128,10 +128,10 @@ def what_leaves_the_graph_is_under_way(gm: GraphModule, ctx: Context, place: tup
 @breaks("wait", tags("replica"))
 def a_replica_that_is_never_waited_for(gm: GraphModule, ctx: Context, replica: Node) -> None:
     layout = make_layout("more", [("w", (64, 64))], replica.meta["val"].dtype, 2)
-    last = edit.last_placeholder(gm.graph) if not ctx.kept else tagged(gm, "replica")[-1]
+    last = edit.last_placeholder(gm.graph) if not ctx.found.kept else tagged(gm, "replica")[-1]
     value = replica.meta["val"].new_empty(layout.numel)
     edit.placeholder(gm.graph, "replica_more", value, Tag("replica", "more"), last)
-    ctx.shards.append(layout)
+    ctx.found.shards.append(layout)
 
 
 # ---- group ----------------------------------------------------------------------------------------------------------
@@ -253,14 +253,14 @@ def a_reduction_starts_late(gm: GraphModule, ctx: Context, pair: tuple[Node, Nod
 
 
 def _replicas(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
-    return list(pairwise(tagged(gm, "replica"))) if not ctx.kept else []
+    return list(pairwise(tagged(gm, "replica"))) if not ctx.found.kept else []
 
 
-@breaks("order", when(lambda ctx: ctx.shards and ctx.shards[0].world_size > 1, _replicas))
+@breaks("order", when(lambda ctx: ctx.found.shards and ctx.found.shards[0].world_size > 1, _replicas))
 def replicas_are_refreshed_in_another_order(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     pair[0].prepend(pair[1])
-    i = next(i for i, layout in enumerate(ctx.shards) if layout.name == group_of(pair[0]))
-    ctx.shards[i : i + 2] = reversed(ctx.shards[i : i + 2])
+    i = next(i for i, layout in enumerate(ctx.found.shards) if layout.name == group_of(pair[0]))
+    ctx.found.shards[i : i + 2] = reversed(ctx.found.shards[i : i + 2])
 
 
 @breaks("order", _collectives)

@@ -37,15 +37,15 @@ def _places(*kinds: str, where: Callable[[Node], object] = lambda node: True) ->
     """Outputs at which forward saves a parameter, and nodes of ``kinds`` for them."""
 
     def places(gm: GraphModule, ctx: Context) -> list[tuple[int, Node]]:
-        nodes = [n for n in tagged(gm, *kinds) if where(n) and group_of(n) not in ctx.kept_gathered]
-        return [(place, node) for place in sorted(ctx.saved_parameters) for node in nodes]
+        nodes = [n for n in tagged(gm, *kinds) if where(n) and group_of(n) not in ctx.handover.kept_gathered]
+        return [(place, node) for place in sorted(ctx.found.saved_parameters) for node in nodes]
 
     return places
 
 
 def _give(gm: GraphModule, ctx: Context, place: int, node: Node) -> None:
     """Forward saves ``node``; the caller does not put a parameter there."""
-    ctx.saved_parameters.pop(place, None)
+    ctx.found.saved_parameters.pop(place, None)
     give(gm, place, node)
 
 
@@ -63,7 +63,7 @@ def a_whole_group_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node
     _save(gm, ctx, *place, place[1])
 
 
-@breaks("saved", when(lambda ctx: ctx.shards and ctx.shards[0].world_size > 1, _places("shard")))
+@breaks("saved", when(lambda ctx: ctx.found.shards and ctx.found.shards[0].world_size > 1, _places("shard")))
 def a_shard_is_saved(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
     _give(gm, ctx, *place)
 
@@ -132,45 +132,45 @@ def a_weight_in_the_place_of_an_activation(gm: GraphModule, ctx: Context, place:
 
 def _kept(gm: GraphModule, ctx: Context) -> list[tuple[int, str]]:
     """What forward leaves gathered, and where."""
-    return [(g.position, name) for name, g in ctx.kept_gathered.items()] if ctx.phase == "forward" else []
+    return [(g.position, name) for name, g in ctx.handover.kept_gathered.items()] if ctx.phase == "forward" else []
 
 
 @breaks("saved", _kept)
 def a_kept_group_where_a_parameter_is_promised(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
     """The caller would put the parameter there, and backward take it for the group."""
-    layout = next(layout for layout in ctx.shards if layout.name == place[1])
-    ctx.saved_parameters[place[0]] = ParameterRef(layout, layout.slots[0])
+    layout = next(layout for layout in ctx.found.shards if layout.name == place[1])
+    ctx.found.saved_parameters[place[0]] = ParameterRef(layout, layout.slots[0])
 
 
 @breaks("saved", _kept)
 def a_group_is_kept_that_was_not_promised(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
-    del ctx.kept_gathered[place[1]]
+    del ctx.handover.kept_gathered[place[1]]
 
 
-@breaks("saved", lambda gm, ctx: _kept(gm, ctx) if ctx.saved_parameters else [])
+@breaks("saved", lambda gm, ctx: _kept(gm, ctx) if ctx.found.saved_parameters else [])
 def a_kept_group_in_another_place(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
-    other = min(ctx.saved_parameters)
-    ctx.saved_parameters[place[0]] = ctx.saved_parameters.pop(other)
+    other = min(ctx.found.saved_parameters)
+    ctx.found.saved_parameters[place[0]] = ctx.found.saved_parameters.pop(other)
     give(gm, other, outputs_of(gm)[place[0]])
     give(gm, place[0], None)
 
 
-@breaks("saved", lambda gm, ctx: _kept(gm, ctx) if ctx.saved_parameters else [])
+@breaks("saved", lambda gm, ctx: _kept(gm, ctx) if ctx.found.saved_parameters else [])
 def a_kept_group_twice(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
-    other = min(ctx.saved_parameters)
-    del ctx.saved_parameters[other]
+    other = min(ctx.found.saved_parameters)
+    del ctx.found.saved_parameters[other]
     give(gm, other, outputs_of(gm)[place[0]])
 
 
 @breaks("saved", _kept)
 def a_kept_group_of_another_size(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
-    kept = ctx.kept_gathered[place[1]]
-    ctx.kept_gathered[place[1]] = kept._replace(numel=kept.numel // 2)
+    kept = ctx.handover.kept_gathered[place[1]]
+    ctx.handover.kept_gathered[place[1]] = kept._replace(numel=kept.numel // 2)
 
 
 @breaks("saved", _kept)
 def a_kept_group_of_another_dtype(gm: GraphModule, ctx: Context, place: tuple[int, str]) -> None:
-    ctx.kept_gathered[place[1]] = ctx.kept_gathered[place[1]]._replace(dtype=torch.float64)
+    ctx.handover.kept_gathered[place[1]] = ctx.handover.kept_gathered[place[1]]._replace(dtype=torch.float64)
 
 
 # ---- reduction ------------------------------------------------------------------------------------------------------
@@ -178,17 +178,17 @@ def a_kept_group_of_another_dtype(gm: GraphModule, ctx: Context, place: tuple[in
 
 def _extras(gm: GraphModule, ctx: Context) -> int:
     """The first extra output."""
-    return len(outputs_of(gm)) - len(ctx.reductions)
+    return len(outputs_of(gm)) - len(ctx.found.reductions)
 
 
 def _reductions(gm: GraphModule, ctx: Context) -> range:
-    return range(len(ctx.reductions))
+    return range(len(ctx.found.reductions))
 
 
 @breaks("reduction", _reductions)
 def a_gradient_that_is_not_returned(gm: GraphModule, ctx: Context, n: int) -> None:
     outputs = outputs_of(gm)
-    del outputs[_extras(gm, ctx) + n], ctx.reductions[n]
+    del outputs[_extras(gm, ctx) + n], ctx.found.reductions[n]
     edit.set_output_values(gm.graph, outputs)
 
 
@@ -196,18 +196,18 @@ def a_gradient_that_is_not_returned(gm: GraphModule, ctx: Context, n: int) -> No
 def a_gradient_that_is_returned_twice(gm: GraphModule, ctx: Context, n: int) -> None:
     outputs = outputs_of(gm)
     outputs.append(outputs[_extras(gm, ctx) + n])
-    ctx.reductions.append(ctx.reductions[n])
+    ctx.found.reductions.append(ctx.found.reductions[n])
     edit.set_output_values(gm.graph, outputs)
 
 
 def _sizes_differ(gm: GraphModule, ctx: Context) -> list[int]:
-    pairs = enumerate(pairwise(ctx.reductions))
+    pairs = enumerate(pairwise(ctx.found.reductions))
     return [n for n, (a, b) in pairs if a.layout.numel != b.layout.numel] if ctx.sync != "keep" and ctx.stage else []
 
 
 @breaks("reduction", _sizes_differ)
 def two_groups_gradients_are_promised_in_another_order(gm: GraphModule, ctx: Context, n: int) -> None:
-    ctx.reductions[n : n + 2] = reversed(ctx.reductions[n : n + 2])
+    ctx.found.reductions[n : n + 2] = reversed(ctx.found.reductions[n : n + 2])
 
 
 def _scales(gm: GraphModule, ctx: Context) -> list[Node]:
@@ -281,12 +281,12 @@ def a_gradient_for_autograd_too(gm: GraphModule, ctx: Context, place: tuple[int,
 
 
 def _several_slots(gm: GraphModule, ctx: Context) -> list[int]:
-    return [n for n, r in enumerate(ctx.reductions) if len(r.slots) > 1] if ctx.sync != "keep" else []
+    return [n for n, r in enumerate(ctx.found.reductions) if len(r.slots) > 1] if ctx.sync != "keep" else []
 
 
 @breaks("reduction", _several_slots)
 def a_slot_that_is_not_promised(gm: GraphModule, ctx: Context, n: int) -> None:
-    ctx.reductions[n] = replace(ctx.reductions[n], slots=ctx.reductions[n].slots[1:])
+    ctx.found.reductions[n] = replace(ctx.found.reductions[n], slots=ctx.found.reductions[n].slots[1:])
 
 
 def _sums(gm: GraphModule, ctx: Context) -> list[Node]:

@@ -42,25 +42,25 @@ def an_input_of_another_dtype(gm: GraphModule, ctx: Context, node: Node) -> None
     node.meta["val"] = node.meta["val"].to(torch.float64)
 
 
-@breaks("inputs", when(lambda ctx: all(s.world_size > 1 for s in ctx.shards), tags("shard")))
+@breaks("inputs", when(lambda ctx: all(s.world_size > 1 for s in ctx.found.shards), tags("shard")))
 def a_replica_for_a_shard(gm: GraphModule, ctx: Context, node: Node) -> None:
-    layout = next(s for s in ctx.shards if s.name == group_of(node))
+    layout = next(s for s in ctx.found.shards if s.name == group_of(node))
     node.meta["val"] = node.meta["val"].new_empty(layout.numel)
 
 
-@breaks("inputs", lambda gm, ctx: range(len(ctx.shards)))
+@breaks("inputs", lambda gm, ctx: range(len(ctx.found.shards)))
 def a_shard_that_is_not_promised(gm: GraphModule, ctx: Context, place: int) -> None:
-    del ctx.shards[place]
+    del ctx.found.shards[place]
 
 
-@breaks("inputs", lambda gm, ctx: range(len(ctx.shards)))
+@breaks("inputs", lambda gm, ctx: range(len(ctx.found.shards)))
 def a_shard_that_is_promised_twice(gm: GraphModule, ctx: Context, place: int) -> None:
-    ctx.shards.insert(place, ctx.shards[place])
+    ctx.found.shards.insert(place, ctx.found.shards[place])
 
 
-@breaks("inputs", lambda gm, ctx: [i for i, (a, b) in enumerate(pairwise(ctx.shards)) if a.numel != b.numel])
+@breaks("inputs", lambda gm, ctx: [i for i, (a, b) in enumerate(pairwise(ctx.found.shards)) if a.numel != b.numel])
 def two_shards_come_in_another_order(gm: GraphModule, ctx: Context, place: int) -> None:
-    ctx.shards[place : place + 2] = reversed(ctx.shards[place : place + 2])
+    ctx.found.shards[place : place + 2] = reversed(ctx.found.shards[place : place + 2])
 
 
 @breaks("inputs", lambda gm, ctx: sorted(ctx.parameters) if ctx.stage else [])
@@ -91,17 +91,17 @@ def an_input_that_nobody_brings(gm: GraphModule, ctx: Context, node: Node) -> No
 
 
 def _shapes_differ(gm: GraphModule, ctx: Context) -> list[int]:
-    return [i for i, (a, b) in enumerate(pairwise(ctx.kept)) if a.slot.shape != b.slot.shape]
+    return [i for i, (a, b) in enumerate(pairwise(ctx.found.kept)) if a.slot.shape != b.slot.shape]
 
 
 @breaks("inputs", _shapes_differ)
 def two_kept_gradients_come_in_another_order(gm: GraphModule, ctx: Context, place: int) -> None:
-    ctx.kept[place : place + 2] = reversed(ctx.kept[place : place + 2])
+    ctx.found.kept[place : place + 2] = reversed(ctx.found.kept[place : place + 2])
 
 
-@breaks("inputs", lambda gm, ctx: range(len(ctx.gathered)))
+@breaks("inputs", lambda gm, ctx: range(len(ctx.found.gathered)))
 def a_gathered_group_that_is_not_promised(gm: GraphModule, ctx: Context, place: int) -> None:
-    del ctx.gathered[place]
+    del ctx.found.gathered[place]
 
 
 def _sizes_differ(gm: GraphModule, ctx: Context) -> list[int]:
@@ -110,7 +110,7 @@ def _sizes_differ(gm: GraphModule, ctx: Context) -> list[int]:
 
 @breaks("inputs", _sizes_differ)
 def two_gathered_groups_come_in_another_order(gm: GraphModule, ctx: Context, place: int) -> None:
-    ctx.gathered[place : place + 2] = reversed(ctx.gathered[place : place + 2])
+    ctx.found.gathered[place : place + 2] = reversed(ctx.found.gathered[place : place + 2])
 
 
 # ---- gather ---------------------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ def _weights_of_shards(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]
     return [(w, shards[group_of(w)]) for w in weights if group_of(w) in shards and w.args[0] != shards[group_of(w)]]
 
 
-@breaks("gather", when(lambda ctx: ctx.shards and ctx.shards[0].world_size > 1, _weights_of_shards))
+@breaks("gather", when(lambda ctx: ctx.found.shards and ctx.found.shards[0].world_size > 1, _weights_of_shards))
 def a_weight_from_the_shard(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     """Used before it is gathered."""
     set_arg(pair[0], 0, pair[1])
 
 
-_sharded = when(lambda ctx: ctx.shards and ctx.shards[0].world_size > 1, tags("shard"))
+_sharded = when(lambda ctx: ctx.found.shards and ctx.found.shards[0].world_size > 1, tags("shard"))
 
 
 @breaks("gather", _sharded)
@@ -289,7 +289,7 @@ def a_weight_of_another_shape(gm: GraphModule, ctx: Context, node: Node) -> None
 def _elsewhere(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
     """A matrix, and a whole group that has none of that shape."""
     wholes = [w for w in tagged(gm, "wait", "refresh", "gathered")]
-    names = {layout.name: layout for layout in ctx.shards}
+    names = {layout.name: layout for layout in ctx.found.shards}
     shapes = {name: {slot.shape for slot in layout.slots} for name, layout in names.items()}
     return [
         (w, whole)

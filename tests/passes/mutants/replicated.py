@@ -14,24 +14,27 @@ from zerofx.passes import Context, ParameterRef, Reduction
 
 def _of_one_shape(gm: GraphModule, ctx: Context) -> list[tuple[int, int]]:
     """Two outputs at which the caller puts parameters of one shape."""
-    saved = sorted(ctx.saved_parameters.items())
+    saved = sorted(ctx.found.saved_parameters.items())
     return [(i, j) for (i, a), (j, b) in combinations(saved, 2) if a != b and a.slot.shape == b.slot.shape]
 
 
 @breaks("saved", _of_one_shape)
 def two_saved_parameters_change_places(gm: GraphModule, ctx: Context, pair: tuple[int, int]) -> None:
     i, j = pair
-    ctx.saved_parameters[i], ctx.saved_parameters[j] = ctx.saved_parameters[j], ctx.saved_parameters[i]
+    ctx.found.saved_parameters[i], ctx.found.saved_parameters[j] = (
+        ctx.found.saved_parameters[j],
+        ctx.found.saved_parameters[i],
+    )
 
 
 @breaks("saved", _of_one_shape)
 def one_parameter_is_saved_twice(gm: GraphModule, ctx: Context, pair: tuple[int, int]) -> None:
-    ctx.saved_parameters[pair[0]] = ctx.saved_parameters[pair[1]]
+    ctx.found.saved_parameters[pair[0]] = ctx.found.saved_parameters[pair[1]]
 
 
 def _not_saved(gm: GraphModule, ctx: Context) -> list[tuple[int, ParameterRef]]:
     """Outputs that are the caller's own, and a parameter."""
-    refs = list(ctx.saved_parameters.values())[:1]
+    refs = list(ctx.found.saved_parameters.values())[:1]
     return [(i, ref) for ref in refs for i in range(len(outputs_of(gm))) if i not in ctx.saved]
 
 
@@ -39,20 +42,20 @@ def _not_saved(gm: GraphModule, ctx: Context) -> list[tuple[int, ParameterRef]]:
 def a_parameter_is_put_where_the_model_returns_something(
     gm: GraphModule, ctx: Context, place: tuple[int, ParameterRef]
 ) -> None:
-    ctx.saved_parameters[place[0]] = place[1]
+    ctx.found.saved_parameters[place[0]] = place[1]
 
 
 def _inputs(gm: GraphModule, ctx: Context) -> list[tuple[int, Node]]:
     names = {ref: name for name, ref in ctx.parameters.items()}
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    saved = sorted(ctx.saved_parameters.items())
+    saved = sorted(ctx.found.saved_parameters.items())
     return [(i, inputs[names[ref]]) for i, ref in saved if names.get(ref) in inputs]
 
 
 @breaks("saved", when(lambda ctx: not ctx.stage, _inputs))
 def a_parameter_leaves_the_graph(gm: GraphModule, ctx: Context, place: tuple[int, Node]) -> None:
     """Inductor may return it in other strides than backward reads."""
-    del ctx.saved_parameters[place[0]]
+    del ctx.found.saved_parameters[place[0]]
     give(gm, *place)
 
 
@@ -79,13 +82,16 @@ def a_gradient_of_another_shape(gm: GraphModule, ctx: Context, node: Node) -> No
     node.args = (node.args[0], [1, numel], [numel, 1], node.args[3])
 
 
-@breaks("reduction", when(lambda ctx: not ctx.stage and ctx.sync != "keep", lambda gm, ctx: range(len(ctx.reductions))))
+@breaks(
+    "reduction",
+    when(lambda ctx: not ctx.stage and ctx.sync != "keep", lambda gm, ctx: range(len(ctx.found.reductions))),
+)
 def a_gradient_for_two_parameters(gm: GraphModule, ctx: Context, place: int) -> None:
-    reduction = ctx.reductions[place]
-    ctx.reductions[place] = Reduction(reduction.layout, reduction.slots * 2)
+    reduction = ctx.found.reductions[place]
+    ctx.found.reductions[place] = Reduction(reduction.layout, reduction.slots * 2)
 
 
-@breaks("reduction", lambda gm, ctx: range(len(ctx.reductions)))
+@breaks("reduction", lambda gm, ctx: range(len(ctx.found.reductions)))
 def none_for_a_gradient(gm: GraphModule, ctx: Context, place: int) -> None:
     give(gm, len(outputs_of(gm)) - 1 - place, None)
 

@@ -76,7 +76,7 @@ def two_updates_in_each_others_place(gm: GraphModule, ctx: Context, pair: tuple[
 
 def _in_place(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
     """Updates, and weights that lie in the very memory that they change."""
-    if ctx.stage == 3 and ctx.shards and ctx.shards[0].world_size > 1:
+    if ctx.stage == 3 and ctx.found.shards and ctx.found.shards[0].world_size > 1:
         return []
     steps = {group_of(node): node for node in tagged(gm, "step")}
     return [(steps[group_of(w)], w) for w in tagged(gm, "weight") if group_of(w) in steps and numel(w)]

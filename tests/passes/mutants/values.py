@@ -215,13 +215,16 @@ def _alike(nodes: list[Node]) -> list[tuple[Node, Node]]:
 
 def _equal_shards(gm: GraphModule, ctx: Context) -> list[int]:
     names = [n for n in gm.graph.nodes if n.op == "call_function"]
-    return [i for i, (a, b) in enumerate(pairwise(ctx.shards)) if a.numel == b.numel and names]
+    return [i for i, (a, b) in enumerate(pairwise(ctx.found.shards)) if a.numel == b.numel and names]
 
 
-@breaks("value", when(lambda ctx: ctx.shards and ctx.shards[0].requires_grad and ctx.phase == "forward", _equal_shards))
+@breaks(
+    "value",
+    when(lambda ctx: ctx.found.shards and ctx.found.shards[0].requires_grad and ctx.phase == "forward", _equal_shards),
+)
 def two_shards_of_one_size(gm: GraphModule, ctx: Context, place: int) -> None:
     """Promised in another order than they are read: each layer computes with the other's weights."""
-    ctx.shards[place : place + 2] = reversed(ctx.shards[place : place + 2])
+    ctx.found.shards[place : place + 2] = reversed(ctx.found.shards[place : place + 2])
 
 
 def _equal_parts(gm: GraphModule, ctx: Context) -> list[tuple[Node, int, int]]:
@@ -255,7 +258,7 @@ def a_gradient_that_is_scaled_before_too(gm: GraphModule, ctx: Context, flat: No
 
 
 def _equal_groups(gm: GraphModule, ctx: Context) -> list[int]:
-    pairs = enumerate(pairwise(ctx.reductions))
+    pairs = enumerate(pairwise(ctx.found.reductions))
     same = [n for n, (a, b) in pairs if a.layout.numel == b.layout.numel and len(a.slots) == len(b.slots)]
     return same if ctx.stage and ctx.sync != "keep" else []
 
@@ -264,7 +267,7 @@ def _equal_groups(gm: GraphModule, ctx: Context) -> list[int]:
 def the_gradients_of_two_layers(gm: GraphModule, ctx: Context, n: int) -> None:
     """Returned in another order than was promised."""
     outputs = outputs_of(gm)
-    i = len(outputs) - len(ctx.reductions) + n
+    i = len(outputs) - len(ctx.found.reductions) + n
     outputs[i], outputs[i + 1] = outputs[i + 1], outputs[i]
     edit.set_output_values(gm.graph, outputs)
 
@@ -343,8 +346,8 @@ def _equal_gathered(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
 
 @breaks("value", _equal_gathered)
 def two_gathered_groups_of_one_size(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
-    i, j = (ctx.gathered.index(group_of(node)) for node in pair)
-    ctx.gathered[i], ctx.gathered[j] = ctx.gathered[j], ctx.gathered[i]
+    i, j = (ctx.found.gathered.index(group_of(node)) for node in pair)
+    ctx.found.gathered[i], ctx.found.gathered[j] = ctx.found.gathered[j], ctx.found.gathered[i]
 
 
 @breaks("value", lambda gm, ctx: _calls(gm, aten.tanh.default, aten.sub.Tensor))

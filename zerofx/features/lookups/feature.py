@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from zerofx.features.interface import Feature, Insertion
+from zerofx.features.lookups.facts import LookupFacts, lookups_of
 from zerofx.features.lookups.lookup import lookup
 from zerofx.features.lookups.proof import RULES, embedding
 from zerofx.passes import edit
@@ -59,7 +60,8 @@ NODE_KINDS = {
 }
 
 FEATURE = Feature(
-    passes=(Insertion(lookup, before="group", when=lambda ctx: ctx.lookups and ctx.gathers),),
+    facts=LookupFacts.of,
+    passes=(Insertion(lookup, before="group", when=lambda ctx: lookups_of(ctx).on and ctx.gathers),),
     node_kinds=NODE_KINDS,
     picks=frozenset({"own_rows"}),
     rules=RULES,

@@ -26,7 +26,7 @@ The graph asks for rows as soon as the indices are there, and ahead of other gat
 Sound because a row is looked up as it is, whoever does it: all ranks but those that have it say zero. The rows'
 gradients are added up in the order of ranks, and of indices, rather than by each rank first: the same sum, rounded
 otherwise; and in ``ctx.reduce_dtype``, if that is given. Sizes follow from the shape of the indices, which **has to be
-the same on all ranks**: so it is done if asked for (``ctx.lookups``), and not where a size is a symbol.
+the same on all ranks**: so it is done if asked for (`LookupFacts`), and not where a size is a symbol.
 
 Runs between ``reduce`` and ``group``. Leaves groups alone of which anything else is read, and gradients that are kept
 (`zerofx.no_sync`). Row-wise exchange is how recommendation models shard their tables (Naumov et al. 2019).
@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.lookups.facts import lookups_of
 from zerofx.features.lookups.operators import OWN_ROWS, SUM_ROWS
 from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
@@ -51,13 +52,13 @@ _c10d = torch.ops._c10d_functional
 
 def lookup(gm: GraphModule, ctx: Context) -> int:
     """Exchange rows instead of tables, and their gradients; returns how many tables and gradients stay at home."""
-    if not ctx.lookups or not ctx.gathers:
+    if not lookups_of(ctx).on or not ctx.gathers:
         return 0
-    layouts = {layout.name: layout for layout in ctx.shards}
+    layouts = {layout.name: layout for layout in ctx.found.shards}
     weights = edit.by_group(edit.tagged(gm.graph, "unshard"))
     edits = sum(_look_up(gm.graph, ctx, layouts[name], nodes) for name, nodes in weights.items())
     if ctx.sync == "reduce":
-        layouts = {reduction.layout.name: reduction.layout for reduction in ctx.reductions}
+        layouts = {reduction.layout.name: reduction.layout for reduction in ctx.found.reductions}
         gradients = edit.by_group(edit.tagged(gm.graph, "reduce_grad"))
         edits += sum(_add_up(gm.graph, layouts[name], nodes) for name, nodes in gradients.items())
     return edit.finish(gm, edits)

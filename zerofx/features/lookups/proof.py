@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from zerofx.features.lookups.facts import lookups_of
 from zerofx.features.lookups.operators import OWN_ROWS, SUM_ROWS
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import ParameterRef
@@ -70,9 +71,9 @@ def start_telling(known: Known, op: Op) -> bool:
     Returns whether it is one.
     """
     ctx, (source, world_size, process_group) = known.ctx, op.args
-    if not ctx.lookups or source.target is not _aten.reshape.default or source.args[1] != [-1]:
+    if not lookups_of(ctx).on or source.target is not _aten.reshape.default or source.args[1] != [-1]:
         return False
-    layouts = [*ctx.shards, *(ref.layout for ref in ctx.gradients.values())]
+    layouts = [*ctx.found.shards, *(ref.layout for ref in ctx.gradients.values())]
     right = process_group if process_group == ctx.reduce_group else ctx.process_group
     known.check_collective(op, layouts[0], world_size, process_group, right)
     _start(known, op, Everyones(source.args[0]))

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from zerofx.features.meshes.facts import mesh_of
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.proof.facts import ALL_REDUCES, Flat, Pack, Started, divided
 from zerofx.passes.proof.known import Known, is_reshape
@@ -28,19 +29,19 @@ _OWN_PART = torch.ops.zerofx.own_part.default
 def _held(known: Known, layout: GroupLayout) -> GroupLayout | None:
     """With two hops a rank holds a part of what its column has together."""
     ctx = known.ctx
-    return replace(layout, world_size=layout.world_size * ctx.replicas) if ctx.two_hops else None
+    return replace(layout, world_size=layout.world_size * ctx.replicas) if mesh_of(ctx).two_hops else None
 
 
 def _shard(reader: Known, node: Node, flat: Flat) -> None:
     """Where replicas share the optimizer's work, shards are brought up to date before forward."""
-    if reader.ctx.refreshed_shards:
+    if mesh_of(reader.ctx).refreshes_shards:
         reader.refreshed(node, flat)
 
 
 def _is_secondary(known: Known, flat: Flat) -> bool:
     """Whether it is a part of a group among near ranks."""
-    ctx = known.ctx
-    return bool(ctx.near_group) and not flat.whole and flat.layout.world_size == ctx.near_ranks
+    mesh = mesh_of(known.ctx)
+    return bool(mesh.secondary_group) and not flat.whole and flat.layout.world_size == mesh.secondary_ranks
 
 
 def _read_flat(known: Known, op: Op, flat: Flat) -> bool:
@@ -48,10 +49,13 @@ def _read_flat(known: Known, op: Op, flat: Flat) -> bool:
     if op.target is _aten.clone.default and len(op.args) == 1 and _is_secondary(known, flat):
         known.facts[op.node] = flat
         return True
-    if not (flat.whole and op.target is _OWN_PART and known.ctx.near_group):
+    if not (flat.whole and op.target is _OWN_PART and mesh_of(known.ctx).secondary_group):
         return False
     full, ranks, process_group = op.args
-    found, wanted = (ranks, process_group), (known.ctx.near_ranks, known.ctx.near_group)
+    found, wanted = (
+        (ranks, process_group),
+        (mesh_of(known.ctx).secondary_ranks, mesh_of(known.ctx).secondary_group),
+    )
     if found != wanted:
         known.fail("group", op.node, "it is a part among {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted))
     if flat.part != flat.layout.shard_numel:
@@ -65,7 +69,7 @@ def _gather(known: Known, op: Op, flat: Flat) -> tuple[Flat, GroupLayout, str] |
     """The gather of a secondary shard; or of a part, which is the first of two hops."""
     ctx, over = known.ctx, flat.layout
     if _is_secondary(known, flat):
-        return replace(flat, whole=True), over, ctx.near_group
+        return replace(flat, whole=True), over, mesh_of(ctx).secondary_group
     if not known.is_part(flat):
         return None
     row = replace(over, world_size=over.world_size // ctx.replicas)
@@ -101,7 +105,7 @@ def _sum_over_replicas(known: Known, op: Op, pack: Pack) -> None:
     if found != wanted or ctx.replicas == 1:
         words = "a {} over {} ranks of {!r}"
         known.fail("group", node, f"it is {words.format(*found)}", words.format(*wanted))
-    if whole == ctx.divides_between:
+    if whole == mesh_of(ctx).divides_between:
         known.fail("reduction", node, "it is not the part of the sum that this rank updates", "that part, or all")
     if pack.replicas != 1 or pack.narrowed or not pack.state.startswith("shard"):
         what = (
@@ -129,8 +133,10 @@ def _check_averaged(known: Known, value: Node, pack: Pack) -> None:
     ctx = known.ctx
     if pack.replicas != ctx.replicas:
         known.fail("reduction", value, f"it is summed over {pack.replicas} replicas", f"over all {ctx.replicas}")
-    if pack.divided != ctx.divides_between:
-        expected = "the part of the shard that this rank updates" if ctx.divides_between else "all of its shard"
+    if pack.divided != mesh_of(ctx).divides_between:
+        expected = (
+            "the part of the shard that this rank updates" if mesh_of(ctx).divides_between else "all of its shard"
+        )
         known.fail("reduction", value, "it is another part of the gradient", expected)
 
 

@@ -22,7 +22,7 @@ more memory. Where the graph updates weights (`step`), a sum is waited for behin
 With one rank in a row nothing is reduced there, and the packed gradient is what is summed. Gradients that are kept
 (`zerofx.no_sync`) are not summed.
 
-**Where the replicas share the optimizer's work** (``ctx.divides_between``), each rank gets a part of that sum, and
+**Where the replicas share the optimizer's work** (`MeshFacts.divides_between`), each rank gets a part of that sum, and
 updates a part of its shard. What all of a column have updated comes back before the next forward, group by group, while
 forward computes; the graph waits for it in front of the shard's first reader::
 
@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.meshes.facts import mesh_of
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Reduction, Tag
 from zerofx.passes.group import averaged
@@ -56,8 +57,8 @@ def replicate(gm: GraphModule, ctx: Context) -> int:
     """Sum every reduced gradient over the replicas; returns how many sums, and waits for shards, were put in."""
     if ctx.replicas == 1:
         return 0
-    waits = _await_shards(gm.graph) if ctx.refreshed_shards else 0
-    sums = _sum_all(gm.graph, ctx) if ctx.sync != "keep" and ctx.reductions else 0
+    waits = _await_shards(gm.graph) if mesh_of(ctx).refreshes_shards else 0
+    sums = _sum_all(gm.graph, ctx) if ctx.sync != "keep" and ctx.found.reductions else 0
     return edit.finish(gm, waits + sums)
 
 
@@ -76,12 +77,14 @@ def _await_shards(graph: Graph) -> int:
 
 def _sum_all(graph: Graph, ctx: Context) -> int:
     outputs = edit.output_values(graph)
-    first = len(outputs) - len(ctx.reductions)
+    first = len(outputs) - len(ctx.found.reductions)
     _raise_waits(graph)
     order = edit.positions(graph)
     behind: list[list[Node]] = []
     starts: list[Node] = []
-    found = sorted(zip(range(first, len(outputs)), ctx.reductions), key=lambda item: order[_sums_of(outputs[item[0]])])
+    found = sorted(
+        zip(range(first, len(outputs)), ctx.found.reductions), key=lambda item: order[_sums_of(outputs[item[0]])]
+    )
     for i, reduction in found:
         start, *rest = _sum(graph, ctx, reduction, outputs[i])
         starts.append(start)
@@ -109,7 +112,7 @@ def _sum(graph: Graph, ctx: Context, reduction: Reduction, gradient: Node) -> li
             added.append(edit.insert(graph, target, args, tag=Tag(kind, layout.name), near=sums))
         return added[-1]
 
-    if ctx.divides_between:
+    if mesh_of(ctx).divides_between:
         scatter = _c10d.reduce_scatter_tensor.default
         start = add("sum_replicas", scatter, sums, "sum", ctx.replicas, ctx.replica_group)
     else:

@@ -22,8 +22,8 @@ gathers. The part travels in the place of one of the group's parameters among wh
 Sound because the parts of a buffer, end to end, are the buffer, and parameters do not change between forward and
 backward (that is checked when backward starts). The idea is ZeRO++'s hpZ (Wang et al. 2023).
 
-Requires ``group`` and ``ctx.near_group``; runs behind ``keep``. Leaves groups alone that backward does not need, those
-that `narrow` gathers in two parts, and rows of tables (`lookup`).
+Requires ``group`` and `MeshFacts.secondary_group`; runs behind ``keep``. Leaves groups alone that backward does not
+need, those that `narrow` gathers in two parts, and rows of tables (`lookup`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.meshes.facts import mesh_of
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Gathered, Tag
 from zerofx.passes.keep import erase
@@ -43,7 +44,7 @@ _aten, _zerofx = torch.ops.aten, torch.ops.zerofx
 
 def secondary_shard(gm: GraphModule, ctx: Context) -> int:
     """Leave parts of gathered groups (forward), or gather them (backward); returns of how many groups."""
-    if not ctx.near_group:
+    if not mesh_of(ctx).secondary_group:
         return 0
     if ctx.phase == "forward":
         return edit.finish(gm, _leave(gm.graph, ctx))
@@ -52,30 +53,37 @@ def secondary_shard(gm: GraphModule, ctx: Context) -> int:
 
 def _leave(graph: Graph, ctx: Context) -> int:
     place: dict[str, int] = {}  # of the first saved parameter of each group
-    for position, ref in ctx.saved_parameters.items():
-        if position in ctx.saved_names:
+    for position, ref in ctx.found.saved_parameters.items():
+        if position in ctx.found.saved_names:
             place.setdefault(ref.layout.name, position)
     outputs, left = edit.output_values(graph), 0
     for group, (wait, *more) in edit.by_group(edit.tagged(graph, "wait")).items():
-        if more or group not in place or group in ctx.kept_gathered:
+        if more or group not in place or group in ctx.handover.kept_gathered:
             continue
         position, tag = place[group], Tag("secondary", group)
 
         def add(target: Any, *args: Any, wait: Node = wait, tag: Tag = tag) -> Node:
             return edit.insert(graph, target, args, tag=tag, near=wait)
 
-        if ctx.two_hops:  # what the row gathers from is such a part
+        if mesh_of(ctx).two_hops:  # what the row gathers from is such a part
             (start,) = wait.all_input_nodes
             (part,) = start.all_input_nodes
             outputs[position] = part
         else:
             with graph.inserting_before(wait.next):
-                part = add(_zerofx.own_part.default, wait, ctx.near_ranks, ctx.near_group)
+                part = add(
+                    _zerofx.own_part.default,
+                    wait,
+                    mesh_of(ctx).secondary_ranks,
+                    mesh_of(ctx).secondary_group,
+                )
                 outputs[position] = add(_aten.clone.default, part)
         value = part.meta["val"]
-        name = ctx.saved_names[position]
-        ctx.kept_gathered[group] = Gathered(position, name, value.numel(), value.dtype, ctx.near_ranks)
-        del ctx.saved_parameters[position]
+        name = ctx.found.saved_names[position]
+        ctx.handover.kept_gathered[group] = Gathered(
+            position, name, value.numel(), value.dtype, mesh_of(ctx).secondary_ranks
+        )
+        del ctx.found.saved_parameters[position]
         left += 1
     edit.set_output_values(graph, outputs)
     return left
@@ -84,27 +92,28 @@ def _leave(graph: Graph, ctx: Context) -> int:
 def _gather(graph: Graph, ctx: Context) -> int:
     last, found = None, 0
     for group, (wait, *more) in edit.by_group(edit.tagged(graph, "wait")).items():
-        kept, value = ctx.kept_gathered.get(group), wait.meta["val"]
+        kept, value = ctx.handover.kept_gathered.get(group), wait.meta["val"]
         if kept is None or more or (value.numel(), value.dtype) != (kept.numel * kept.ranks, kept.dtype):
             continue
         (start,) = wait.all_input_nodes
         (source,) = start.all_input_nodes
         tag = Tag("secondary", group)
         last = edit.placeholder(graph, f"near_{group}", value.new_empty(kept.numel), tag, last=last)
-        start.args = (last, kept.ranks, ctx.near_group)
-        ctx.gathered.append(group)
+        start.args = (last, kept.ranks, mesh_of(ctx).secondary_group)
+        ctx.found.gathered.append(group)
         if not source.users:
             erase(graph, source)
         found += 1
     brought = {node.meta["zerofx"].group for node in edit.tagged(graph, "shard", "replica")}
-    ctx.shards[:] = [layout for layout in ctx.shards if layout.name in brought]
+    ctx.found.shards[:] = [layout for layout in ctx.found.shards if layout.name in brought]
     return found
 
 
 def _why_secondary(node: Node, ctx: Context) -> str:
+    ranks = mesh_of(ctx).secondary_ranks
     if node.op == "placeholder":
-        return f"among the inputs: forward left a part of the group, and {ctx.near_ranks} near ranks have it all"
-    return f"right behind the wait: of what {ctx.near_ranks} near ranks have together, backward gathers again"
+        return f"among the inputs: forward left a part of the group, and {ranks} near ranks have it all"
+    return f"right behind the wait: of what {ranks} near ranks have together, backward gathers again"
 
 
 NODE_KINDS = {

@@ -24,7 +24,7 @@ it as it is.
 
 Sound because the parts of a shard, end to end, are the shard, and a cast of each is a cast of all.
 
-Requires ``ctx.two_hops``; runs behind `prefetch`. Where backward gathers in a row what forward left there
+Requires `MeshFacts.two_hops`; runs behind `prefetch`. Where backward gathers in a row what forward left there
 (`secondary_shard`), that is a shard, and has no first hop.
 """
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.meshes.facts import mesh_of
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
 from zerofx.passes.kinds import NodeKind
@@ -42,7 +43,7 @@ _c10d = torch.ops._c10d_functional
 
 def two_hop_gather(gm: GraphModule, ctx: Context) -> int:
     """Bring each shard from the parts of its column; returns how many."""
-    if not ctx.two_hops:
+    if not mesh_of(ctx).two_hops:
         return 0
     graph = gm.graph
     behind = edit.last_placeholder(graph)

@@ -9,6 +9,9 @@ proof                   what `verify` knows of them;
 proof_of_activations    of these alone
 in_file                 a home: what is in a file
 on_host                 a home: the optimizer's state in the host's memory, of a model on a GPU
+facts                   what is known of a graph, and what its forward leaves for its backward
+simulated               what a simulated step has to know
+away                    what a budget for activations may send away
 feature                 what is added to the core
 ======================  ==================================================================================
 """

@@ -27,27 +27,28 @@ nobody is given its memory before.
 What leaves is a whole tensor. Of several saved views of one (queries, keys and values of one product) it is that one,
 once, and backward makes the views anew. A tensor stays if
 
-* it has fewer bytes than ``ctx.activation_choice.smallest``, or is not among ``ctx.activation_choice.only``;
+* it has fewer bytes than `ActivationChoice.smallest`, or is not among `ActivationChoice.only`;
 * somebody else holds its memory: an input, a parameter, an output of the model;
 * it has gaps in memory, or a saved view of it cannot be made anew from sizes that backward knows.
 
 Sound because a copy changes nothing: what comes back is what left, bit for bit and with its strides, and nothing writes
 to a saved tensor.
 
-Graphs with ``ctx.activation_choice``; a forward and then its backward, with the same ``ctx.offloaded``. Requires
+Graphs with `OffloadFacts.activations`; a forward and then its backward, with the same `OffloadedActivations`. Requires
 `rematerialize`. Runs behind what moves nodes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch import OpOverload, pytree, without_symbols
+from zerofx.features.offload.facts import ActivationChoice, OffloadedActivation, offload_of, offloaded
 from zerofx.features.offload.operators import (
     MAX_IN_FLIGHT,
     OFFLOAD_ACTIVATION,
@@ -56,21 +57,21 @@ from zerofx.features.offload.operators import (
     WAIT_RELOAD_ACTIVATION,
 )
 from zerofx.passes import edit
-from zerofx.passes.context import CHAIN, ActivationChoice, Context, OffloadedActivation, Size, Tag
+from zerofx.passes.context import CHAIN, Context, Size, Tag
 from zerofx.passes.kinds import NodeKind
 from zerofx.passes.rematerialize import filled_in
 
 
 def offload_activations(gm: GraphModule, ctx: Context) -> int:
     """Insert a start and a wait for each saved tensor that leaves (forward), or comes back (backward)."""
-    if ctx.activation_choice is not None and ctx.phase == "forward":
+    if offload_of(ctx).activations is not None and ctx.phase == "forward":
         return edit.finish(gm, _take_away(gm.graph, ctx))
-    if ctx.offloaded and ctx.phase == "backward":
+    if offloaded(ctx) and ctx.phase == "backward":
         return edit.finish(gm, _bring_back(gm.graph, ctx))
     return 0
 
 
-def leaving(outputs: Sequence[Any], saved: frozenset[int], choice: ActivationChoice) -> dict[Node, list[int]]:
+def leaving(outputs: Sequence[Any], saved: Collection[int], choice: ActivationChoice) -> dict[Node, list[int]]:
     """Each tensor of forward that can leave, and at which of ``saved`` positions it, or a view of it, is returned."""
     found: dict[Node, list[int]] = {}
     returned = [x for i, x in enumerate(outputs) if i not in saved and isinstance(x, Node)]
@@ -154,9 +155,10 @@ def _steps(value: Node, whole: Node, saved: set[str]) -> tuple[Any, ...] | None:
 
 
 def _take_away(graph: Graph, ctx: Context) -> int:
-    assert ctx.activation_choice is not None
+    choice = offload_of(ctx).activations
+    assert choice is not None
     outputs, order = edit.output_values(graph), edit.positions(graph)
-    places = leaving(outputs, ctx.saved.difference(ctx.saved_parameters), ctx.activation_choice)
+    places = leaving(outputs, ctx.saved.difference(ctx.found.saved_parameters), choice)
     names = {x.name for i in ctx.saved if isinstance(x := outputs[i], Node)}
     lasts = {whole: _last_use(whole, order) for whole in places}
     starts: list[Node] = []
@@ -191,9 +193,9 @@ def _take_away(graph: Graph, ctx: Context) -> int:
     for whole, positions in places.items():
         handle = handles[whole]
         for i in positions:
-            name, steps = ctx.saved_names.get(i, outputs[i].name), _steps(outputs[i], whole, names)
+            name, steps = ctx.found.saved_names.get(i, outputs[i].name), _steps(outputs[i], whole, names)
             place, dims = numbers[whole], order_of(whole.meta["val"])
-            ctx.offloaded[name] = OffloadedActivation(place, whole.name, dims or (), handle.meta["val"], steps or ())
+            offloaded(ctx)[name] = OffloadedActivation(place, whole.name, dims or (), handle.meta["val"], steps or ())
             outputs[i] = handle
     edit.set_output_values(graph, outputs)
     return 2 * len(starts)
@@ -214,15 +216,15 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
     order = edit.positions(graph)
     given: dict[int, list[Node]] = {}
     for node in inputs.values():
-        if node.name in ctx.offloaded:
-            given.setdefault(ctx.offloaded[node.name].place, []).append(node)
+        if node.name in offloaded(ctx):
+            given.setdefault(offloaded(ctx)[node.name].place, []).append(node)
     firsts: dict[int, Node] = {}
     for place, nodes in given.items():
         if users := [user for node in nodes for user in node.users]:
             firsts[place] = min(users, key=order.__getitem__)
     for nodes in given.values():
         for node in nodes:
-            node.meta = {**node.meta, "val": ctx.offloaded[node.name].handle}
+            node.meta = {**node.meta, "val": offloaded(ctx)[node.name].handle}
     coming = sorted(firsts, key=lambda place: (order[firsts[place]], place))
     calls = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(next(calls)):
@@ -237,7 +239,7 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
                 following = coming[i + MAX_IN_FLIGHT]
                 starts[following] = _start(graph, given[following][0], ctx)
             for node, users in readers:
-                value = _made_anew(graph, here, ctx.offloaded[node.name], inputs)
+                value = _made_anew(graph, here, offloaded(ctx)[node.name], inputs)
                 for user in users:
                     if user is not start:
                         user.replace_input_with(node, value)
@@ -245,7 +247,7 @@ def _bring_back(graph: Graph, ctx: Context) -> int:
 
 
 def _start(graph: Graph, handle: Node, ctx: Context) -> Node:
-    known = ctx.offloaded[handle.name]
+    known = offloaded(ctx)[handle.name]
     args = (handle, list(known.order), known.place)
     return edit.insert(graph, RELOAD_ACTIVATION, args, tag=Tag("reload_activation", known.source), near=handle)
 

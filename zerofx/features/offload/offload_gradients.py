@@ -27,13 +27,14 @@ leaves inside of the update, and there is nothing to do here.
 
 Sound because a copy changes nothing: what left is what the graph returned.
 
-Groups of ``ctx.gradients_away``; backward graphs only. Requires ``group``; runs behind what makes gradients.
+Groups of `OffloadFacts.gradients`; backward graphs only. Requires ``group``; runs behind what makes gradients.
 """
 
 from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from zerofx.features.offload.facts import offload_of
 from zerofx.features.offload.operators import MAX_IN_FLIGHT, OFFLOAD, WAIT_OFFLOAD
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
@@ -42,11 +43,11 @@ from zerofx.passes.kinds import NodeKind
 
 def offload_gradients(gm: GraphModule, ctx: Context) -> int:
     """Insert an offload and a wait for each gradient that is to leave; returns how many nodes were inserted."""
-    if ctx.sync == "keep" or ctx.steps or not ctx.reductions:
+    if ctx.sync == "keep" or ctx.steps or not ctx.found.reductions:
         return 0
     graph, order, outputs = gm.graph, edit.positions(gm.graph), edit.output_values(gm.graph)
-    first = len(outputs) - len(ctx.reductions)
-    leaving = [i for i, r in enumerate(ctx.reductions) if r.layout.name in ctx.gradients_away]
+    first = len(outputs) - len(ctx.found.reductions)
+    leaving = [i for i, r in enumerate(ctx.found.reductions) if r.layout.name in offload_of(ctx).gradients]
     leaving.sort(key=lambda i: order[outputs[first + i]])
     starts: list[tuple[Node, int]] = []
 
@@ -57,7 +58,7 @@ def offload_gradients(gm: GraphModule, ctx: Context) -> int:
             outputs[first + i] = edit.insert(graph, WAIT_OFFLOAD, args, tag=tag, near=start)
 
     for i in leaving:
-        gradient, name = outputs[first + i], ctx.reductions[i].layout.name
+        gradient, name = outputs[first + i], ctx.found.reductions[i].layout.name
         with graph.inserting_after(edit.after_inputs(gradient)):
             start = edit.insert(graph, OFFLOAD, (gradient, name, i), tag=Tag("offload", name), near=gradient)
         starts.append((start, i))

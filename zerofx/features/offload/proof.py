@@ -18,6 +18,7 @@ from typing import Any
 from torch.fx import Node
 
 from zerofx.features.offload import proof_of_activations as activations
+from zerofx.features.offload.facts import offload_of
 from zerofx.features.offload.operators import MAX_IN_FLIGHT, OFFLOAD, RELOAD, WAIT_OFFLOAD, WAIT_RELOAD
 from zerofx.features.offload.proof_of_activations import Found, Handle
 from zerofx.model.layout import GroupLayout
@@ -96,7 +97,7 @@ def _read_start(known: Known, op: Op, of: Node, name: str) -> None:
             known.fail(rule, op.node, f"{name!r} is brought before", "once")
         found.reloaded.add(of)
         return
-    if name not in known.ctx.gradients_away or known.ctx.steps or known.ctx.sync == "keep":
+    if name not in offload_of(known.ctx).gradients or known.ctx.steps or known.ctx.sync == "keep":
         known.fail(rule, op.node, f"it takes away a gradient of {name!r}", "none: its gradients stay")
     found.leaving |= set(edit.aliases(of)) - {op.node}
 
@@ -131,7 +132,7 @@ def _refuse_writing(known: Known, op: Op) -> None:
 
 def _gradient(known: Known, value: Node, layout: GroupLayout, place: int) -> Node | None:
     """The gradient that the extra output ``value`` says has left; None: it stays."""
-    if known.ctx.steps or layout.name not in known.ctx.gradients_away:
+    if known.ctx.steps or layout.name not in offload_of(known.ctx).gradients:
         return None
     op = known.ops.get(value)
     if op is None or op.target is not WAIT_OFFLOAD or op.args[2:] != (layout.name, place):
@@ -194,7 +195,7 @@ def _follow(known: Known, op: Op, followed: set[Node]) -> None:
 
 
 def _shard(reader: Known, node: Node, flat: Flat) -> None:
-    if reader.ctx.gathers and flat.layout.name in reader.ctx.weights_away:
+    if reader.ctx.gathers and flat.layout.name in offload_of(reader.ctx).weights:
         reader.facts[node] = Away(flat)
 
 

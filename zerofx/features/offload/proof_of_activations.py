@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from zerofx.features.offload.facts import offload_of, offloaded
 from zerofx.features.offload.operators import (
     OFFLOAD_ACTIVATION,
     RELOAD_ACTIVATION,
@@ -63,7 +64,7 @@ def refuse_reading(known: Known, op: Op, handle: Handle) -> None:
 def read_handles(known: Known, inputs: Iterable[Node]) -> None:
     """Of the inputs of a backward graph, those that are handles."""
     for node in inputs:
-        if (left := known.ctx.offloaded.get(node.name)) is not None and known.ctx.phase == "backward":
+        if (left := offloaded(known.ctx).get(node.name)) is not None and known.ctx.phase == "backward":
             known.facts[node] = Handle(left.place)
             known.numbers.pop(node, None)
 
@@ -74,7 +75,7 @@ def start(known: Known, op: Op) -> None:
     found = known.record(Found)
     ctx, fact = known.ctx, known.facts.get(of)
     if op.target is OFFLOAD_ACTIVATION:
-        if ctx.activation_choice is None or ctx.phase != "forward":
+        if offload_of(ctx).activations is None or ctx.phase != "forward":
             known.fail("activation", op.node, f"it takes {of.name!r} away", "none: what is saved stays")
         if fact is not None or of not in known.numbers or of in known.memory or of in known.derived:
             known.fail("activation", op.node, f"it takes {of.name!r} away, which is no value of the model's", "one")
@@ -90,7 +91,7 @@ def start(known: Known, op: Op) -> None:
     if place in found.handles.values():
         known.fail("activation", op.node, f"saved tensor {place} is brought before", "once")
     found.handles[of] = place
-    wanted = list(ctx.offloaded[of.name].order)
+    wanted = list(offloaded(ctx)[of.name].order)
     if list(order) != wanted:
         known.fail("activation", op.node, f"its dimensions lie in the order {list(order)}", f"{wanted}, as they left")
 
@@ -117,7 +118,7 @@ def wait(known: Known, op: Op, of: Node) -> None:
 
 def check_handle(known: Known, value: Node, name: str, handle: Handle) -> None:
     """``value``, a handle, is saved under ``name``."""
-    left = known.ctx.offloaded.get(name)
+    left = offloaded(known.ctx).get(name)
     if left is None or handle.of is None or (left.place, left.source) != (handle.place, handle.of.name):
         promised = "nothing that left" if left is None else f"number {left.place}, {left.source!r}"
         known.fail(

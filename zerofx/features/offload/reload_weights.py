@@ -23,15 +23,16 @@ The shard's placeholder stays. It says which group is meant, and what shape its 
 
 Sound because a shard does not change while a graph reads it: what updates it in backward (`step`) comes behind that.
 
-Groups of ``ctx.weights_away`` in stage 3. Requires ``group``; runs in front of `discard`, which sees to the end of what
-was reloaded, and behind what moves or inserts gathers. The idea of reloading ahead is ZeRO-Infinity's (Rajbhandari et
-al. 2021), whose hooks look at the order of the step before.
+Groups of `OffloadFacts.weights` in stage 3. Requires ``group``; runs in front of `discard`, which sees to the end of
+what was reloaded, and behind what moves or inserts gathers. The idea of reloading ahead is ZeRO-Infinity's (Rajbhandari
+et al. 2021), whose hooks look at the order of the step before.
 """
 
 from __future__ import annotations
 
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.offload.facts import offload_of
 from zerofx.features.offload.operators import RELOAD, WAIT_RELOAD
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Tag
@@ -41,7 +42,7 @@ from zerofx.passes.kinds import NodeKind
 def reload_weights(gm: GraphModule, ctx: Context) -> int:
     """Insert a reload and a wait for each shard that lives elsewhere; returns how many nodes were inserted."""
     graph, order = gm.graph, edit.positions(gm.graph)
-    shards = [n for n in edit.tagged(graph, "shard") if n.meta["zerofx"].group in ctx.weights_away and n.users]
+    shards = [n for n in edit.tagged(graph, "shard") if n.meta["zerofx"].group in offload_of(ctx).weights and n.users]
     firsts = {shard: min(shard.users, key=order.__getitem__) for shard in shards}
     shards.sort(key=lambda shard: order[firsts[shard]])
     start: Node | None = None

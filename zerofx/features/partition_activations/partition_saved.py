@@ -21,11 +21,11 @@ A part is a copy, 1/T of the elements in the order of the tensor's memory; the l
 forward saves of one memory several times, as views, is one part. Each gather starts in front of the wait for the one
 before it, so one that is under way comes on top of those in use. It travels in the tensor-parallel group.
 
-Sound because the parts of a tensor, end to end, are the tensor, on whichever rank each was cut (``ctx.alike``: ranks
-have told each other). Leaves alone what is the caller's, or returned to it, and so is there anyway; what is small
+Sound because the parts of a tensor, end to end, are the tensor, on whichever rank each was cut (`PartitionFacts.alike`:
+ranks have told each other). Leaves alone what is the caller's, or returned to it, and so is there anyway; what is small
 (`LEAST_BYTES`); memory with gaps; sizes that are known only when the graph runs.
 
-Requires a forward graph and then its backward graph, with the same ``ctx.parts``, and ``ctx.saved_names``.
+Requires a forward graph and then its backward graph, with the same `SavedParts`, and ``ctx.found.saved_names``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx.features.partition_activations.facts import SavedPart, partition_of, saved_parts
 from zerofx.passes import edit
-from zerofx.passes.context import Context, SavedPart, Tag
+from zerofx.passes.context import Context, Tag
 from zerofx.passes.kinds import NodeKind
 
 _aten, _c10d, _zerofx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zerofx
@@ -85,7 +86,7 @@ NODE_KINDS = {
 
 def partition_saved(gm: GraphModule, ctx: Context) -> int:
     """Save parts (forward), or gather them (backward); returns of how many values."""
-    if ctx.parts_ranks == 1:
+    if partition_of(ctx).ranks == 1:
         return 0
     if ctx.phase == "forward":
         return edit.finish(gm, _cut(gm.graph, ctx))
@@ -100,16 +101,20 @@ def _cut(graph: Graph, ctx: Context) -> int:
             by_memory.setdefault(maker_of(value), []).append(i)
     for maker, places in by_memory.items():
         views = {i: outputs[i].meta["val"] for i in places}
-        dims = memory_of(maker) if maker.name in ctx.alike and ctx.saved_names.keys() >= views.keys() else None
+        dims = (
+            memory_of(maker)
+            if maker.name in partition_of(ctx).alike and ctx.found.saved_names.keys() >= views.keys()
+            else None
+        )
         if dims is None or not all(_looks_at(view, maker.meta["val"]) for view in views.values()):
             continue
         aliases = edit.aliases(maker)
         readers = [n for alias in aliases for n in [alias, *alias.users] if n.op != "output"]
         part = _cut_behind(max(readers, key=order.__getitem__), ctx, maker, dims)
         value = maker.meta["val"]
-        seen = {ctx.saved_names[i]: _as_seen(view) for i, view in views.items()}
-        ctx.parts[next(iter(seen))] = SavedPart(
-            maker.name, value.numel(), value.dtype, ctx.parts_ranks, tuple(places), seen
+        seen = {ctx.found.saved_names[i]: _as_seen(view) for i, view in views.items()}
+        saved_parts(ctx)[next(iter(seen))] = SavedPart(
+            maker.name, value.numel(), value.dtype, partition_of(ctx).ranks, tuple(places), seen
         )
         for i in places:
             outputs[i] = part
@@ -125,7 +130,7 @@ def _cut_behind(last: Node, ctx: Context, maker: Node, dims: tuple[int, ...]) ->
         if dims != tuple(range(len(dims))):
             tag = Tag("saved", maker.name)
             flat = edit.insert(graph, _aten.permute.default, (maker, list(dims)), tag=tag, near=maker)
-        args = (flat, ctx.parts_ranks, ctx.parts_group)
+        args = (flat, partition_of(ctx).ranks, partition_of(ctx).group)
         return edit.insert(graph, _zerofx.part.default, args, tag=Tag("part", maker.name), near=maker)
 
 
@@ -133,7 +138,7 @@ def _collect(graph: Graph, ctx: Context) -> int:
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
     order, nodes = edit.positions(graph), list(graph.nodes)
     firsts: dict[str, int] = {}  # by the name of a part: the place of the first reader of any view
-    for lead, part in ctx.parts.items():
+    for lead, part in saved_parts(ctx).items():
         of_one = inputs[lead].meta["val"].new_empty(part.numel_of_one, dtype=part.dtype)
         for name in part.views:
             inputs[name].meta = {**inputs[name].meta, "val": of_one}
@@ -142,10 +147,13 @@ def _collect(graph: Graph, ctx: Context) -> int:
     last = edit.last_placeholder(graph)
     ahead = nodes[0] if last is None else last.next  # the next start stands in front of it
     for lead in sorted(firsts, key=firsts.__getitem__):
-        part, first = ctx.parts[lead], nodes[firsts[lead]]
+        part, first = saved_parts(ctx)[lead], nodes[firsts[lead]]
         readers = {name: list(inputs[name].users) for name in part.views}
         with graph.inserting_before(ahead):
-            gather, args = _c10d.all_gather_into_tensor.default, (inputs[lead], part.ranks, ctx.parts_group)
+            gather, args = (
+                _c10d.all_gather_into_tensor.default,
+                (inputs[lead], part.ranks, partition_of(ctx).group),
+            )
             start = edit.insert(graph, gather, args, tag=Tag("gather_saved", part.name), near=first)
         with graph.inserting_before(first):
             ahead = edit.insert(graph, _WAIT, (start,), tag=Tag("wait_saved", part.name), near=first)
@@ -155,7 +163,7 @@ def _collect(graph: Graph, ctx: Context) -> int:
                     whole = edit.insert(graph, edit.AS_STRIDED, seen, tag=Tag("saved", part.name), near=first)
                     for reader in readers[name]:
                         reader.replace_input_with(inputs[name], whole)
-    return len(ctx.parts)
+    return len(saved_parts(ctx))
 
 
 def maker_of(node: Node) -> Node:

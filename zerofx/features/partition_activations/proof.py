@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from zerofx.features.partition_activations.facts import partition_of
 from zerofx.passes import edit
 from zerofx.passes.proof.facts import REFRESH, Started
 from zerofx.passes.proof.known import Known
@@ -55,7 +56,7 @@ class Cut:
 def _read_part(known: Known, op: Op, fact: Any) -> None:
     """This rank's part of a value, in the order of its memory."""
     ctx, (flat, ranks, process_group) = known.ctx, op.args
-    found, wanted = (ranks, process_group), (ctx.parts_ranks, ctx.parts_group)
+    found, wanted = (ranks, process_group), (partition_of(ctx).ranks, partition_of(ctx).group)
     if found != wanted:
         known.fail("group", op.node, "it is a part among {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted))
     value, source, turned = flat.meta["val"], flat, known.ops.get(flat)
@@ -83,7 +84,7 @@ def _check_saved(known: Known, i: int, name: str, value: Node, was: Number | Non
     maker = _maker(view)
     if known.before.nodes[maker.name] != cut.of:
         known.fail("parts", value, f"it is no part of the memory of {view.name!r}, which was saved", "a part of that")
-    if maker.name not in ctx.alike:
+    if maker.name not in partition_of(ctx).alike:
         known.fail("parts", value, f"ranks may have other values of {maker.name!r}", "what all ranks have alike")
     seen = view.meta["val"]
     _, views = known.meanings.parts.setdefault(cut.number, (cut, {}))
@@ -110,7 +111,7 @@ def _read_inputs(known: Known, inputs: list[Node]) -> None:
         cut, _ = known.meanings.parts.get(known.numbers.get(node, 0), (None, None))
         if cut is None:
             continue
-        numel, value = -(-cut.numel // known.ctx.parts_ranks), node.meta["val"]
+        numel, value = -(-cut.numel // partition_of(known.ctx).ranks), node.meta["val"]
         if tuple(value.shape) != (numel,) or value.dtype != cut.dtype:
             known.fail("inputs", node, f"it has {value.numel()} elements of {value.dtype}", f"{numel} of {cut.dtype}")
         known.facts[node] = cut
@@ -129,7 +130,7 @@ def _read_cut(known: Known, op: Op, cut: Cut) -> None:
     if op.target not in GATHERS:
         known.fail("parts", op.node, f"it reads {op.inputs[0].name!r}, which is a part", "the gather of all")
     _, *found = op.args
-    wanted = [known.ctx.parts_ranks, known.ctx.parts_group]
+    wanted = [partition_of(known.ctx).ranks, partition_of(known.ctx).group]
     if found != wanted:
         known.fail("group", op.node, "it runs over {} ranks of {!r}".format(*found), "{} of {!r}".format(*wanted))
     collects = known.record(_Collects).starts

@@ -50,7 +50,7 @@ def _check(reader: Known) -> None:
             source = reader.ops.get(op.args[0])
             if source is None or source.target is not STEP or source.args[1] != name:
                 reader.fail("step", node, f"it refreshes {name!r} behind something else", "behind its update")
-            if ctx.stage == 3 or (ctx.shards and _world_size(reader) == 1):
+            if ctx.stage == 3 or (ctx.found.shards and _world_size(reader) == 1):
                 reader.fail("step", node, f"{name!r} has no replicas", "no refresh")
         following = reader.ops[next(iter(node.users))].target if len(node.users) == 1 and node not in outputs else None
         if node not in outputs and following is not REFRESH:
@@ -63,7 +63,7 @@ def _check(reader: Known) -> None:
 
 
 def _world_size(reader: Known) -> int:
-    return reader.ctx.shards[0].world_size
+    return reader.ctx.found.shards[0].world_size
 
 
 def _check_behind(reader: Known, op: Op) -> None:

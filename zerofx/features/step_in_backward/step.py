@@ -46,14 +46,14 @@ from zerofx.passes.kinds import NodeKind
 
 def step(gm: GraphModule, ctx: Context) -> int:
     """Insert the updates of all groups whose gradients the graph returns; returns how many nodes were inserted."""
-    if not ctx.steps or not ctx.reductions:
+    if not ctx.steps or not ctx.found.reductions:
         return 0
     graph, outputs, edits = gm.graph, edit.output_values(gm.graph), 0
-    first = len(outputs) - len(ctx.reductions)
+    first = len(outputs) - len(ctx.found.reductions)
     ahead = _refreshed_here(ctx, outputs[first:])
     order, last_reads = edit.positions(graph), _last_reads(graph)
     starts = sorted(edit.tagged(graph, "reduce_scatter"), key=order.__getitem__)
-    for i, reduction in enumerate(ctx.reductions, start=first):
+    for i, reduction in enumerate(ctx.found.reductions, start=first):
         gradient, name = outputs[i], reduction.layout.name
         following = next((s for s in starts if order[s] > order[gradient]), gradient)
         after = max(gradient, following, last_reads.get(name, gradient), key=order.__getitem__)
@@ -75,7 +75,7 @@ def _refreshed_here(ctx: Context, gradients: list[Node]) -> set[GroupLayout]:
     """Those whose refresh starts in this backward: the first to be updated, up to the share of bytes above."""
     if ctx.stage == 3:
         return set()
-    layouts = [reduction.layout for reduction in ctx.reductions if reduction.layout.world_size > 1]
+    layouts = [reduction.layout for reduction in ctx.found.reductions if reduction.layout.world_size > 1]
     weights = {layout: layout.numel * (ctx.param_dtype or layout.dtype).itemsize for layout in layouts}
     reduced = sum(layout.numel * (ctx.reduce_dtype or layout.dtype).itemsize for layout in layouts)
     left, chosen = (2 * sum(weights.values()) - reduced) / 3, set()

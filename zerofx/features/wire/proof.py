@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from zerofx.features.wire.facts import wire_of
 from zerofx.features.wire.operators import flattened
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
@@ -62,7 +63,7 @@ def _encode(known: Known, op: Op, fact: Any) -> None:
     source, rows, *how, process_group = op.args[:5]
     if isinstance(fact, Flat):
         ctx, part = known.ctx, known.is_part(fact)
-        wire = ctx.wire_between if part else ctx.wire_inside
+        wire = wire_of(ctx).between if part else wire_of(ctx).inside
         if fact.whole or fact.ranges != (range(fact.layout.shard_numel),):
             known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a whole shard, once")
         _check(known, op, fact.layout, wire.weight_code if wire else None, (rows, *how), 1)
@@ -70,14 +71,15 @@ def _encode(known: Known, op: Op, fact: Any) -> None:
         _check_over(known, op, (process_group, *op.args[5:]), over)
         known.facts[op.node] = Quantized(fact)
         return
-    if known.ctx.wire is not None and known.ctx.wire.error_feedback:
+    wire = wire_of(known.ctx).wire
+    if wire is not None and wire.error_feedback:
         known.fail("wire", op.node, "what its code cuts off is lost", "the rest kept, for error_feedback=True")
     _encode_gradients(known, op, fact, op.args[5:])
 
 
 def _quantize_with_rest(known: Known, op: Op, fact: Any) -> None:
     group, *within = op.args[5:]
-    wire = known.ctx.wire
+    wire = wire_of(known.ctx).wire
     if wire is None or not wire.error_feedback:
         known.fail("wire", op.node, "it adds what was cut off before", "gradients as they are")
     _encode_gradients(known, op, fact, within)
@@ -97,14 +99,14 @@ def _encode_gradients(known: Known, op: Op, fact: Any, within: Sequence[str]) ->
     layout, between = known.layout_of(pack, op.node), pack.state.startswith("shard")
     if pack.numel != layout.numel:
         known.fail("reduction", op.node, f"it is a pack of {pack.numel} elements", f"{layout.numel}")
-    wire = ctx.wire_between if between else ctx.wire_inside
-    ranks = layout.world_size if not between else ctx.replicas if ctx.divides_between else 1
+    wire = wire_of(ctx).between if between else wire_of(ctx).inside
+    ranks = layout.world_size if not between else ctx.replicas if wire_of(ctx).divides_between else 1
     _check(known, op, layout, wire.gradient_code if wire else None, (rows, code, whole), ranks)
     if not between:
         known.check_collective(op, layout, layout.world_size, process_group, ctx.reduce_group)
         known.facts[op.node] = Quantized(pack)
         return
-    over = (ctx.replica_group, ctx.process_group) if ctx.divides_between else (ctx.process_group,)
+    over = (ctx.replica_group, ctx.process_group) if wire_of(ctx).divides_between else (ctx.process_group,)
     _check_over(known, op, (process_group, *within), over)
     known.facts[op.node] = Quantized(Pack((), source.meta["val"].numel(), pack.dtype, of=pack))
 
@@ -114,10 +116,10 @@ def _gradients(known: Known, op: Op, source: Node, fact: Any) -> Pack:
     ctx = known.ctx
     if fact is None:
         pack = known.pack(source)
-        alone = ctx.wire_between is not None and known.layout_of(pack, op.node).world_size == 1
+        alone = wire_of(ctx).between is not None and known.layout_of(pack, op.node).world_size == 1
         return replace(pack, state="shard") if alone else pack  # one rank's shard is the whole
     fresh = isinstance(fact, Pack) and fact.state.startswith("shard") and fact.replicas == 1 and not fact.narrowed
-    if not fresh or ctx.wire_between is None or fact.scale != 1.0:
+    if not fresh or wire_of(ctx).between is None or fact.scale != 1.0:
         known.fail("wire", op.node, f"it writes {source.name!r} in codes", "a shard, or a pack of gradients, once")
     return fact
 
@@ -151,7 +153,7 @@ def _start_exchange(known: Known, op: Op, quantized: Quantized) -> None:
     """The exchange of rows in codes; or, where all replicas get all of a sum, their gather."""
     ctx, pack = known.ctx, quantized.of
     assert isinstance(pack, Pack)
-    gathers = pack.of is not None and not ctx.divides_between
+    gathers = pack.of is not None and not wire_of(ctx).divides_between
     if quantized.came:
         known.fail("reduction", op.node, "it reads codes of gradients", "their sum")
     if op.target not in (GATHERS if gathers else EXCHANGES):
@@ -184,9 +186,9 @@ def _decode(known: Known, op: Op, fact: Any) -> None:
     ctx, layout = known.ctx, fact.layout
     was = fact.dtypes[-1] if fact.dtypes else layout.dtype
     right: tuple[str, ...] = ()
-    wire, ranks, part = ctx.wire_inside, layout.world_size, layout.shard_numel
+    wire, ranks, part = wire_of(ctx).inside, layout.world_size, layout.shard_numel
     if not fact.whole:  # of a column
-        wire, ranks, part = ctx.wire_between, ctx.replicas, part // ctx.replicas
+        wire, ranks, part = wire_of(ctx).between, ctx.replicas, part // ctx.replicas
         right = (ctx.replica_group, ctx.process_group)
     wanted = (ranks, part, was)
     _check(known, op, layout, wire.weight_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
@@ -214,9 +216,9 @@ def _sum(known: Known, op: Op, fact: Any) -> None:
     if own != (sent if sent.of is None else _as_packed(known, pack, sent.of)):
         known.fail("wire", op.node, f"its own part is of {pack.name!r}", "the pack that was sent")
     layout = known.layout_of(sent, op.node)
-    wire, ranks, right = ctx.wire_inside, layout.world_size, [ctx.reduce_group]
+    wire, ranks, right = wire_of(ctx).inside, layout.world_size, [ctx.reduce_group]
     if sent.of is not None:
-        wire, ranks, right = ctx.wire_between, ctx.replicas, [ctx.replica_group, ctx.process_group]
+        wire, ranks, right = wire_of(ctx).between, ctx.replicas, [ctx.replica_group, ctx.process_group]
     wanted = ranks, sent.numel // ranks
     _check(known, op, layout, wire.gradient_code if wire else None, (ranks, code, whole, numel), *wanted)
     _check_over(known, op, over, right)
@@ -236,7 +238,7 @@ def _sum_replicas_quantized(known: Known, op: Op, fact: Any) -> None:
     sent, ctx = _came(known, arrived, "rows"), known.ctx
     if sent is None or sent.of is None:
         known.fail("wire", op.node, f"it sums {arrived.name!r} as codes", "what all replicas have sent in codes")
-    layout, wire = known.layout_of(sent, op.node), ctx.wire_between
+    layout, wire = known.layout_of(sent, op.node), wire_of(ctx).between
     wanted = (ctx.replicas, sent.numel, sent.dtype)
     _check(known, op, layout, wire.gradient_code if wire else None, (rows, code, whole, numel, dtype), *wanted)
     _check_over(known, op, (within,), (ctx.process_group,))

@@ -40,7 +40,7 @@ Sound because encode and decode are given the same description, which follows fr
 numbers differ, by no more than the code's bound (`zerofx.kernels.wire`).
 
 Requires ``group``; runs behind all passes that ask how long a gathered buffer lives. Leaves the graph alone without
-``ctx.wire``.
+`WireFacts`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from zerofx.features.wire import error_feedback  # noqa: F401  # its operator
+from zerofx.features.wire.facts import wire_of
 from zerofx.features.wire.operators import flattened
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
@@ -66,8 +67,8 @@ _zerofx, _c10d = torch.ops.zerofx, torch.ops._c10d_functional
 
 def quantize(gm: GraphModule, ctx: Context) -> int:
     """Put codes around the collectives of whole groups; returns around how many."""
-    inside, between, edits = ctx.wire_inside, ctx.wire_between, 0
-    layouts = {layout.name: layout for layout in ctx.shards}
+    inside, between, edits = wire_of(ctx).inside, wire_of(ctx).between, 0
+    layouts = {layout.name: layout for layout in ctx.found.shards}
     layouts |= {ref.layout.name: ref.layout for ref in ctx.gradients.values()}
     for start in edit.tagged(gm.graph, "all_gather") if inside else ():
         edits += _gather(gm, start, layouts[start.meta["zerofx"].group], inside.weight_code)  # type: ignore[union-attr]
@@ -106,10 +107,10 @@ class _Way:
 
     @staticmethod
     def of(ctx: Context, start: Node) -> _Way:
-        code, kind = cast(Wire, ctx.wire).gradient_code, start.meta["zerofx"].kind
+        code, kind = cast(Wire, wire_of(ctx).wire).gradient_code, start.meta["zerofx"].kind
         if kind == "reduce_scatter":
             return _Way(code, kind, cast(int, start.args[2]), cast(str, start.args[3]))
-        return _Way(code, kind, ctx.replicas, ctx.replica_group, ctx.process_group, ctx.divides_between)
+        return _Way(code, kind, ctx.replicas, ctx.replica_group, ctx.process_group, wire_of(ctx).divides_between)
 
 
 def _gather(gm: GraphModule, start: Node, layout: GroupLayout, code: Code | None, over: tuple[str, ...] = ()) -> bool:
@@ -140,7 +141,7 @@ def _reduce(gm: GraphModule, ctx: Context, start: Node, layout: GroupLayout, way
     within = (way.within,) if way.within else ()
     args = (pack, way.ranks, *how, way.process_group) if way.divided else (pack, 1, *how, way.within)
     target = _zerofx.quantize.default
-    if cast(Wire, ctx.wire).error_feedback:
+    if cast(Wire, wire_of(ctx).wire).error_feedback:
         target, args = _zerofx.quantize_with_rest.default, (*args, group)
     rows = _insert(gm, start, target, (*args, *within) if way.divided else args, Tag("quantize", group))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerofx.model.layout import GroupLayout
-from zerofx.passes.context import OnDisk
+from zerofx.model.offload import OnDisk
 from zerofx.runtime.state.account import adamw, touched, updated
 from zerofx.runtime.state.raw_file import padded
 

@@ -100,7 +100,7 @@ class Schedule:
         """The schedule of a graph that all passes have been through.
 
         ``second``: of what runs in ``ctx.second_group``. ``parts``: of what tensor-parallel ranks saved in parts, which
-        runs in ``ctx.parts_group``. Else of all the rest.
+        runs in ``the group of their own``. Else of all the rest.
         """
         found = []
         for node in gm.graph.nodes:
@@ -114,7 +114,7 @@ class Schedule:
             if tag is not None and tag.kind in ctx.own_kinds and communicates(op.target):
                 kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"
             if op.target is REFRESH:
-                layout = next(r.layout for r in ctx.reductions if r.layout.name == op.args[1])
+                layout = next(r.layout for r in ctx.found.reductions if r.layout.name == op.args[1])
                 dtype = ctx.param_dtype or layout.dtype
                 found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))
             if kind is None:
@@ -161,14 +161,14 @@ def difference(mine: Schedule, theirs: Schedule, rank: int, other: int) -> str:
     )
 
 
-def identity(gm: GraphModule, ctx: Context, family: int) -> str:
+def identity(gm: GraphModule, ctx: Context, family: int, *, by_shapes: bool) -> str:
     """What a graph that no pass has touched is: the operators, the parameters they serve, and the model (a number).
 
-    Where sizes of messages follow from those of inputs (``ctx.lookups``), a batch of another shape is another graph.
+    ``by_shapes``: sizes of messages follow from those of inputs, so that a batch of another shape is another graph.
     """
     names = sorted({(ref.layout.name, ref.slot.name) for ref in [*ctx.parameters.values(), *ctx.gradients.values()]})
     operators = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
-    inputs = gm.graph.find_nodes(op="placeholder") if ctx.lookups else []
+    inputs = gm.graph.find_nodes(op="placeholder") if by_shapes else []
     shapes = [str(node.meta["val"].shape) for node in inputs if isinstance(node.meta["val"], torch.Tensor)]
     return hashlib.sha256(repr((family, ctx.name, names, operators, shapes)).encode()).hexdigest()[:16]
 

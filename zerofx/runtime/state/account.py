@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from zerofx.model.layout import GroupLayout
+from zerofx.model.offload import OnDisk
 from zerofx.model.wire import Wire
 from zerofx.passes.context import Context
 
@@ -57,7 +58,7 @@ class Precision(Protocol):
 
 
 class Shared(Protocol):
-    """`zerofx.runtime.ranks.sharing.Sharing`, or a graph's context."""
+    """`zerofx.runtime.ranks.sharing.Sharing`, or `AtRest`."""
 
     @property
     def divides_between(self) -> bool: ...
@@ -65,6 +66,18 @@ class Shared(Protocol):
     def two_hops(self) -> bool: ...
     @property
     def crosses(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """What these bytes follow from, of the module whose graphs have a context: a fact of it (`Context.facts`)."""
+
+    wire: Wire | None = None
+    divides_between: bool = False
+    two_hops: bool = False
+    crosses: bool = False
+    on_disk: OnDisk | None = None
+    on_host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -156,7 +169,8 @@ class Terms:
     @staticmethod
     def of_graphs(context: Context, layout: GroupLayout, optimizer: tuple[Number, Number] = (0, 0)) -> Terms:
         """Of a group of the module whose graphs have ``context``."""
-        how = context.wire, context, layout.world_size, context.replicas, context.one_copy
+        facts = context.facts(AtRest)
+        how = facts.wire, facts, layout.world_size, context.replicas, context.in_common
         return Terms.of(context.stage, layout.dtype, context, *how, optimizer)
 
 
@@ -205,9 +219,10 @@ def of_group(layout: GroupLayout, context: Context, terms: Terms | None = None) 
     """In memory of the device, of a group of the module whose graphs have ``context``."""
     terms = Terms.of_graphs(context, layout) if terms is None else terms
     held = at_rest(Elements.of(layout, terms), terms, trained=layout.requires_grad)
-    there = context.on_disk
+    facts = context.facts(AtRest)
+    there = facts.on_disk
     kinds = there.kinds if there is not None and layout.name in there.groups else frozenset[str]()
-    return held.without(held.elsewhere(kinds | {"moment"} if layout.name in context.on_host else kinds))
+    return held.without(held.elsewhere(kinds | {"moment"} if layout.name in facts.on_host else kinds))
 
 
 def as_updated(layout: GroupLayout, terms: Terms) -> GroupLayout:

@@ -25,10 +25,10 @@ from torch import nn
 
 from zerofx._torch import DTensorLayout, inside_backward
 from zerofx.model.layout import GroupLayout, Slot
-from zerofx.model.offload import Offload
+from zerofx.model.offload import Offload, OnDisk
 from zerofx.model.precision import Casts, MixedPrecision
 from zerofx.model.wire import Wire
-from zerofx.passes.context import Buckets, OnDisk
+from zerofx.passes.context import Buckets
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.turns import Turns
 from zerofx.runtime.ranks.used import UsedMap

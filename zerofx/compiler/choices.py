@@ -1,0 +1,79 @@
+"""What a budget decided for a graph, for people to read: `Activations` and `Division`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What forward saves for backward within ``activation_budget`` (`zerofx.compiler.activations`).
+
+    Attributes:
+        budget: the option: a fraction up to 1, or bytes.
+        option: its name: "memory", where that budget is one for all.
+        saved_bytes: what forward saves in memory, by the shapes that were captured. Parameters and the batch are not in
+            it.
+        whole_bytes: what it would save without a budget.
+        least_bytes: the least that it could save.
+        recomputed: the nodes of forward that backward computes once more.
+        flops: of these.
+        offloaded: by name, what of the saved tensors leaves for a file; and
+        offloaded_bytes: how many these are.
+    """
+
+    budget: float
+    saved_bytes: int
+    whole_bytes: int
+    least_bytes: int
+    recomputed: frozenset[str]
+    flops: int
+    option: str = "activation_budget"
+    offloaded: frozenset[str] = frozenset()
+    offloaded_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Division:
+    """How ``memory`` was divided for one pair of graphs (`zerofx.compiler.division`).
+
+    Attributes:
+        nbytes: the option.
+        at_rest: of these, what is there before a step and after it.
+        peak: what is live on top of that at the worst moment of a step, by class.
+        left: of that, what stays between forward and backward.
+        memory_budget: for gathered weights; None: as without the option.
+        step_s: predicted seconds of the forwards and backwards of one optimizer step.
+        tried: how many divisions were predicted.
+        elsewhere: what other graphs of the module add at the worst moment.
+    """
+
+    nbytes: int
+    at_rest: int
+    peak: dict[str, int]
+    left: int
+    memory_budget: float | None
+    step_s: float
+    tried: int = 1
+    elsewhere: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it at the worst moment."""
+        return self.at_rest + sum(self.peak.values()) + self.elsewhere
+
+    def __str__(self) -> str:
+        """The worst moment of a step, by class."""
+        kept = {None: "", math.inf: "  all stay gathered"}
+        weights = kept.get(self.memory_budget, f"  within {self.memory_budget or 0:,.0f}")
+        rows = [f"  {kind:<11} {n:>15,}{weights * (kind == 'weights')}" for kind, n in self.peak.items()]
+        rows += [f"  {'other graphs':<12} {self.elsewhere:>14,}"] * bool(self.elsewhere)
+        return "\n".join(
+            [
+                f"a step takes {self.peak_bytes:,} bytes of memory={self.nbytes:,}",
+                f"  {'at rest':<11} {self.at_rest:>15,}",
+                *rows,
+                f"predicted: {1e3 * self.step_s:,.3f} ms; {self.left:,} bytes stay from forward to backward",
+            ]
+        )

@@ -1,0 +1,110 @@
+"""Where one graph becomes two: what forward saves for backward is decided here, before AOTAutograd cuts.
+
+::
+
+    before_cut     the joint graph: reads and draws that are to be saved are marked
+    saving         what is saved: all, or what `activation_budget` or `memory` says
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx import _torch
+from zerofx.compiler.activations import away_of, choose, cost, is_whole
+from zerofx.compiler.alike import Alike, Foreseen
+from zerofx.compiler.division import Halves, Subject, divide
+from zerofx.compiler.pair import Pair
+from zerofx.compiler.written import check_unwritten
+from zerofx.model.memory import Memory
+from zerofx.passes.save_ahead import save_ahead
+from zerofx.passes.save_entries import save_entries
+from zerofx.passes.save_random import save_random
+from zerofx.passes.save_reads import save_reads
+from zerofx.passes.spare_gathers import spare_gathers
+
+
+class Cut:
+    """The cut of one graph into the ``pair``, which is told what forward saves."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair, self.unit = pair, pair.unit
+        self._foreseen: Foreseen | None = None
+
+    def compare(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Find out what tensor-parallel ranks have alike of Dynamo's graph: a collective of theirs."""
+        name = self.unit.options.partition_activations
+        if name is not None and self.unit.groups:
+            alike = Alike(name, gm, example_inputs, self.unit.family)  # type: ignore[arg-type]
+            self.pair.alike = self.pair.compared = alike if alike.ranks.size > 1 else None
+
+    def before_cut(self, joint: GraphModule) -> None:
+        """Forward and backward in one graph: what backward is to recompute is decided next."""
+        options, alike = self.unit.options, self.pair.alike
+        check_unwritten(joint, self.unit)
+        save_reads(joint)
+        if alike is not None:
+            alike.learn(joint)
+            self._foreseen = alike.foresee(joint) if options.memory is not None else None
+        if self.unit.gathers:
+            spare_gathers(joint, self.unit.parameters(joint.graph))
+        if options.memory is not None or not is_whole(options.activation_budget):
+            save_random(joint)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[bool]:
+        """Graphs that are cut inside save what `activation_budget` or `memory` says; yields whether one does."""
+        budget, memory = self.unit.options.activation_budget, Memory.of(self.unit.options.memory)
+        if memory is not None and self.unit.groups:
+            with _torch.partitioning(partial(self._divide, memory), cost):
+                yield True
+        elif budget is None or is_whole(budget) or not self.unit.groups:
+            with _torch.saving_also(self._ahead):
+                yield False
+        else:
+            with _torch.saving(partial(self._choose, budget), cost):
+                yield True
+
+    def _choose(self, budget: float, cut: _torch.Cut) -> list[Node]:
+        """What forward saves within an `activation_budget`."""
+        unit, parameters = self.unit, self.unit.parameters(cut.graph)
+        saved, self.pair.activations = choose(
+            cut,
+            budget,
+            fuses=unit.fuses,
+            elsewhere=unit.family.held.saved_elsewhere(unit.names),
+            share=unit.share,
+            save_entries=lambda forward: save_entries(forward, parameters),
+            away=away_of(unit.family),
+        )
+        unit.family.held.saves(unit.names, self.pair.activations.saved_bytes)
+        return saved
+
+    def _divide(self, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> Halves:
+        """Cut ``joint`` by the division of ``memory`` that is chosen, and note that."""
+        unit, pair = self.unit, self.pair
+        subject = Subject(
+            groups=list(unit.groups.values()),
+            family=unit.family,
+            fuses=unit.fuses,
+            pretended=unit.pretend is not None,
+            share=unit.share,
+            away=away_of(unit.family, memory.rates),
+            alike=pair.alike,
+            parameters=unit.parameters,
+            contexts=lambda *choices: pair.trial(self._foreseen, *choices).context,
+        )
+        halves, chosen = divide(subject, memory, joint, partition)
+        pair.activations, pair.memory_budget, pair.division = chosen or (None, pair.memory_budget, None)
+        return halves
+
+    def _ahead(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
+        """What forward must save as well, lest backward gather out of turn."""
+        if not self.unit.gathers:
+            return []
+        return save_ahead(joint, saved, self.unit.parameters(joint), ahead=0 if self.pair.memory_budget else 1)
