@@ -21,8 +21,8 @@ from tests.models import GPT
 from tests.slow import quick_if
 from tests.test_offload import no_space, small, spoil
 from tests.workers import Workers
+from zerofx.features.offload.activation_store import ActivationStore
 from zerofx.features.offload.facts import offloaded
-from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.state_file import StateFile
 

@@ -21,7 +21,7 @@ from tests.memory import allocated_peak
 from tests.models import MLP
 from tests.slow import quick_if
 from tests.test_foreign_dimensions import Copy, Sum
-from zerofx.compiler.alike import Alike
+from zerofx.features.partition_activations.alike import Alike
 from zerofx.features.partition_activations.facts import saved_parts
 
 WIDTH, ROWS = 66, 128  # 66: a part of three ranks ends within a row; 128 x 66 numbers of 16 bits are 16.9 kB

@@ -13,7 +13,7 @@ captured      what is done with Dynamo's graph
 regions       what `nested_compile_region` marks, put where it is called
 written       graphs that write to weights write to copies
 activations   what forward saves, within a budget
-alike         what all tensor-parallel ranks have alike
+compared      what tensor-parallel ranks have alike: the interface that a feature fills in
 division      one budget, divided between weights and activations
 trial         one division, tried on copies
 branches      of which parameters this rank, or another, has a gradient

@@ -195,10 +195,15 @@ class Compilers:
             store=self.unit.family.activation_store if carries else None,
             published=ctx.found.published,
             publish=self.unit.family.published.update,
-            names=names if edit.tagged(gm.graph, "gather_saved") else (),
-            alike=self.pair.alike,
+            check=self._check(names) if edit.tagged(gm.graph, "gather_saved") else None,
             shadow=trace.shadow,
         )
+
+    def _check(self, names: Sequence[str]) -> Callable[[list[Any]], None]:
+        """Of a backward's arguments: what tensor-parallel ranks have saved in parts comes from what they have alike."""
+        alike = self.pair.alike
+        assert alike is not None
+        return lambda args: alike.check(dict(zip(names, args, strict=True)))
 
     def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
         """`_rewrite_reported`, in a line of progress."""

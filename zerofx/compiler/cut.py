@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import away_of, choose, cost, is_whole
-from zerofx.compiler.alike import Alike, Foreseen
+from zerofx.compiler.compared import COMPARES, Compared
 from zerofx.compiler.division import Halves, Subject, divide
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.written import check_unwritten
@@ -34,14 +34,12 @@ class Cut:
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.unit = pair, pair.unit
-        self._foreseen: Foreseen | None = None
+        self._foreseen: Compared | None = None
 
     def compare(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         """Find out what tensor-parallel ranks have alike of Dynamo's graph: a collective of theirs."""
-        name = self.unit.options.partition_activations
-        if name is not None and self.unit.groups:
-            alike = Alike(name, gm, example_inputs, self.unit.family)  # type: ignore[arg-type]
-            self.pair.alike = self.pair.compared = alike if alike.ranks.size > 1 else None
+        found = (compare(self.unit, gm, example_inputs) for compare in COMPARES)
+        self.pair.alike = self.pair.compared = next((each for each in found if each is not None), None)
 
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""

@@ -45,8 +45,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import Away, ladders
-from zerofx.compiler.alike import Alike
 from zerofx.compiler.choices import Activations, Division
+from zerofx.compiler.compared import Comparison
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Contexts, Rung, named, through_passes
 from zerofx.model.memory import Memory
@@ -106,7 +106,7 @@ class Subject:
     pretended: bool
     share: float
     away: Away | None
-    alike: Alike | None
+    alike: Comparison | None
     parameters: Callable[[Graph], dict[str, ParameterRef]]
     contexts: Contexts
 

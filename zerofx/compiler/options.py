@@ -54,6 +54,13 @@ def check_environment() -> None:
                 raise ValueError(f"{name} in the environment: zerofx reads no such variable; did you mean {meant}?")
 
 
+OPTIONAL = ("lookups", "one_copy", "sharding", "partition_activations", "offload", "wire")
+"""Options that are a feature's."""
+
+OFFERED: set[str] = set()
+"""Of these, those whose feature is there."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What a user asked for.
@@ -134,6 +141,9 @@ class Options:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in OPTIONAL:
+            if getattr(self, name) not in (None, False) and name not in OFFERED:
+                raise ValueError(f"{name}=: this zerofx has no such feature (zerofx.features). Leave it out.")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: expected 0, 1, 2 or 3.")
         if self.executor not in EXECUTORS:
@@ -147,8 +157,6 @@ class Options:
         if self.lookups and (self.stage != 3 or self.one_copy):
             other = "one_copy=True" if self.one_copy else f"stage={self.stage}"
             raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
-        if self.lookups and "lookup" not in [pass_.__name__ for pass_ in pipeline(self.stage)]:
-            raise ValueError("lookups=True: this zerofx has no such pass (zerofx.features.lookups). Leave it out.")
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):

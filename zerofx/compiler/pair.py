@@ -19,9 +19,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from zerofx import _torch
-from zerofx.compiler.alike import Alike, Foreseen
 from zerofx.compiler.branches import trained_beside
 from zerofx.compiler.choices import Activations, Division
+from zerofx.compiler.compared import Compared, Comparison
 from zerofx.compiler.records import GraphRecord
 from zerofx.compiler.unit import Unit
 from zerofx.passes.context import Context, Elsewhere, Executor, Handover, Phase, Sync
@@ -56,11 +56,11 @@ class Pair:
         self.activations: Activations | None = None
         self.memory_budget: float | None = unit.options.memory_budget
         self.division: Division | None = None
-        self.alike: Alike | None = None
-        self.compared: Alike | Foreseen | None = None
+        self.alike: Comparison | None = None
+        self.compared: Compared | None = None
         self.written: dict[str, str] = {}
 
-    def trial(self, foreseen: Foreseen | None, activations: Activations, memory_budget: float | None) -> Pair:
+    def trial(self, foreseen: Compared | None, activations: Activations, memory_budget: float | None) -> Pair:
         """Another pair of the same graph, never run, with other choices. No other rank is asked what it has alike."""
         pair = Pair(self.unit, "eager")
         pair.alike, pair.compared = self.alike, foreseen

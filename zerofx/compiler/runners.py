@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,8 +25,6 @@ from typing import Any
 import torch
 
 from zerofx._torch import node_behind, saved_tensors_are_hooked
-from zerofx.compiler.alike import Alike
-from zerofx.features.wire.error_feedback import feeding
 from zerofx.model.layout import Slot
 from zerofx.passes.context import Sync
 from zerofx.passes.ops import stepping
@@ -34,14 +32,16 @@ from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.turns import Shadow
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.ranks.watch import skip_collective
-from zerofx.runtime.state.activation_store import ActivationStore
-from zerofx.runtime.state.carriage import Carriage, carried, noting
+from zerofx.runtime.state.carriage import CARRIAGES, ActivationStore, carried, noting
 from zerofx.runtime.state.gathered import raise_written
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
 Publish = Callable[[dict[str, torch.Tensor]], None]
 """Takes what a user's passes publish, by name."""
+
+AROUND: list[Callable[[BackwardCode], contextlib.AbstractContextManager[Any]]] = []
+"""Of features: what each run of a backward is inside of."""
 
 
 def forward_runner(
@@ -73,7 +73,7 @@ def forward_runner(
     def forward(args: list[Any]) -> list[Any]:
         for group in used:
             group().use(trained=trained)  # type: ignore[union-attr]
-        carriage = Carriage(live, store) if carries or store is not None else None
+        carriage = CARRIAGES[0](live, store) if carries or store is not None else None
         with _turn(used, shadow):
             for group in live:
                 group().weights.refresh()  # type: ignore[union-attr]
@@ -132,8 +132,7 @@ class BackwardCode:
         store: where what forward saved went.
         published: under what names the outputs in front of these go to
         publish.
-        names: of its arguments, where tensor-parallel ranks have saved parts of what they have
-        alike: what they have to say of that.
+        check: raises where the arguments are not what was taken for granted of them.
         marks: of which parameters it computes a gradient, as ranks tell each other.
         used: while it runs, of which parameters ranks have a gradient.
         shadow: what ranks do that do not run it.
@@ -152,8 +151,7 @@ class BackwardCode:
     store: ActivationStore | None
     published: Sequence[str]
     publish: Publish
-    names: Sequence[str] = ()
-    alike: Alike | None = None
+    check: Callable[[list[Any]], None] | None = None
     marks: torch.Tensor | None = None
     used: UsedMap | None = None
     shadow: Shadow | None = None
@@ -166,8 +164,8 @@ class BackwardCode:
             return self._run(args, n_outputs)
 
     def _run(self, args: list[Any], n_outputs: int) -> list[Any]:
-        if self.alike is not None and self.alike.tangents and self.names:
-            self.alike.check(dict(zip(self.names, args, strict=True)))
+        if self.check is not None:
+            self.check(args)
         self.used = self._tell_used()
         gathered = self._take_gathered(args)
         inputs = _inputs(args, self.inputs, self.groups)
@@ -178,8 +176,9 @@ class BackwardCode:
             ref().pending -= 1  # type: ignore[union-attr]
         reading = _reading(self.groups, "backward", written=False)
         carries = self.carries or self.store is not None
-        carriage = Carriage([*self.groups, *(ref for ref, *_ in self.reductions)], self.store) if carries else None
-        with carried(carriage), stepping(self if self.steps else None), feeding(self), reading:
+        moved = [*self.groups, *(ref for ref, *_ in self.reductions)]
+        carriage = CARRIAGES[0](moved, self.store) if carries else None
+        with carried(carriage), stepping(self if self.steps else None), _inside(self), reading:
             outputs = list(self.compiled(inputs))
         behind = n_outputs + len(self.published)
         if self.published:
@@ -238,7 +237,7 @@ class BackwardCode:
             skip_collective(live.sharing.weights.name)
 
     def rest(self, group: str, rows: int, numel: int) -> torch.Tensor:
-        """`zerofx.features.wire.error_feedback.Keeper`"""
+        """What quantizing has cut off of the gradient of ``group``: float32, [rows, numel], zeros at first."""
         return self._reduced(group)[0].gradients.rest_of(rows, numel)
 
     def _reduced(self, name: str) -> tuple[ShardGroup, tuple[Slot, ...], tuple[Slot, ...]]:
@@ -263,6 +262,15 @@ class BackwardCode:
         for i, group in self.gathered:
             group().gathered.check(args[i])  # type: ignore[union-attr]
         return [args[i] for i, _ in self.gathered]
+
+
+@contextlib.contextmanager
+def _inside(code: BackwardCode) -> Iterator[None]:
+    """A backward runs inside, and features know of it."""
+    with contextlib.ExitStack() as stack:
+        for around in AROUND:
+            stack.enter_context(around(code))
+        yield
 
 
 def _turn(

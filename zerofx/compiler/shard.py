@@ -38,7 +38,7 @@ from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.ranks.sharing import SETTLED, RankGroup, Sharing, sharing_of
-from zerofx.runtime.state.activation_store import ActivationStore
+from zerofx.runtime.state.carriage import STORES
 from zerofx.runtime.state.copies import copies_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
@@ -153,7 +153,7 @@ class _Conversion:
         if offload.optimizer is not None:
             self.family.in_file = offload.chosen(layouts)
         if offload.activations is not None:
-            self.family.activation_store = ActivationStore(self.file, offload.smallest)
+            self.family.activation_store = STORES[0](self.file, offload.smallest)
 
     def _stage(self, offload: Offload, layouts: list[GroupLayout]) -> None:
         """It is to be in the host's memory."""

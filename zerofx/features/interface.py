@@ -13,18 +13,28 @@ stands in ``zerofx/features/wire/feature.py``. `zerofx.features` reads it when z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
 
 from zerofx.compiler.activations import Away
+from zerofx.compiler.compared import Comparison
 from zerofx.compiler.pair import Pair
+from zerofx.compiler.runners import BackwardCode
+from zerofx.compiler.unit import Unit
+from zerofx.kernels.code import Code
+from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import Context, Phase
 from zerofx.passes.kinds import NodeKind
 from zerofx.passes.proof.rules import Rules
-from zerofx.runtime.state.group import Family
+from zerofx.runtime.ranks.quantized import Quantized
+from zerofx.runtime.state import carriage as moved
+from zerofx.runtime.state.group import Family, ShardGroup
+from zerofx.runtime.state.state_file import StateFile
 from zerofx.simulate.asked import Simulated
 from zerofx.simulate.clock import Rates
 
@@ -56,6 +66,7 @@ class Feature:
     """One feature. Whatever it leaves out it does not need.
 
     Attributes:
+        options: those of `zerofx.compiler.options.OPTIONAL` that are its.
         facts: what it knows of a graph, before any pass: of its own class, for `Context.facts`.
         passes: what it does to graphs.
         node_kinds: what it inserts there, by tag, but for the kinds that the core has as well.
@@ -65,6 +76,11 @@ class Feature:
             (`zerofx.passes.proof.meaning`).
         away: what of a module's activations may leave the device, where a budget is to choose.
         simulated: what a simulated step has to know of it.
+        compares: what tensor-parallel ranks have alike of a graph; they compare it.
+        around: what each run of a backward is inside of.
+        quantized: how weights travel quantized outside of graphs.
+        carriage: what a run of a graph moves to the device and away from it.
+        store: where activations go.
         shortcuts: ways to other ranks than their process group's (`zerofx.passes.pairwise`).
         settled: called whenever a module was sharded.
         sharings: who shares a module, by the options ``mesh`` and ``reduce_group``; asked ahead of the core's.
@@ -72,6 +88,7 @@ class Feature:
         homes: cases of where state lives (`zerofx.runtime.state.home`), asked ahead of the core's.
     """
 
+    options: tuple[str, ...] = ()
     facts: Callable[[Pair, GraphModule, Phase], Any] | None = None
     passes: tuple[Insertion, ...] = ()
     node_kinds: Mapping[str, NodeKind] = field(default_factory=dict)
@@ -80,6 +97,11 @@ class Feature:
     laws: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
     away: Callable[[Family, Rates | None], Away | None] | None = None
     simulated: Simulated | None = None
+    compares: Callable[[Unit, GraphModule, Sequence[Any]], Comparison | None] | None = None
+    around: Callable[[BackwardCode], AbstractContextManager[Any]] | None = None
+    quantized: Callable[[GroupLayout, Code], Quantized] | None = None
+    carriage: Callable[[Iterable[weakref.ref[ShardGroup]], moved.ActivationStore | None], moved.Carriage] | None = None
+    store: Callable[[StateFile, int], moved.ActivationStore] | None = None
     shortcuts: tuple[Any, ...] = ()
     settled: tuple[Callable[[], None], ...] = ()
     sharings: tuple[Callable[..., Any], ...] = ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Simulated:
         sent: bytes that so many ranks send to bring a group's replica up to date (or a shard, between replicas); None:
             the replica's own.
         leaves: the groups whose gradients leave the device.
+        operators: by operator, what notes a call of it: given the recorder, the operator and its arguments.
         passing: bytes of the buffers through which something of a graph leaves the device.
     """
 
@@ -32,10 +33,16 @@ class Simulated:
     sent: Callable[[Context, GroupLayout, torch.Tensor, int, bool], int | None] | None = None
     leaves: Callable[[Context], frozenset[str]] | None = None
     passing: Callable[[Context], int] | None = None
+    operators: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
 
 
 SIMULATED: list[Simulated] = []
 """Of all features, in the order of `zerofx.features.FEATURES`. The first that has an answer is right."""
+
+
+def noting(operator: Any) -> Callable[..., Any] | None:
+    """What notes a call of ``operator``; None: the recorder itself does."""
+    return next((each.operators[operator] for each in SIMULATED if operator in each.operators), None)
 
 
 def ask(name: str, *args: Any) -> Any:

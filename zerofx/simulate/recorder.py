@@ -22,21 +22,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
-from zerofx.features.offload.operators import (
-    OFFLOAD,
-    OFFLOAD_ACTIVATION,
-    RELOAD,
-    RELOAD_ACTIVATION,
-    WAIT_OFFLOAD,
-    WAIT_OFFLOAD_ACTIVATION,
-    WAIT_RELOAD,
-    WAIT_RELOAD_ACTIVATION,
-    laid_out,
-    new_handle,
-)
 from zerofx.passes.kinds import PICKING
 from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state.raw_file import padded
+from zerofx.simulate.asked import noting
 from zerofx.simulate.workspace import Workspaces
 
 Kind = Literal["weights", "activations", "gradients", "temporary"]
@@ -129,7 +118,14 @@ class Code(Protocol):
 
 
 class Recorder(_torch.TorchDispatchMode):
-    """Notes every operator that runs under it, and every storage that comes and goes."""
+    """Notes every operator that runs under it, and every storage that comes and goes.
+
+    Attributes:
+        workspaces: what kernels take inside of themselves; None: it is not asked.
+        operations, changes: what was noted.
+        name, source, group: of the node that runs, its line in the model, and the group at work.
+        on_its_way: from and to a file, by what a feature knows it by: the transfer's number, and its memory.
+    """
 
     def __init__(self, workspaces: Workspaces | None = None) -> None:
         super().__init__()
@@ -141,7 +137,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.group: str = ""
         self._buffers: dict[int, tuple[weakref.ref[Any], Buffer | None]] = {}  # by storage; None: there before
         self._pending: dict[int, tuple[int, str, Any]] = {}  # by storage: number, group, what it must not lose
-        self._carried: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}  # what is on its way from and to a file
+        self.on_its_way: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}
         self._code: Code | None = None
         self._started = 0
         self._seen = True
@@ -152,6 +148,12 @@ class Recorder(_torch.TorchDispatchMode):
         self.operations, self.changes, self.name, self.source, self.group = [], [], "", "", ""
         self._code = code
         yield Phase(graph, name, self.operations, self.changes)
+
+    @property
+    def world_size(self) -> int:
+        """Of the graph that runs."""
+        assert self._code is not None
+        return self._code.world_size
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -172,10 +174,8 @@ class Recorder(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._seen:
             return func(*args, **kwargs)
-        if func in _CARRIES:
-            return self._carry(func, *args)
-        if func in _ACTIVATIONS:
-            return self._move_activation(func, *args)
+        if (noted := noting(func)) is not None:
+            return noted(self, func, *args)
         if func is torch.ops.zerofx.step.default and self._code is not None and args[1] in self._code.updates:
             return self._update(args[0], args[1], self._code.updates[args[1]])
         name = func._schema.name.split("::")[1]
@@ -255,33 +255,6 @@ class Recorder(_torch.TorchDispatchMode):
         """Note that compute waits for a transfer."""
         self.operations.append(Operation(name, "wait", group, self.source, collective=number))
 
-    def _carry(self, func: Any, *args: Any) -> Any:
-        """A fetch, a put, or the wait for one, as `zerofx.features.offload.in_file` does it."""
-        name, tensor, group, *place = self.name, *(args if func in (RELOAD, OFFLOAD) else args[1:])
-        with self.unseen():
-            nothing = tensor.new_empty(0)
-        if func is RELOAD:
-            with self.unseen():
-                here = torch.empty_like(tensor)
-            self.allocate(here)
-            self.classify(here, "weights")
-            self._carried[group,] = self.transfer(name or "reload", group, read=nbytes_of(tensor)), here
-            return nothing
-        if func is OFFLOAD:
-            self.classify(tensor, "gradients")
-            self.give_back(nbytes_of(tensor))  # the place in the file is a storage that is emptied
-            number = self.transfer(name or "offload", group, written=nbytes_of(tensor))
-            self._carried[(group, *place)] = number, tensor
-            return nothing
-        number, here = self._carried.pop((group, *place))
-        self.arrived(name or "wait", group, number)
-        if func is WAIT_OFFLOAD:
-            return nothing
-        assert self._code is not None
-        if self._code.world_size == 1:  # else the gather is what makes it the group at work
-            self.group = group
-        return here
-
     def _update(self, gradient: torch.Tensor, group: str, moved: Moved) -> Any:
         """The optimizer's step of a group whose state passes through memory: read ahead, updated, written behind."""
         name = self.name or "step"
@@ -292,30 +265,6 @@ class Recorder(_torch.TorchDispatchMode):
             self.arrived(name, group, number)
         with self.unseen():
             return gradient.new_empty(0)
-
-    def _move_activation(self, func: Any, *args: Any) -> Any:
-        """What forward saves leaves, or comes back, as `zerofx.runtime.state.activation_store` does it."""
-        of, order, place = args if func in (OFFLOAD_ACTIVATION, RELOAD_ACTIVATION) else args[1:]
-        name, key = self.name or func._schema.name.split("::")[1], ("saved", place)
-        if func in (OFFLOAD_ACTIVATION, RELOAD_ACTIVATION):
-            here, read = of, 0
-            if func is RELOAD_ACTIVATION:  # it has its memory from now on
-                with self.unseen():
-                    here = laid_out(of, order)
-                self.allocate(here)
-                read = nbytes_of(here)
-            self.classify(here, "activations")
-            written = 0 if func is RELOAD_ACTIVATION else nbytes_of(here)
-            self._carried[key] = self.transfer(name, self.group, read=read, written=written), here
-            with self.unseen():
-                return of.new_empty(0)
-        number, here = self._carried.pop(key)
-        self.arrived(name, self.group, number)
-        if func is WAIT_OFFLOAD_ACTIVATION:
-            with self.unseen():
-                here = new_handle(of)
-            self.allocate(here)
-        return here
 
     def give_back(self, nbytes: int) -> None:
         """So much is taken and given back at once."""
@@ -387,8 +336,6 @@ _WIRE = {
     "all_reduce": 2,
     "all_reduce_": 2,
 }
-_CARRIES = (RELOAD, WAIT_RELOAD, OFFLOAD, WAIT_OFFLOAD)
-_ACTIVATIONS = (OFFLOAD_ACTIVATION, WAIT_OFFLOAD_ACTIVATION, RELOAD_ACTIVATION, WAIT_RELOAD_ACTIVATION)
 _DECODES = frozenset(["dequantize"])  # what is read of weights in codes are weights
 _FREE = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
 _PICKS = frozenset("embedding index index_select gather".split())

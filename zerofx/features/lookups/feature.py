@@ -60,6 +60,7 @@ NODE_KINDS = {
 }
 
 FEATURE = Feature(
+    options=("lookups",),
     facts=LookupFacts.of,
     passes=(Insertion(lookup, before="group", when=lambda ctx: lookups_of(ctx).on and ctx.gathers),),
     node_kinds=NODE_KINDS,

@@ -12,6 +12,7 @@ from zerofx.features.meshes.simulated import SIMULATED
 from zerofx.features.meshes.two_levels import rows_and_columns
 
 FEATURE = Feature(
+    options=("sharding",),
     facts=MeshFacts.of,
     simulated=SIMULATED,
     passes=(

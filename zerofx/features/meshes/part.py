@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerofx.features.wire.operators import gather_into
 from zerofx.model.layout import GroupLayout
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
@@ -54,6 +53,6 @@ class Part(Weights):
             return self.travel.gather_into(out, in_row, self.ranks.name)
 
     def _cross(self, out: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
-        if self.code is None:
+        if self.quantized is None:
             return self.travel.gather_into(out, part, self.column.name)
-        return gather_into(self.travel, out, part, self.code, self.sent_whole, self.column.name, self.ranks.name)
+        return self.quantized.gather_into(self.travel, out, part, self.column.name, self.ranks.name)

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerofx.features.wire.operators import gather_into
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.pairwise import under_way
@@ -85,10 +84,9 @@ class RowCopy(Weights):
     def _bring(self) -> list[dist.Work]:
         name, nbytes = self.layout.name, self.copy.nbytes
         with alone(self.column.name, "refresh", "all-gather", name, nbytes, self.shard.dtype):
-            if self.code is None:
+            if self.quantized is None:
                 return self.travel.gather_into(self.copy, self.shard, self.column.name)
-            how = self.code, self.sent_whole, self.column.name, self.ranks.name
-            return gather_into(self.travel, self.copy, self.shard, *how)
+            return self.quantized.gather_into(self.travel, self.copy, self.shard, self.column.name, self.ranks.name)
 
     def _gather_into(self, out: torch.Tensor, where: str) -> list[dist.Work]:
         self.refresh()

@@ -7,6 +7,8 @@ offload_gradients       pass: gradients leave the device as soon as they are red
 offload_activations     pass: what forward saves leaves the device, and comes back in backward
 proof                   what `verify` knows of them;
 proof_of_activations    of these alone
+carriage                what a run of a graph moves to the device and away from it
+activation_store        what forward saves, in a file
 in_file                 a home: what is in a file
 on_host                 a home: the optimizer's state in the host's memory, of a model on a GPU
 facts                   what is known of a graph, and what its forward leaves for its backward

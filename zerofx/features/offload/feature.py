@@ -6,7 +6,9 @@ from zerofx.features.interface import ALL_STAGES, Feature, Insertion
 from zerofx.features.offload import offload_activations as activations
 from zerofx.features.offload import offload_gradients as gradients
 from zerofx.features.offload import reload_weights as weights
+from zerofx.features.offload.activation_store import ActivationStore
 from zerofx.features.offload.away import away
+from zerofx.features.offload.carriage import Carriage
 from zerofx.features.offload.facts import OffloadFacts, offload_of, offloaded
 from zerofx.features.offload.in_file import InFile
 from zerofx.features.offload.on_host import OnHost
@@ -20,9 +22,12 @@ def _moves_activations(ctx: Context) -> bool:
 
 
 FEATURE = Feature(
+    options=("offload",),
     facts=OffloadFacts.of,
     away=away,
     simulated=SIMULATED,
+    carriage=Carriage,
+    store=ActivationStore,
     passes=(
         Insertion(weights.reload_weights, after="prefetch", when=lambda ctx: bool(offload_of(ctx).weights)),
         Insertion(gradients.offload_gradients, before="lower", when=lambda ctx: bool(offload_of(ctx).gradients)),

@@ -5,4 +5,4 @@ from __future__ import annotations
 from zerofx.features.interface import Feature
 from zerofx.features.one_copy.one_copy import InCommon
 
-FEATURE = Feature(weights=(InCommon,))
+FEATURE = Feature(options=("one_copy",), weights=(InCommon,))

@@ -29,16 +29,14 @@ what does not travel loses nothing. So ``quantize`` leaves this rank's own row o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zerofx._torch import PythonWork, resolve_process_group
+from zerofx._torch import resolve_process_group
 from zerofx.kernels import wire
 from zerofx.kernels.code import ALIGNMENT, Code
-from zerofx.passes.travel import Travel
 
 _library = torch.library.Library("zerofx", "FRAGMENT")
 _library.define("quantize(Tensor flat, int rows, str code, int[] whole, str process_group, str within='') -> Tensor")
@@ -103,7 +101,7 @@ def first_row(process_group: str, within: str) -> int:
 
 
 @torch.no_grad()
-def _encode(
+def encode(
     flat: torch.Tensor,
     rows: int,
     code: str,
@@ -234,77 +232,10 @@ def _sent_summed(arrived: torch.Tensor, rows: int, numel: int, *description: Any
 
 
 for _name, _run, _shape in (
-    ("quantize", _encode, encoded),
+    ("quantize", encode, encoded),
     ("dequantize", _decode, _decoded),
     ("sum_quantized", _sum_quantized, _summed),
     ("sum_replicas_quantized", _sum_replicas_quantized, _sent_summed),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _shape, "Meta")
-
-
-def gather_changes_into(
-    travel: Travel, out: torch.Tensor, shard: torch.Tensor, code: Code, whole: Sequence[int], process_group: str
-) -> list[dist.Work]:
-    """As `gather_into`, of how much each ``shard`` is from its part of ``out``, which is added to it.
-
-    ``out`` is the same on all ranks, and stays so. What an addition leaves between it and the shards is in the next
-    change.
-    """
-    rank, numel = resolve_process_group(process_group).rank(), shard.numel()
-    high = torch.promote_types(shard.dtype, torch.float32)
-    own = out.detach().view(-1, numel)[rank]
-    sent = _encode((shard.to(high) - own.to(high)).to(out.dtype), 1, str(code), whole, process_group)
-    for where, part in as_they_are(sent, rank, numel, code, whole, out.dtype):
-        part.copy_(shard[where])
-    ranks = out.numel() // numel
-    arrived = sent.new_empty(ranks * sent.numel())
-
-    def read() -> None:
-        rows = out.detach().view(ranks, -1)
-        codes = arrived.view(ranks, -1)
-        wire.add(codes, code, rows)
-        for row in range(ranks):
-            for where, part in as_they_are(codes[row], row, numel, code, whole, out.dtype):
-                rows[row, where] = part
-
-    return [_Reading(read, travel.gather_into(arrived, sent, process_group))]
-
-
-def gather_into(
-    travel: Travel,
-    out: torch.Tensor,
-    shard: torch.Tensor,
-    code: Code,
-    whole: Sequence[int],
-    process_group: str,
-    within: str = "",
-) -> list[dist.Work]:
-    """Start to fill ``out`` with what every rank sends of its ``shard``, itself included; returns what to wait for."""
-    sent = _encode(shard, 1, str(code), whole, process_group, within)
-    ranks = out.numel() // shard.numel()
-    arrived = sent.new_empty(ranks * sent.numel())
-
-    def read() -> None:
-        decode_into(out.detach(), arrived, ranks, code, whole, first_row(process_group, within))
-
-    return [_Reading(read, travel.gather_into(arrived, sent, process_group))]
-
-
-class _Reading(PythonWork):
-    """The end of a gather of codes: waits for them, and reads them."""
-
-    def __init__(self, read: Callable[[], None], works: list[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-        self._read: Callable[[], None] | None = read
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Returns when what was sent is read."""
-        with self.ending(), torch.no_grad():
-            for work in self._works:
-                work.wait()
-            if self._read is not None:
-                self._read()
-            self._works, self._read = [], None
-            return True

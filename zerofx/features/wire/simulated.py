@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from zerofx.features.wire.facts import wire_of
-from zerofx.features.wire.operators import flattened, row_nbytes
+from zerofx.features.wire.quantized import QuantizedWeights
 from zerofx.model.layout import GroupLayout
-from zerofx.model.wire import sent_whole
 from zerofx.passes.context import Context
 from zerofx.simulate.asked import Simulated
 
@@ -17,8 +16,7 @@ def _sent(ctx: Context, layout: GroupLayout, replica: torch.Tensor, ranks: int, 
     code = None if wire is None else wire.weight_code
     if code is None or not code.shortens(replica.dtype):
         return None
-    whole, part = flattened(sent_whole(layout)), replica.numel() // ranks
-    return ranks * row_nbytes(part, str(code), whole, replica.dtype.itemsize)
+    return ranks * QuantizedWeights(layout, code).nbytes(replica.numel() // ranks, replica.dtype.itemsize)
 
 
 SIMULATED = Simulated(sent=_sent)

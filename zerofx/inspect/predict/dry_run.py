@@ -49,7 +49,7 @@ from zerofx.model.offload import Offload
 from zerofx.passes import edit
 from zerofx.runtime.eager.ondemand import average_by_hook
 from zerofx.runtime.ranks.sharing import Sharing, pretended
-from zerofx.runtime.state.activation_store import ActivationStore
+from zerofx.runtime.state.carriage import STORES
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
 from zerofx.runtime.state.state_file import StateFile
@@ -229,7 +229,7 @@ def _shard(
             file = _NoFile(offload.folder, offload.kinds)
             family.file = file  # which the groups will hold
             if offload.activations is not None:
-                family.activation_store = ActivationStore(file, offload.smallest)
+                family.activation_store = STORES[0](file, offload.smallest)
     for layout, parameters in planned:
         group = ShardGroup(layout, sharing, nowhere, family)
         group.dtensors = {s: dtensors[p] for s, p in zip(layout.slots, parameters) if p in dtensors}

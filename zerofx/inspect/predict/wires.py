@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from sympy import Float
 
-from zerofx.features.wire.operators import flattened, row_nbytes
 from zerofx.inspect.predict.cost import Sizes
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
 from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
-from zerofx.model.wire import Wire, sent_whole
+from zerofx.model.wire import Wire
+from zerofx.runtime.ranks.quantized import quantized
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _row(layout: GroupLayout, code: Code | None, dtype: torch.dtype) -> int:
     """Bytes of one rank's part on the wire."""
     if code is None or not code.shortens(dtype):
         return layout.shard_numel * dtype.itemsize
-    return row_nbytes(layout.shard_numel, str(code), flattened(sent_whole(layout)), dtype.itemsize)
+    return quantized(layout, code).nbytes(layout.shard_numel, dtype.itemsize)
 
 
 @dataclass(frozen=True)

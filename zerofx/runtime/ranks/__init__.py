@@ -10,6 +10,7 @@ lookout       what the watchdog makes of what the other ranks tell
 steps         what optimizers did, as ranks tell each other
 turns         ranks that take part in graphs which they do not run
 place         where a rank is while others wait for it
+quantized     weights that travel quantized: the interface that a feature fills in
 tracing       names in profiler traces
 ============  ==================================================================
 

@@ -10,14 +10,13 @@ gradients     ``.grad``, and what `zerofx.no_sync` keeps back
 gathered      whole buffers that outlive what gathered them
 account       bytes of each class at rest: what plans, predictions and `memory=` read
 held          what a module's graphs leave in memory between forward and backward
-carriage      what a run of a graph brings to the device and takes away
+carriage      what a run of a graph moves to the device and away from it: the interface that a feature fills in
 home          where state lives: a seam
 staging       pinned buffers between the two
 copies        copies between the two, on streams of their own: a seam
 state_file    that file: chunks, checksums, who has it
 raw_file      what a file is to the operating system
 space         what is free in it
-activation_store  what forward saves, in such a file
 transfers     the thread that reads and writes files for graphs
 doors         what is left to rooms above
 ============  ==================================================================
@@ -26,5 +25,5 @@ Imports `zerofx.runtime.ranks` and what is below it::
 
     copies ◀── staging ◀─────┐
     ranks ◀── state_file ◀── home ◀── weights ◀── gathered, gradients ◀── group ◀── parameter
-                  └── activation_store ◀───────────────────────────────────────────────────────────┘
+                  └── carriage ◀──────────────────────────────────────────────────┘
 """

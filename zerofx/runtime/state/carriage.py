@@ -1,115 +1,62 @@
-"""What one run of a graph has brought to the device, and taken away from it: a `Carrier` of homes."""
+"""State that a graph moves between the device and where it lives: the interface by which a run asks a feature.
+
+`zerofx.features.offload` fills it in. A graph without such transfers has no carriage.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
-from torch.profiler import record_function
 
-from zerofx.features.offload.operators import carrying
-from zerofx.runtime.state.activation_store import ActivationStore
 from zerofx.runtime.state.state_file import StateFile
 
-if TYPE_CHECKING:
-    from zerofx.runtime.state.group import ShardGroup
+
+class ActivationStore(Protocol):
+    """Where activations of one module's graphs go, and from how many bytes on."""
+
+    file: StateFile
+    smallest: int
 
 
-class Carriage:
-    """One run of a graph.
+class Carriage(Protocol):
+    """What one run of a graph has brought to the device, and taken away from it.
 
     Attributes:
         gradients: what has left, where it lives now, by its place among the graph's reductions.
     """
 
-    def __init__(self, groups: Iterable[weakref.ref[ShardGroup]], store: ActivationStore | None = None) -> None:
-        """``store``: where what forward saves goes; None: it stays."""
-        self.gradients: dict[int, torch.Tensor] = {}
-        self._groups = {group.layout.name: group for ref in groups if (group := ref()) is not None}
-        self._coming: dict[str, Future[torch.Tensor]] = {}
-        self._leaving: dict[int, Future[torch.Tensor]] = {}
-        self._store = store
-        self._activations: dict[int, Future[torch.Tensor]] = {}
+    gradients: dict[int, torch.Tensor]
 
-    def files(self) -> list[StateFile]:
-        """In which its groups have state, in the same order on every rank."""
-        files = [group.home.file for group in self._groups.values()]
-        files += [self._store.file] if self._store is not None else []
-        return [file for file in dict.fromkeys(files) if file is not None]
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """The graph runs inside."""
 
-    def reload(self, group: str, here: torch.Tensor) -> None:
-        """`zerofx.features.offload.operators.Carrier`"""
-        one = self._groups[group]
-        self._coming[group] = one.home.reload(one.shard, here)
-
-    def reloaded(self, group: str) -> torch.Tensor:
-        """`zerofx.features.offload.operators.Carrier`"""
-        with record_function(f"zerofx: reload {group}"):
-            return self._coming.pop(group).result()
-
-    def offload(self, group: str, place: int, gradient: torch.Tensor) -> None:
-        """`zerofx.features.offload.operators.Carrier`"""
-        self._leaving[place] = self._groups[group].home.offload(gradient)
-
-    def offloaded(self, group: str, place: int) -> None:
-        """`zerofx.features.offload.operators.Carrier`"""
-        with record_function(f"zerofx: offload {group}"):
-            self.gradients[place] = self._leaving.pop(place).result()
-
-    def offload_activation(self, place: int, saved: torch.Tensor, order: list[int]) -> None:
-        """`zerofx.features.offload.operators.Carrier`"""
-        self._activations[place] = self._its.offload(saved, order)
-
-    def activation_offloaded(self, place: int) -> torch.Tensor:
-        """`zerofx.features.offload.operators.Carrier`"""
-        with record_function("zerofx: offload_activation"):
-            return self._activations.pop(place).result()
-
-    def reload_activation(self, place: int, handle: torch.Tensor, here: torch.Tensor) -> None:
-        """`zerofx.features.offload.operators.Carrier`"""
-        self._activations[place] = self._its.reload(handle, here)
-
-    def activation_reloaded(self, place: int) -> torch.Tensor:
-        """`zerofx.features.offload.operators.Carrier`"""
-        with record_function("zerofx: reload_activation"):
-            return self._activations.pop(place).result()
-
-    @property
-    def _its(self) -> ActivationStore:
-        assert self._store is not None
-        return self._store
+    def noting(self) -> contextlib.AbstractContextManager[None]:
+        """What goes wrong with files inside is noted, for all ranks to raise as the step ends (`StateFile.agree`)."""
 
     def agree(self) -> None:
-        """A graph without a backward has run: no step comes that would ask whether its reads went well. A collective.
-
-        Raises:
-            OffloadError: on every rank, where a shard could not be read on one of them.
-        """
-        for file in self.files():
-            before = file.in_step
-            file.agree("What was computed without gradients is not right, on any rank.")
-            file.in_step = before
+        """A graph without a backward has run: no step comes that would ask whether all went well. A collective."""
 
 
-@contextlib.contextmanager
-def noting(carriage: Carriage | None) -> Iterator[None]:
-    """What goes wrong with files inside is noted, for all ranks to raise as the step ends (`StateFile.agree`)."""
-    files = {file: file.in_step for file in carriage.files()} if carriage is not None else {}
-    for file in files:
-        file.in_step = True
-    try:
-        yield
-    finally:
-        for file, before in files.items():
-            file.in_step = before
+CARRIAGES: list[Callable[[Iterable[weakref.ref[Any]], ActivationStore | None], Carriage]] = []
+"""Of the feature: given the groups whose state moves (`ShardGroup`), and where activations go."""
+
+STORES: list[Callable[[StateFile, int], ActivationStore]] = []
+"""Of the feature."""
 
 
 @contextlib.contextmanager
 def carried(carriage: Carriage | None) -> Iterator[None]:
     """A graph runs inside, whose state ``carriage`` brings and takes; None: it is on the device."""
-    with noting(carriage), carrying(carriage):
+    with contextlib.nullcontext() if carriage is None else carriage.running():
+        yield
+
+
+@contextlib.contextmanager
+def noting(carriage: Carriage | None) -> Iterator[None]:
+    """See `Carriage.noting`."""
+    with contextlib.nullcontext() if carriage is None else carriage.noting():
         yield

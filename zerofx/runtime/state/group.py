@@ -33,7 +33,7 @@ from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.turns import Turns
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
-from zerofx.runtime.state.activation_store import ActivationStore
+from zerofx.runtime.state.carriage import ActivationStore
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
 from zerofx.runtime.state.held import Held

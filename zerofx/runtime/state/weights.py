@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerofx.features.wire.operators import flattened, gather_changes_into, gather_into
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
-from zerofx.model.wire import sent_whole
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import Travel, travel_of
+from zerofx.runtime.ranks.quantized import Quantized, quantized
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
 from zerofx.runtime.ranks.watch import alone
 from zerofx.runtime.state.home import Home, all_at_hand
@@ -43,7 +42,8 @@ class Weights:
             is none in stage 0.
         replica: 1-D, ``layout.numel`` elements of ``dtype``; or None.
         dtype: what the model computes in.
-        code: what they travel in; None: as they are.
+        code: what they travel in; None: as they are; and
+        quantized: how that is done.
         gathers: whether graphs gather them.
         replayed: whether a CUDA graph writes the shard. Its replays do not show in the version counter.
         in_common: whether the ranks of the host have the replica once, in memory that they share.
@@ -75,7 +75,7 @@ class Weights:
         self.ranks: RankGroup = sharing.weights
         self.travel: Travel = travel_of(self.ranks.backend(device))
         self.code: Code | None = code if code is not None and self.shortened_by(code) else None
-        self.sent_whole: list[int] = flattened(sent_whole(layout)) if self.code is not None else []
+        self.quantized: Quantized | None = None if self.code is None else quantized(layout, self.code)
         self.ahead: list[dist.Work] = []
         """Of a refresh: what is still to be waited for."""
         self._refreshed = -1
@@ -197,9 +197,9 @@ class Weights:
     def _send(self, out: torch.Tensor) -> list[dist.Work]:
         """Start to fill ``out`` from all shards; returns what to wait for."""
         shard = self.shard.to(out.dtype)
-        if self.code is None:
+        if self.quantized is None:
             return self.travel.gather_into(out, shard, self.ranks.name)
-        return gather_into(self.travel, out, shard, self.code, self.sent_whole, self.ranks.name)
+        return self.quantized.gather_into(self.travel, out, shard, self.ranks.name)
 
 
 class Whole(Weights):
@@ -271,11 +271,11 @@ class Replicated(Weights):
             self._stepped = self.shard._version
 
     def _send(self, out: torch.Tensor) -> list[dist.Work]:
-        if self.code is None or self.code.name != "int4":
+        if self.quantized is None or self.code is None or self.code.name != "int4":
             return super()._send(out)
         if self._stepped != self.shard._version:
             return self.travel.gather_into(out, self.shard.to(out.dtype), self.ranks.name)
-        return gather_changes_into(self.travel, out, self.shard, self.code, self.sent_whole, self.ranks.name)
+        return self.quantized.gather_changes_into(self.travel, out, self.shard, self.ranks.name)
 
     def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the replica up to date, if the shard was written since; ``wait_tensor(replica)`` waits for it.

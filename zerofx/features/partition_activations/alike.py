@@ -30,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx._torch import OpOverload
+from zerofx.compiler.unit import Unit
 from zerofx.features.partition_activations.same_values import alike
 from zerofx.passes import edit
 from zerofx.runtime.ranks.sharing import RankGroup
@@ -130,6 +131,8 @@ class Alike:
         Raises:
             RuntimeError: on every rank, where one is not.
         """
+        if not self.tangents:
+            return
         asked = {name: x for name, x in gradients.items() if name in self.tangents}
         mine = {name: digest_of(x) for name, x in asked.items() if isinstance(x, torch.Tensor)}
         everyone = self.ranks.told(mine)
@@ -179,6 +182,15 @@ class Alike:
         inputs = {node.name: _torch.input_index(node) for node in gm.graph.find_nodes(op="placeholder")}
         given = {name: self.given[i] for name, i in inputs.items() if i in self.given}
         return {node.name: digest for node, digest in alike(gm.graph, given, self.groups(gm.graph)).items()}
+
+
+def compare(unit: Unit, gm: GraphModule, example_inputs: Sequence[Any]) -> Alike | None:
+    """See `zerofx.features.interface.Feature`."""
+    name = unit.options.partition_activations
+    if name is None or not unit.groups:
+        return None
+    alike = Alike(name, gm, example_inputs, unit.family)  # type: ignore[arg-type]
+    return alike if alike.ranks.size > 1 else None
 
 
 class Foreseen:
