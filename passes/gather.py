@@ -47,13 +47,13 @@ def gather(gm: GraphModule, ctx: Context) -> int:
         by_group.setdefault(ctx.parameters[node.name].layout, []).append(node)
     last = edit.last_placeholder(graph)
     for layout, nodes in by_group.items():
-        last = _bring(graph, ctx, layout, nodes, last)
+        last = _gather_group(graph, ctx, layout, nodes, last)
     for node in placeholders:
         graph.erase_node(node)
     return edit.finish(gm, len(placeholders))
 
 
-def _bring(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], last: Node | None) -> Node:
+def _gather_group(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], last: Node | None) -> Node:
     """Bring the parameters of one group; returns the placeholder of its buffer, which comes behind ``last``."""
     sharded = ctx.gathers
     kind = "shard" if sharded else "replica"

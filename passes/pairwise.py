@@ -15,8 +15,8 @@ gather of which group. Messages of one tag match in order, so all ranks start th
 do any collective. Where they do not, no rank is given what was meant for another collective: both wait, and a watcher
 says why.
 
-Two tables let rooms above take part. `SHORTCUTS` are other ways to a rank than the process group's. `WATCHERS` hear of
-each exchange.
+Two tables let packages above take part. `SHORTCUTS` are other ways to a rank than the process group's. `WATCHERS` hear
+of each exchange.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Neighbour(Protocol):
 class Shortcut(Protocol):
     """Another way between ranks than the process group's. Process groups go by name."""
 
-    def meet(self, name: str) -> None:
+    def connect(self, name: str) -> None:
         """Find out who can be reached. A collective; the second time it does nothing."""
 
     def neighbours(self, name: str) -> Mapping[int, Neighbour]:
@@ -79,10 +79,10 @@ ALL_GATHER_TAG, ALL_TO_ALL_TAG, MEETING_TAG, USED_TAG, COMPARISON_TAG, OFFER_TAG
 """The lower 8 bits of a tag. The upper 23 go by size and by subject."""
 
 
-def meet(process_group: str) -> None:
+def connect(process_group: str) -> None:
     """Find out to which ranks there is a shortcut. A collective, before the first exchange."""
     for shortcut in SHORTCUTS:
-        shortcut.meet(process_group)
+        shortcut.connect(process_group)
 
 
 def neighbours(process_group: str) -> dict[int, Neighbour]:

@@ -62,7 +62,7 @@ class Travel:
         """Whether buffers travel so in process groups of this backend."""
         raise NotImplementedError
 
-    def meet(self, process_group: str) -> None:
+    def connect(self, process_group: str) -> None:
         """Ranks get to know each other, before anything travels. A collective."""
 
     # ---- in a graph, or one operator after the other -----------------------------------------------------------------
@@ -121,8 +121,8 @@ class Pairwise(Travel):
     def takes(self, backend: str) -> bool:
         return backend == "gloo"
 
-    def meet(self, process_group: str) -> None:
-        pairwise.meet(process_group)
+    def connect(self, process_group: str) -> None:
+        pairwise.connect(process_group)
 
     def scatter(self, call: Call, pack: Any, world_size: int, process_group: str) -> Any:
         return call(self.scatter_target, pack, world_size, process_group)

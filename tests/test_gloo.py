@@ -31,7 +31,7 @@ def process_group(same_host: bool) -> str:
     """The name of a new one of all ranks, which read each other's memory or do not."""
     name = dist.new_group().group_name
     if same_host:
-        memory.meet(name)
+        memory.connect(name)
     assert len(memory.neighbours(name)) == (dist.get_world_size() - 1 if same_host else 0)
     return name
 

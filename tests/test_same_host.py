@@ -26,7 +26,7 @@ MINE, THEIRS = 1, 2
 def met() -> tuple[str, dict[int, same_host.Neighbour]]:
     """A new process group of all ranks, and this rank's neighbours in it."""
     name = dist.new_group().group_name
-    same_host.meet(name)
+    same_host.connect(name)
     return name, dict(same_host.neighbours(name))
 
 

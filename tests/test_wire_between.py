@@ -212,8 +212,8 @@ def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int, 
     names = {sharing.weights.name: "weights"}
     if sharing.replicas is not None:
         names[sharing.replicas.name] = "column"
-    if sharing.near is not None:
-        names[sharing.near.name] = "secondary"
+    if sharing.secondary is not None:
+        names[sharing.secondary.name] = "secondary"
     found: dict[str, int] = {}
     for event in log.events:
         found[names[event.group]] = found.get(names[event.group], 0) + event.bytes

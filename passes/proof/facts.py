@@ -112,7 +112,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way: ``brings`` is what waiting for it yields: a `Flat`, a `Pack`, or a fact of a feature."""
+    """A collective under way: ``yields`` is what waiting for it yields: a `Flat`, a `Pack`, or a fact of a feature."""
 
     start: Node
-    brings: Any
+    yields: Any

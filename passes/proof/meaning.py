@@ -190,7 +190,7 @@ class Original:
     outputs: list[Number | None]
     writes: list[Number]
     inputs: list[str]
-    lent: frozenset[int]
+    of_weights: frozenset[int]
     """Outputs that may share memory with a parameter."""
     roots: list[ParameterRef | None]
     """Of each output that is a parameter, or views and casts of one: which."""
@@ -222,11 +222,11 @@ class Original:
                 if edit.is_view_or_cast(node) and (root := roots.get(edit.sources(node)[0])) is not None:
                     roots[node] = root
         values = edit.output_values(gm.graph)
-        lent = frozenset(i for i, x in enumerate(values) if isinstance(x, Node) and x in weights)
+        of_weights = frozenset(i for i, x in enumerate(values) if isinstance(x, Node) and x in weights)
         outputs = [numbers[x] if isinstance(x, Node) else None for x in values]
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         by_name = {node.name: number for node, number in numbers.items()}
-        return Original(by_name, outputs, writes, inputs, lent, [roots.get(x) for x in values])
+        return Original(by_name, outputs, writes, inputs, of_weights, [roots.get(x) for x in values])
 
 
 def input_number(node: Node, ctx: Context, numbering: Numbering) -> Number:

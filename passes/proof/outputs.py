@@ -113,7 +113,7 @@ class Outputs:
                 self._check_saved(i, name, value, was)
         elif isinstance(value, Node):
             self._check_number(value, was, f"output {i}")
-            if self.before is not None and value in self.reader.weights and i not in self.before.lent:
+            if self.before is not None and value in self.reader.weights and i not in self.before.of_weights:
                 self.reader.fail("write", value, "the caller may write to it, and it is a view of weights", "a copy")
         if i in ctx.saved and was is not None:
             self.meanings.saved[name] = self.reader.renumbered.get(name, was)

@@ -186,10 +186,10 @@ class Reader(Known):
         if self.waits[fact.start]:
             self.fail("wait", op.node, f"{fact.start.name!r} was waited for before", "exactly one wait")
         self.waits[fact.start].append(op.node)
-        if isinstance(fact.brings, Flat) and fact.brings.whole and self.ctx.gathers and fact.start in self.ops:
-            self.new_buffer(op.node, fact.start, fact.brings)
+        if isinstance(fact.yields, Flat) and fact.yields.whole and self.ctx.gathers and fact.start in self.ops:
+            self.new_buffer(op.node, fact.start, fact.yields)
         else:
-            self.facts[op.node] = fact.brings
+            self.facts[op.node] = fact.yields
 
     def _read_flat(self, op: Op, flat: Flat, inputs: list[Node]) -> None:
         node, to = op.node, op.cast_to()

@@ -242,21 +242,21 @@ def check_streaming(folder: str) -> None:
     from zerofx.checkpoint import export
 
     model, _ = ours()
-    bring, refs, peak = export.bring, [], 0
+    gathered_value, refs, peak = export.gathered_value, [], 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal peak
-        found = bring(*args, **kwargs)
+        found = gathered_value(*args, **kwargs)
         if found is not None:
             refs.append(weakref.ref(found))
         peak = max(peak, sum(ref() is not None for ref in refs))
         return found
 
-    export.bring = counted
+    export.gathered_value = counted
     try:
         zerofx.export_safetensors(model, folder)
     finally:
-        export.bring = bring
+        export.gathered_value = gathered_value
     buffers = len(list(model.buffers()))
     assert (len(refs), peak) == ((len(model.state_dict()), 1) if dist.get_rank() == 0 else (buffers, 1))
 

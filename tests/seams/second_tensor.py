@@ -36,7 +36,7 @@ class SecondTensor(Home):
         return tensor
 
     @contextlib.contextmanager
-    def at_hand(self, *state: torch.Tensor) -> Iterator[None]:
+    def resident(self, *state: torch.Tensor) -> Iterator[None]:
         self._depth += 1
         if self._depth == 1:
             self._kept = [entry for entry in self._kept if storage_of(entry[0]) is not None]

@@ -49,7 +49,7 @@ from zerofx._torch import StorageInfo, index_class
 from zerofx.checkpoint.boxes import Box, boxes
 from zerofx.checkpoint.nested import unpack
 from zerofx.checkpoint.ranks import CheckpointError
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.parameter import ShardedTensor
 
 INDEX = ".metadata"
@@ -102,7 +102,7 @@ def tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
     """
     for box, at in boxes_of(tensor):
         if torch.Size(box.offsets) == index.offset:
-            return tensor._group.home.lend(tensor._local).narrow(0, at, box.numel).view(box.sizes)
+            return tensor._group.home.keep_resident(tensor._local).narrow(0, at, box.numel).view(box.sizes)
     raise ValueError(f"this rank holds no rectangle of {index.fqn!r} at {index.offset}: {tensor!r}")
 
 
@@ -265,4 +265,4 @@ def read_into(folder: Path, index: Metadata, targets: dict[str, Any], *, compact
         reader.read_data(plan, planner).wait()
 
 
-DOORS.write_items, DOORS.chunk_list, DOORS.tensor_shard = write_items, chunk_list, tensor_shard
+CALLBACKS.write_items, CALLBACKS.chunk_list, CALLBACKS.tensor_shard = write_items, chunk_list, tensor_shard

@@ -63,7 +63,7 @@ def _full_state_dict(module: nn.Module, ranks: Ranks, rank0_only: bool) -> dict[
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in full:
-            whole = bring(plain(value), everywhere=not rank0_only)
+            whole = gathered_value(plain(value), everywhere=not rank0_only)
             if whole is not None:
                 full[id(value)] = whole
         return full.get(id(value))
@@ -173,7 +173,7 @@ def _write_file(path: Path, entries: list[tuple[str, torch.Tensor, torch.dtype]]
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    incoming = ((bring(value), dtype) for _, value, dtype in entries)
+    incoming = ((gathered_value(value), dtype) for _, value, dtype in entries)
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
+def gathered_value(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
     """The whole of ``tensor`` on the CPU of rank 0 (or of every rank), None elsewhere."""
     if is_dtensor(tensor):
         return tensor.full_tensor().cpu()  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def bring(tensor: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None
         return tensor.detach().to("cpu", copy=True)
     if everywhere or tensor._dtensor is not None:
         return tensor.full_tensor().cpu()
-    with tensor._group.home.at_hand(tensor._local):
+    with tensor._group.home.resident(tensor._local):
         return _bring_slices(tensor)
 
 

@@ -27,7 +27,7 @@ from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_step
 from zerofx.checkpoint.restore import Binding, bind
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import DcpSource, FileSource, SafetensorsSource, Source
-from zerofx.checkpoint.state import at_hand, model_state, owned
+from zerofx.checkpoint.state import model_state, owned, resident
 
 
 def load(
@@ -91,7 +91,7 @@ def _load(
     ranks.together(what, lambda: source.verify(binding.reads, ranks.rank, ranks.size))
 
     def read() -> None:
-        with torch.no_grad(), at_hand(module):
+        with torch.no_grad(), resident(module):
             source.read(binding.reads)
             binding.finish()
 

@@ -32,7 +32,7 @@ from zerofx.checkpoint.sources import Entry, Source
 from zerofx.checkpoint.state import as_whole, is_extra_state, local, names_of, new_like, owned, plain, unwrapped
 from zerofx.kernels.split import join
 from zerofx.runtime.optim.adamw import AdamW
-from zerofx.runtime.state.home import at_hand_of
+from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 MASTERS = ("master", "remainder")
@@ -75,7 +75,7 @@ class Binding:
         That runs their hooks; a value that was filled in place is recognised, and counted as written on every rank.
         """
         for weight, remainder in self.joins:
-            with at_hand_of([weight, remainder]):
+            with resident_of([weight, remainder]):
                 mine = local(weight)
                 mine.copy_(join(mine.bfloat16(), local(remainder).to(mine.device)))
         self._module.load_state_dict(self.values)

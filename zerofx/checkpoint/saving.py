@@ -39,8 +39,8 @@ from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.nested import Form, check_readable, form_of, listed
 from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
-from zerofx.checkpoint.state import at_hand, model_state, names_of, non_finite, optimizer_state
-from zerofx.runtime.state.home import at_hand_of
+from zerofx.checkpoint.state import model_state, names_of, non_finite, optimizer_state, resident
+from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -129,7 +129,7 @@ def _save(
 
     def collect() -> Counts:
         nonlocal state, form
-        stack.enter_context(at_hand(module))
+        stack.enter_context(resident(module))
         found = {"model": model_state(module)}
         if optimizer is not None:
             found["optim"] = optimizer_state(module, optimizer)
@@ -354,7 +354,7 @@ def _copied(state: Any) -> Any:
     if isinstance(state, list):
         return [_copied(value) for value in state]
     if isinstance(state, ShardedTensor):
-        with at_hand_of([state]):
+        with resident_of([state]):
             return state.like(state._local.to("cpu", copy=True))
     return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else copy.deepcopy(state)
 

@@ -35,7 +35,7 @@ from zerofx.checkpoint.extra import form_in
 from zerofx.checkpoint.folder import MARK, Mark
 from zerofx.checkpoint.nested import mapped, of_paths, readable, rebuild
 from zerofx.checkpoint.ranks import CheckpointError
-from zerofx.runtime.state.home import at_hand_of
+from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 Part = Callable[[int, int], torch.Tensor]
@@ -109,7 +109,7 @@ class Source:
                     target.copy_(as_dtensor(layout.part_of(part(0, math.prod(entry.shape)).view(entry.shape)), layout))
             elif isinstance(target, ShardedTensor):
                 piece = target._group.layout.piece(target._slot, target._group.rank)
-                with at_hand_of([target]):
+                with resident_of([target]):
                     target._local.copy_(part(piece.in_parameter, piece.in_parameter + piece.length))
             else:
                 target.copy_(part(0, math.prod(entry.shape)).view(entry.shape))

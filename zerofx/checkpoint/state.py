@@ -20,7 +20,7 @@ from torch import nn
 
 from zerofx._torch import EXTRA_STATE, as_dtensor, is_dtensor
 from zerofx.runtime.state.group import groups_of
-from zerofx.runtime.state.home import all_at_hand, at_hand_of
+from zerofx.runtime.state.home import all_resident, resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -109,9 +109,9 @@ def as_whole(parameter: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     return state if layout is None else as_dtensor(state.detach(), layout)
 
 
-def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+def resident(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """The state of ``module``, its optimizer's included, can be read and written inside."""
-    return all_at_hand(group.home for group in groups_of(module))
+    return all_resident(group.home for group in groups_of(module))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def non_finite(state: dict[str, Any]) -> str | None:
     """
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            with at_hand_of([value]):
+            with resident_of([value]):
                 mine = local(value).detach()
                 if not mine.sum(dtype=torch.float32).isfinite() and not mine.isfinite().all():
                     return name

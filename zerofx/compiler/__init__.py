@@ -33,7 +33,7 @@ observed      graphs under names, in logs and traces
 progress      what rank 0 says while graphs are compiled
 ============  ==================================================================
 
-Imports every room but `zerofx.inspect`::
+Imports every package but `zerofx.inspect`::
 
     runtime, checkpoint ◀── options ◀── apart, checks ◀── shard ◀── captured ◀── backend ◀── api
         passes ◀── rewriting ◀── records ◀── unit, pair ◀── cut, compilers ◀────┘

@@ -63,7 +63,7 @@ class Apart:
         layouts: dict[Any, DTensorLayout] = {p: DTensorLayout(p) for p in self._names}
         for p, name in self._names.items():
             _check(name, p, layouts[p], None if pretended else sharing)
-        meet = sharing.note_foreign if pretended else sharing.meet_foreign
+        meet = sharing.note_foreign if pretended else sharing.connect_foreign
         meet([group for layout in layouts.values() for group in layout.groups(sharded=False)])
         self._dims = list(dict.fromkeys(_ranks(g) for layout in layouts.values() for g in layout.groups(sharded=False)))
         for p, layout in layouts.items():

@@ -38,7 +38,7 @@ from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import watch_backward
 from zerofx.compiler.unit import Executed, Unit
 from zerofx.compiler.written import Written, write_to_copies, writing
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -100,7 +100,8 @@ class Backend:
         pair = Pair(unit, self.options.executor)
         cut, compilers = Cut(pair), Compilers(pair)
         if unit.groups and self.options.memory is not None:
-            unit.family.held.is_given(unit.names, (x for i, x in enumerate(example_inputs) if i not in unit.sharded))
+            given = (x for i, x in enumerate(example_inputs) if i not in unit.sharded)
+            unit.family.footprint.is_given(unit.names, given)
         if torch.is_grad_enabled():
             cut.compare(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs
@@ -123,4 +124,4 @@ def is_zerofx(backend: Any) -> bool:
     return backend is zerofx_backend or isinstance(backend, Backend)
 
 
-DOORS.is_zerofx = is_zerofx
+CALLBACKS.is_zerofx = is_zerofx

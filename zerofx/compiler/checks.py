@@ -73,7 +73,7 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     except (ValueError, TypeError) as e:
         refusal = e
         mine.error = str(e)
-    everyone = sharing.whole.told(mine)
+    everyone = sharing.whole.all_gathered(mine)
     if refusal is not None:
         raise refusal
     me = sharing.whole.rank

@@ -102,7 +102,7 @@ class Compilers:
         carries = _carries(gm)
         left = self.pair.handover.kept_gathered
         if phase == "forward":
-            self.unit.family.held.keeps(self.unit.names, sum(x.nbytes for x in left.values() if x.ranks == 1))
+            self.unit.family.footprint.keeps(self.unit.names, sum(x.nbytes for x in left.values() if x.ranks == 1))
         saved = {i: self.unit.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.found.saved_parameters.items()}
         by_name = {layout.name: group for layout, group in self.unit.groups.items()}
         gathered = {value.position: by_name[name] for name, value in left.items()}
@@ -133,7 +133,7 @@ class Compilers:
         saved = sorted((trace.context.saved - others).intersection(computed))
 
         def count(values: list[Any]) -> None:
-            family().held.note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
+            family().footprint.note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
 
         return count
 

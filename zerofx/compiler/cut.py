@@ -75,12 +75,12 @@ class Cut:
             cut,
             budget,
             fuses=unit.fuses,
-            elsewhere=unit.family.held.saved_elsewhere(unit.names),
+            elsewhere=unit.family.footprint.saved_elsewhere(unit.names),
             share=unit.share,
             save_entries=lambda forward: save_entries(forward, parameters),
             away=away_of(unit.family),
         )
-        unit.family.held.saves(unit.names, self.pair.activations.saved_bytes)
+        unit.family.footprint.saves(unit.names, self.pair.activations.saved_bytes)
         return saved
 
     def _divide(self, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> Halves:

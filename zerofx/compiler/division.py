@@ -56,8 +56,8 @@ from zerofx.passes.save_entries import save_entries
 from zerofx.passes.schedule import TooLittle
 from zerofx.runtime.ranks.agree import publish_choice
 from zerofx.runtime.ranks.watch import watch_of
+from zerofx.runtime.state.footprint import Demand
 from zerofx.runtime.state.group import Family, ShardGroup
-from zerofx.runtime.state.held import Taken
 from zerofx.runtime.state.state_file import KEPT
 from zerofx.simulate.price import Price, at_rest, of_code, price
 from zerofx.simulate.rehearsal import Pair
@@ -112,7 +112,7 @@ class Subject:
 
     @property
     def names(self) -> frozenset[str]:
-        """The groups' names, by which `Held` knows a graph."""
+        """The groups' names, by which `Footprint` knows a graph."""
         return frozenset(group.layout.name for group in self.groups)
 
 
@@ -129,11 +129,11 @@ class Trials:
 
     def __init__(self, of: Subject, rungs: Sequence[Rung], ladders: Sequence[Sequence[int]], memory: Memory) -> None:
         self.of, self.rungs, self.ladders, self.memory = of, rungs, ladders, memory
-        self.family, self.held, self.names = of.family, of.family.held, of.names
+        self.family, self.held, self.names = of.family, of.family.footprint, of.names
         self.tried: dict[tuple[int, float | None], Tried | None] = {}
         self._needed = max((group.gathered_nbytes for group in of.groups), default=0)
         self._workspaces: dict[Any, int] | None = None if of.pretended else {}
-        self._others: list[Taken] = self.held.taken_elsewhere(self.names)
+        self._others: list[Demand] = self.held.taken_elsewhere(self.names)
 
     def choose(self) -> Tried:
         """The fastest that fits.
@@ -239,10 +239,10 @@ class Trials:
         given = self.held.given_elsewhere(self.names)
         return max(here + given + known + come, *there) - here if self._others else come
 
-    def taken(self, at_rest: int, price: Price) -> Taken:
+    def taken(self, at_rest: int, price: Price) -> Demand:
         """What this graph takes by a division."""
         groups = [group for group in self.family.groups() if group.layout.name in self.names]
-        return Taken(at_rest, sum(price.peak.values()), self._waits(price.left, self._gradients(groups)))
+        return Demand(at_rest, sum(price.peak.values()), self._waits(price.left, self._gradients(groups)))
 
     def _to_come(self, left: int) -> int:
         """What is likely to wait of graphs that were not compiled yet, where this one leaves ``left``."""
@@ -305,7 +305,7 @@ def divide(
     """
     rungs: list[tuple[list[Node], Activations]] = []
     numbers: list[range] = []
-    held, names = of.family.held, of.names
+    held, names = of.family.footprint, of.names
     memory = replace(memory, rates=memory.rates or (None if of.away is None else of.away.rates))
 
     def look(cut: _torch.Cut) -> list[Node]:

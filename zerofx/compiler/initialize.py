@@ -45,7 +45,7 @@ from zerofx._torch import pytree
 from zerofx.model.hugging_face import is_model
 from zerofx.runtime.eager.whole import Place, WholeParameter, in_place_of
 from zerofx.runtime.ranks.sharing import RankGroup
-from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.home import all_resident
 from zerofx.runtime.state.parameter import ShardedParameter
 
 Init = Callable[[nn.Module], Any]
@@ -156,7 +156,7 @@ def initialize(
         for m, owner in _children_first(module):
             if not buffers_alone or any(buffer in blanks for buffer in m.buffers(recurse=False)):
                 _one_module(m, init, owner, templates, done, names, buffers_alone)
-    with all_at_hand(p._group.home for p in templates if isinstance(p, ShardedParameter)):
+    with all_resident(p._group.home for p in templates if isinstance(p, ShardedParameter)):
         blank = [n for p, n in names.items() if _is_blank(getattr(p, "_local", p.detach()))]
     unwritten = [] if buffers_alone else blank
     for name, b in module.named_buffers():
@@ -169,7 +169,7 @@ def initialize(
         if name not in ("_parameters", "_buffers")
         and any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves(value))
     ]
-    if left := next((names for names in ranks.told(unwritten) if names), None):
+    if left := next((names for names in ranks.all_gathered(unwritten) if names), None):
         raise RuntimeError(
             f"{left[0]!r} was built on the meta device and nothing has initialised it"
             f"{f' ({len(left) - 1} more)' if len(left) > 1 else ''}: what the constructor put there is lost. Have the "

@@ -74,7 +74,7 @@ class Pair:
         returned = _torch.gradient_outputs(output) if phase == "backward" else {}
         gradients = {position: unit.sharded[i] for position, i in returned.items() if i in unit.sharded}
         beside = (g.gathered_nbytes for g in family.groups() if g.graph_layout not in unit.groups)
-        second = sharing.replicas or sharing.near
+        second = sharing.replicas or sharing.secondary
         at_rest = AtRest(
             wire=family.wire,
             divides_between=sharing.divides_between,
@@ -103,7 +103,7 @@ class Pair:
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype or precision.param_dtype,
             memory_budget=self.memory_budget,
-            elsewhere=Elsewhere(family.held.gathered_elsewhere(unit.names, phase), max(beside, default=0)),
+            elsewhere=Elsewhere(family.footprint.gathered_elsewhere(unit.names, phase), max(beside, default=0)),
             own=Pass.all_of(unit.options.passes),
             features={type(fact): fact for fact in (at_rest, *(of(self, gm, phase) for of in FACTS))},
             handover=self.handover,

@@ -209,7 +209,7 @@ class BackwardCode:
         if self.marks is None:  # the same at every step
             groups = [(ref(), slots) for ref, slots, _ in self.reductions]
             self.marks = family.marked((g.layout.name, slot) for g, slots in groups for slot in slots)  # type: ignore[union-attr]
-        return family.tell_used(self.marks)
+        return family.send_used(self.marks)
 
     def _used_elsewhere(self, group: ShardGroup, lacking: tuple[Slot, ...]) -> tuple[Slot, ...]:
         """Those of the ``lacking`` parameters of which other ranks have a gradient."""

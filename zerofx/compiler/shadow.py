@@ -144,7 +144,7 @@ def _take_part(family: Family, what: dict[str, Any]) -> None:
     groups = {group.layout.name: group for group in family.groups()}
     for name in what["refreshed"]:
         groups[name].weights.refresh()
-    used = family.tell_used(family.marked(_kept_slots(what, groups))) if what["given"] else None
+    used = family.send_used(family.marked(_kept_slots(what, groups))) if what["given"] else None
 
     def run(_: list[Any]) -> list[tuple[str, list[str], torch.Tensor]]:
         return _run(what, groups)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx.compiler.wrappers  # it hears of every wrapper
-import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state/doors.py)
+import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state/callbacks.py)
 import zerofx.runtime.optim.hooks  # noqa: F401  # they concern every optimizer from now on
 from zerofx._torch import DTensorLayout, held
 from zerofx.checkpoint import load
@@ -114,7 +114,7 @@ class _Conversion:
             options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, self.offload
         )
         memory = Memory.of(options.memory)
-        self.family.held.limit = None if memory is None else memory.nbytes
+        self.family.footprint.limit = None if memory is None else memory.nbytes
         self.places: dict[Any, list[Place]] = places_of(module) if self.on_meta else {}
         self.templates: dict[nn.Parameter, Template] = {}
 
@@ -131,10 +131,10 @@ class _Conversion:
             watch.families += 1
             self.family.number = watch.families
         if self.options.stage:
-            self.sharing.meet(self.device)
+            self.sharing.connect(self.device)
         if self.options.uneven:
             take_turns(self.family, self.sharing.weights.name)
-            self.family.held.apart = self.options.memory_budget is None
+            self.family.footprint.apart = self.options.memory_budget is None
         return [
             self._convert_group(layout, parameters, part)
             for (layout, parameters), part in zip(planned, self._memory(planned), strict=True)

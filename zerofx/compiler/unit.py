@@ -55,7 +55,7 @@ class Unit:
 
     @property
     def names(self) -> frozenset[str]:
-        """The groups' names, by which `zerofx.runtime.state.held` knows a graph."""
+        """The groups' names, by which `zerofx.runtime.state.footprint` knows a graph."""
         return frozenset(layout.name for layout in self.groups)
 
     @property
@@ -82,7 +82,7 @@ class Unit:
     def share(self) -> float:
         """Of all parameters that no other graph has read, the part that this one does: so much more may be saved."""
         layouts = {group.layout.name: group.layout for group in self.family.groups()}
-        others = self.family.held.unread_elsewhere(self.names, frozenset(layouts))
+        others = self.family.footprint.unread_elsewhere(self.names, frozenset(layouts))
         ours = sum(layout.numel for layout in self.groups)
         return ours / (ours + sum(layouts[name].numel for name in others))
 

@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 from zerofx import _torch
 from zerofx.compiler.records import forget
 from zerofx.passes import edit
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 
 
 class Written(Exception):  # it is no error: whoever compiles starts anew
@@ -108,7 +108,7 @@ def writing(compiled: Callable, places: Sequence[int]) -> Callable:
             for place, value in zip(places, values, strict=True):
                 weight = args[place]
                 with weight._group.gathered.outdated():
-                    DOORS.operation(torch.Tensor.copy_, (weight, value), {})
+                    CALLBACKS.operation(torch.Tensor.copy_, (weight, value), {})
         return outputs[: -len(places)]
 
     return run

@@ -8,5 +8,5 @@ predict/         time and memory, foretold
 doctor/          what this machine has, and whether it works
 ===============  ===============================================================
 
-Imports every room; only the package itself and the command line import it.
+Imports every package; only the package itself and the command line import it.
 """

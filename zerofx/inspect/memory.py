@@ -119,7 +119,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "cut off": [group.gradients.rest for group in groups],
         "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
         "buffers": list(module.buffers()),
-        "activations": [family.held.saved_now() for family in dict.fromkeys(group.family for group in groups)],
+        "activations": [family.footprint.saved_now() for family in dict.fromkeys(group.family for group in groups)],
     }
     replicas = [(given, group) for group in groups if (given := _given(group)) is not None]
     holders = {given.untyped_storage().data_ptr(): group.weights.holders(given) for given, group in replicas}

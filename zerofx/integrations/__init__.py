@@ -9,11 +9,11 @@ fsdp          FSDP2's ``fully_shard``
 states        optimizers' states, whole and sharded, for all of them
 ============  ==================================================================
 
-A file imports its package when it is imported itself, and nothing else of zerofx imports a file of this room. Each uses
+A file imports its package when it is imported itself, and nothing else of zerofx imports a file of this one. Each uses
 what its package has for that, a subclass or a hook; nothing of a package is replaced. docs/integrations.md says what
 works, and what does not.
 
-Imports every room but `zerofx.inspect`::
+Imports every package but `zerofx.inspect`::
 
     states ◀── peft ◀── accelerate ◀── transformers
            ◀── fsdp

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.checkpoint.export import bring
+from zerofx.checkpoint.export import gathered_value
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.state.group import groups_of
@@ -59,7 +59,7 @@ def save_pretrained(model: Any, folder: str | Path, **kwargs: Any) -> None:
 def adapter_state_dict(model: Any) -> dict[str, torch.Tensor]:
     """Of ``model.state_dict()`` what its adapters consist of, whole, on rank 0; {} on the others. A collective."""
     names = _names_of_adapters(model)
-    whole = {name: bring(value) for name, value in model.state_dict().items() if name in names}
+    whole = {name: gathered_value(value) for name, value in model.state_dict().items() if name in names}
     return {name: value for name, value in whole.items() if value is not None} if Ranks.of(model).rank == 0 else {}
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx.checkpoint.export import bring
+from zerofx.checkpoint.export import gathered_value
 from zerofx.checkpoint.nested import mapped
 from zerofx.compiler.api import compile, no_sync
 from zerofx.compiler.options import Options
@@ -80,7 +80,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for number in sorted(state["state"], key=str):  # in one order on all ranks
         values = state["state"][number]
         in_order = dict(sorted(values.items())) if isinstance(values, dict) else values
-        whole[number] = mapped(in_order, lambda _, value: bring(value) if _is_tensor(value) else value)
+        whole[number] = mapped(in_order, lambda _, value: gathered_value(value) if _is_tensor(value) else value)
     return {**state, "state": whole} if _rank_of(optimizer) == 0 else {}
 
 

@@ -69,7 +69,7 @@ class Sharding:
         return astuple(self) == _BETWEEN
 
     @property
-    def gathers_near(self) -> bool:
+    def has_secondary(self) -> bool:
         """Whether forward gathers over all ranks, and backward over a row."""
         return astuple(self) == _NEAR
 

@@ -110,7 +110,7 @@ class Carried:
 
     def _begin(self, ticket: _Ticket, line: Line) -> None:
         self.tickets[line.result] = ticket
-        if not ticket.carry.brings:
+        if not ticket.carry.yields:
             for memory in ticket.given:
                 self.leaving[memory] = ticket
 

@@ -82,7 +82,7 @@ class Carry:
         return self.operator.startswith("wait")
 
     @property
-    def brings(self) -> bool:
+    def yields(self) -> bool:
         return self.operator.removeprefix("wait_") in ("reload", "reload_activation")
 
 
@@ -246,7 +246,7 @@ def _start(op: Op, ops: dict[Node, Op], place: dict[Node, int]) -> Start:
 
 def _carry(op: Op, place: dict[Node, int], outputs: list[Any]) -> Carry:
     carry = Carry(op.node, plain_name(op.target), tuple(arg for arg in op.args if not isinstance(arg, Node)))
-    if carry.brings:
+    if carry.yields:
         carry.input = place.get(op.args[1 if carry.waits else 0])
     elif carry.waits:
         carry.outputs = tuple(i for i, value in enumerate(outputs) if value is op.node)

@@ -168,11 +168,11 @@ def _exactly(ctx: Context) -> None:
     ctx.memory_budget, ctx.elsewhere = ctx.found.gathered_bytes, Elsewhere(held=0)
 
 
-def _bring(node: Node, place: Node) -> None:
+def _moved_up(node: Node, place: Node) -> None:
     """Move a gather, and what `narrow` put in front of it, behind ``place``."""
     place.append(node)
     for source in [x for x in node.all_input_nodes if x.op == "call_function"]:
-        _bring(source, place)
+        _moved_up(source, place)
 
 
 _as_it_reads = lambda ctx: ctx.executor == "eager"  # noqa: E731
@@ -188,7 +188,7 @@ def _many_gathers(gm: GraphModule, ctx: Context) -> list[Node]:
 def all_gathers_at_once(gm: GraphModule, ctx: Context, top: Node) -> None:
     _exactly(ctx)
     for start in reversed(tagged(gm, "all_gather")):
-        _bring(start, top)
+        _moved_up(start, top)
 
 
 def _blocks(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
@@ -204,7 +204,7 @@ def _blocks(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:
 @breaks("budget", when(lambda ctx: _as_it_reads(ctx) and ctx.found.gathered_bytes < 20_000, _blocks))
 def a_gather_starts_with_the_one_before_the_last(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     _exactly(ctx)
-    _bring(pair[1], pair[0])
+    _moved_up(pair[1], pair[0])
 
 
 _buffers = tags("wait", "gathered")

@@ -183,10 +183,10 @@ def a_reduction_that_has_a_group_of_its_own_among_gathers(gm: GraphModule, ctx: 
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
-def _bring(node: Node, before: Node) -> None:
+def _moved_up(node: Node, before: Node) -> None:
     """Move ``node``, and what stands there for it alone, in front of ``before``, where that is behind its inputs."""
     for source in [x for x in node.all_input_nodes if x.op == "call_function" and len(x.users) == 1]:
-        _bring(source, before)
+        _moved_up(source, before)
     before.prepend(node)
 
 
@@ -205,13 +205,13 @@ _as_pinned = lambda ctx: ctx.executor == "inductor"  # noqa: E731
 @breaks("order", when(_as_it_reads, _pairs("all_gather")))
 def two_gathers_change_places(gm: GraphModule, ctx: Context, pair: tuple[Node, Node]) -> None:
     ctx.memory_budget = float("inf")
-    _bring(pair[1], pair[0])
+    _moved_up(pair[1], pair[0])
 
 
 @breaks("order", when(_as_it_reads, lambda gm, ctx: tagged(gm, "all_gather")[2:]))
 def the_last_gather_starts_first(gm: GraphModule, ctx: Context, start: Node) -> None:
     ctx.memory_budget = float("inf")
-    _bring(start, tagged(gm, "narrow", "all_gather")[0])
+    _moved_up(start, tagged(gm, "narrow", "all_gather")[0])
 
 
 def _waits_in_flight(gm: GraphModule, ctx: Context) -> list[tuple[Node, Node]]:

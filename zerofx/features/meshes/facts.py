@@ -39,8 +39,8 @@ class MeshFacts:
     def of(pair: Pair, gm: GraphModule, phase: Phase) -> MeshFacts:
         """See `zerofx.features.interface.Feature`."""
         sharing = pair.unit.group.sharing
-        near = "" if sharing.near is None else sharing.near.name
-        return MeshFacts(sharing.divides_between, sharing.two_hops, near, sharing.near_ranks)
+        near = "" if sharing.secondary is None else sharing.secondary.name
+        return MeshFacts(sharing.divides_between, sharing.two_hops, near, sharing.row_size)
 
 
 def mesh_of(ctx: Context) -> MeshFacts:

@@ -75,13 +75,13 @@ class RowCopy(Weights):
         A collective, and the same decision on every rank, as in `zerofx.runtime.state.weights.Replicated`.
         """
         if self.shard._version != self._refreshed:
-            with record_function(f"zerofx: refresh {self.layout.name}"), self.home.at_hand():
-                self.ahead += self._bring()
+            with record_function(f"zerofx: refresh {self.layout.name}"), self.home.resident():
+                self.ahead += self._start()
                 self.mark_fresh()
         under_way(self.copy, self.ahead)
         self.ahead = []
 
-    def _bring(self) -> list[dist.Work]:
+    def _start(self) -> list[dist.Work]:
         name, nbytes = self.layout.name, self.copy.nbytes
         with alone(self.column.name, "refresh", "all-gather", name, nbytes, self.shard.dtype):
             if self.quantized is None:

@@ -57,18 +57,18 @@ class TwoLevels(OneGroup):
     def by(self, sharding: Sharding | None, *, two_hops: bool = False) -> Sharing:
         if sharding is None:
             return self
-        over_all = sharding.one_dimension or sharding.gathers_near
+        over_all = sharding.one_dimension or sharding.has_secondary
         if over_all and two_hops and self.weights.size > 1:
             hops = copy.copy(self)
             hops.optimizer, hops.two_hops = Placed(self.everyone, self._mesh), True
-            if sharding.gathers_near:
-                hops.near, hops.near_ranks = self.weights, self.weights.size
+            if sharding.has_secondary:
+                hops.secondary, hops.row_size = self.weights, self.weights.size
             return hops
-        if sharding.one_dimension or (sharding.gathers_near and self.weights.size == 1):
+        if sharding.one_dimension or (sharding.has_secondary and self.weights.size == 1):
             one = OneGroup(self.everyone, self._reductions)
-            one.near_ranks, one.crosses = self.weights.size, True
+            one.row_size, one.crosses = self.weights.size, True
             return one
-        if sharding.gathers_near:
+        if sharding.has_secondary:
             return Near(self.everyone, self.weights)
         if not sharding.divides_optimizer:
             return self
@@ -76,12 +76,12 @@ class TwoLevels(OneGroup):
         between.optimizer = Placed(self.everyone, self._mesh)
         return between
 
-    def meet(self, device: torch.device) -> None:
-        super().meet(device)
+    def connect(self, device: torch.device) -> None:
+        super().connect(device)
         assert self.replicas is not None
         others = [self.replicas, self.everyone] if self.divides_between else [self.replicas]
         for ranks in others:
-            travel_of(ranks.backend(device)).meet(ranks.name)
+            travel_of(ranks.backend(device)).connect(ranks.name)
 
     def watch(self) -> Watch | None:
         """The watchdog of the row. A failure there is one of the column, and so of all ranks."""
@@ -99,15 +99,15 @@ class Near(OneGroup):
 
     def __init__(self, everyone: RankGroup, row: RankGroup) -> None:
         super().__init__(everyone)
-        self.near: RankGroup = row
-        self.near_ranks, self.crosses = row.size, True
+        self.secondary: RankGroup = row
+        self.row_size, self.crosses = row.size, True
 
-    def meet(self, device: torch.device) -> None:
-        super().meet(device)
-        travel_of(self.near.backend(device)).meet(self.near.name)
+    def connect(self, device: torch.device) -> None:
+        super().connect(device)
+        travel_of(self.secondary.backend(device)).connect(self.secondary.name)
 
     def watch(self) -> Watch | None:
-        everyone, row = super().watch(), watch_of(self.near.name)
+        everyone, row = super().watch(), watch_of(self.secondary.name)
         watch_together([watch for watch in (everyone, row) if watch is not None])
         return everyone
 

@@ -47,9 +47,9 @@ class ActivationStore:
 
     def reload(self, handle: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
         """Start to read what ``handle`` stands for to the memory of ``here``."""
-        return transfers().submit(self._bring, handle, here)
+        return transfers().submit(self._reload, handle, here)
 
-    def _bring(self, handle: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    def _reload(self, handle: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         with self.file.noting():
             self.file.check()
             extent = self.file.extent_of(handle)

@@ -3,12 +3,12 @@
 Moments do; weights and gradients, if the option says so (`StateFile.holds`). What is in the file comes to memory while
 somebody uses it, by name::
 
-    with home.at_hand(exp_avg):     weights, gradients and the moments that these are views of are in memory
+    with home.resident(exp_avg):     weights, gradients and the moments that these are views of are in memory
     graphs                          fetch a shard into memory of the graph's own, and put gradients into the file, on a
                                     thread (`reload_weights`, `offload_gradients`)
     zerofx.AdamW                    goes through the moments chunk by chunk (`zerofx.runtime.optim.through_file`), with
-                                    the weights and gradients of one group at hand
-    torch.optim                     each operation has at hand what it is given; that stays until others need room
+                                    the weights and gradients of one group resident
+    torch.optim                     what each operation is given is resident, until others need the memory
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class InFile(OnDevice):
             self._extents += [extent] if extent is not None else []
 
     @contextlib.contextmanager
-    def at_hand(self, *state: torch.Tensor) -> Iterator[None]:
+    def resident(self, *state: torch.Tensor) -> Iterator[None]:
         with self._lock:
             # Storages are held: what is pinned does not go before it is unpinned.
             own = [(each, storage) for each in self._extents if (storage := storage_of(each.ref)) is not None]
@@ -133,12 +133,12 @@ class InFile(OnDevice):
             return place
         return gradient.clone()
 
-    def lend(self, state: torch.Tensor) -> torch.Tensor:
+    def keep_resident(self, state: torch.Tensor) -> torch.Tensor:
         file = self._its
         extent = file.extent_of(state)
         if extent is None:
             return state
         file.pin(extent)
-        lent = with_own_storage(state)
-        weakref.finalize(lent.untyped_storage(), file.unpin, extent).atexit = False
-        return lent
+        view = with_own_storage(state)
+        weakref.finalize(view.untyped_storage(), file.unpin, extent).atexit = False
+        return view

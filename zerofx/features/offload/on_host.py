@@ -1,7 +1,7 @@
 """A home: the optimizer's state lives in the host's memory, and it steps there. A corner.
 
 Moments are tensors of the host at any time: in ``optimizer.state``, in checkpoints, in ``to_local()``. So nothing has
-to be brought for `at_hand`. Weights and gradients are on the device. `zerofx.AdamW` steps so
+to be brought for `resident`. Weights and gradients are on the device. `zerofx.AdamW` steps so
 (`zerofx.runtime.optim.through_host`), and no other optimizer.
 """
 

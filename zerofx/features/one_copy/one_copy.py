@@ -43,7 +43,7 @@ from zerofx.model.layout import GroupLayout
 from zerofx.passes.pairwise import meet_, neighbours
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.home import all_resident
 from zerofx.runtime.state.weights import Replicated, Weights, share_memory
 
 
@@ -90,7 +90,7 @@ class InCommon(Replicated):
         """Write what this rank has to say of the replica, where the shard is not a part of it."""
         assert self.replica is not None
         if self.shard._version != self._refreshed and not share_memory(self.shard, self.replica):
-            with self.home.at_hand():
+            with self.home.resident():
                 self.own_part(self.replica).copy_(self.shard)
         self.mark_fresh()
 
@@ -105,11 +105,11 @@ class InCommon(Replicated):
         first = weights[0]
         others = isinstance(first, InCommon) and first.others
         if written and others:
-            meet(first.ranks.name, f"{phase}, before it reads")
-        with all_at_hand(each.home for each in weights):
+            connect(first.ranks.name, f"{phase}, before it reads")
+        with all_resident(each.home for each in weights):
             yield
         if others:
-            meet(first.ranks.name, f"{phase}, when it has read")
+            connect(first.ranks.name, f"{phase}, when it has read")
 
 
 def common_memory(sizes: Sequence[int], ranks: RankGroup) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def common_memory(sizes: Sequence[int], ranks: RankGroup) -> list[torch.Tensor]:
         RuntimeError: on every rank, if one could not make the memory, or map it.
     """
     rank, near = ranks.rank, neighbours(ranks.name)
-    for one, others in enumerate(ranks.told(sorted({*range(ranks.size)} - {rank, *near}))):
+    for one, others in enumerate(ranks.all_gathered(sorted({*range(ranks.size)} - {rank, *near}))):
         if others:
             raise ValueError(
                 f"one_copy=True: rank {one} shares no memory with rank {', '.join(map(str, others))}. Expected ranks "
@@ -150,14 +150,14 @@ def _mapped(nbytes: int, ranks: RankGroup, maker: int | None) -> Any:
                 os.truncate(made, nbytes)
         except OSError as e:
             error = str(e)
-        (file, error), *_ = ranks.told((made, error))
+        (file, error), *_ = ranks.all_gathered((made, error))
         try:
             if not error:
                 with open(f"/proc/{maker or 'self'}/fd/{file}", "r+b") as opened:
                     memory = mmap.mmap(opened.fileno(), nbytes)
         except (OSError, ValueError) as e:
             error = str(e)
-        for one, why in enumerate(ranks.told(error)):
+        for one, why in enumerate(ranks.all_gathered(error)):
             if why:
                 raise RuntimeError(
                     f"one_copy=True: rank {one} cannot map {nbytes:,} bytes of common memory: {why}. Leave it out: "
@@ -166,7 +166,7 @@ def _mapped(nbytes: int, ranks: RankGroup, maker: int | None) -> Any:
     return memory
 
 
-def meet(group_name: str, where: str) -> None:
+def connect(group_name: str, where: str) -> None:
     """Wait until every rank is here."""
     with alone(group_name, where, "meeting", "one copy of the weights", 0, torch.uint8):
         for work in meet_(group_name):

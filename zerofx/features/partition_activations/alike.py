@@ -43,9 +43,9 @@ _PARAMETERS = (ShardedTensor, ReplicatedParameter)
 class _Ranks(RankGroup):
     """Ranks that talk while something is being traced."""
 
-    def told(self, what: Any) -> list[Any]:
+    def all_gathered(self, what: Any) -> list[Any]:
         with _torch.with_numbers():
-            return super().told(what)
+            return super().all_gathered(what)
 
     def __str__(self) -> str:
         return f"ranks {dist.get_process_group_ranks(self.process_group)}"
@@ -68,7 +68,7 @@ class Alike:
         self._shared = _shared_by(family, self.ranks)
         mine = [_told(x, self._shared.parameters) for x in example_inputs]
         self._names = {i: x._slot.name for i, x in enumerate(example_inputs) if isinstance(x, _PARAMETERS)}
-        everyone = self.ranks.told(mine)
+        everyone = self.ranks.all_gathered(mine)
         alike_on_all = [x is not None and all(theirs[i] == x for theirs in everyone) for i, x in enumerate(mine)]
         self.given: dict[int, str] = {i: f"input {i}" for i, found in enumerate(alike_on_all) if found}
         for node, x, found, told in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, alike_on_all, mine):
@@ -98,7 +98,7 @@ class Alike:
         lost: set[int] = {-1}
         while lost:
             found = self._read(joint.graph)
-            everyone = self.ranks.told({i: found.get(node, "") for i, node in gradients.items()})
+            everyone = self.ranks.all_gathered({i: found.get(node, "") for i, node in gradients.items()})
             first = everyone[0]
             inputs = {i for theirs in everyone for i in theirs}
             lost = {i for i in inputs if not first.get(i) or any(x.get(i) != first[i] for x in everyone)}
@@ -118,7 +118,7 @@ class Alike:
         Raises:
             RuntimeError: on every rank, where they differ.
         """
-        if any(theirs != choice for theirs in self.ranks.told(choice)):
+        if any(theirs != choice for theirs in self.ranks.all_gathered(choice)):
             raise RuntimeError(
                 f"memory= with partition_activations: the {self.ranks} have divided their bytes differently. They have "
                 "other shapes, or kernels that take other workspaces. Expected layers that are split evenly; or give "
@@ -135,7 +135,7 @@ class Alike:
             return
         asked = {name: x for name, x in gradients.items() if name in self.tangents}
         mine = {name: digest_of(x) for name, x in asked.items() if isinstance(x, torch.Tensor)}
-        everyone = self.ranks.told(mine)
+        everyone = self.ranks.all_gathered(mine)
         differs = next((name for name in mine if any(x.get(name) != mine[name] for x in everyone)), None)
         if differs is not None:
             raise RuntimeError(
@@ -174,7 +174,7 @@ class Alike:
 
     def _agreed(self, mine: dict[str, str]) -> dict[str, str]:
         """The digests that all ranks tell alike, by name. A collective."""
-        everyone = self.ranks.told(mine)
+        everyone = self.ranks.all_gathered(mine)
         return {name: digest for name, digest in mine.items() if all(x.get(name) == digest for x in everyone)}
 
     def digests(self, gm: GraphModule) -> dict[str, str]:
@@ -244,9 +244,9 @@ def _shared_by(family: Family, ranks: RankGroup) -> _Shared:
         groups = family.groups()
         with _torch.with_numbers():
             mine = {slot.name: digest_of(group.parameter(slot)) for group in groups for slot in group.layout.slots}
-            everyone = ranks.told(mine)
+            everyone = ranks.all_gathered(mine)
             here = {name for name, digest in mine.items() if all(x.get(name) == digest for x in everyone)}
-            known[ranks.name] = _Shared(here.intersection(*groups[0].sharing.everyone.told(here)))
+            known[ranks.name] = _Shared(here.intersection(*groups[0].sharing.everyone.all_gathered(here)))
     return known[ranks.name]
 
 

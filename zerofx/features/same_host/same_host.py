@@ -208,7 +208,7 @@ def neighbours(name: str) -> Mapping[int, Neighbour]:
     return found if store is _torch.default_store() else {}
 
 
-def meet(name: str) -> None:
+def connect(name: str) -> None:
     """Find out who of a process group is on this host; the second time nothing. A collective.
 
     Raises:
@@ -350,4 +350,4 @@ _met: dict[str, tuple[dist.Store, dict[int, Neighbour]]] = {}
 class SameHost:
     """The shortcut, for `zerofx.passes.pairwise`."""
 
-    meet, neighbours, give_up = staticmethod(meet), staticmethod(neighbours), staticmethod(give_up)
+    connect, neighbours, give_up = staticmethod(connect), staticmethod(neighbours), staticmethod(give_up)

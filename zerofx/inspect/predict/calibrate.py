@@ -61,9 +61,9 @@ def calibrate(
         raise RuntimeError("zerofx.calibrate: no process group. Call torch.distributed.init_process_group first.")
     group, device = process_group or dist.group.WORLD, torch.device(device)
     assert group is not None
-    travel_of(backend_name(group, device)).meet(group.group_name)
+    travel_of(backend_name(group, device)).connect(group.group_name)
     if replica_group is not None:
-        travel_of(backend_name(replica_group, device)).meet(replica_group.group_name)
+        travel_of(backend_name(replica_group, device)).connect(replica_group.group_name)
     disk = seconds_per_byte(Path(path), RankGroup(group)) if path is not None else 0.0
     before = _product(device), _copy(device)
     began, worked = time.perf_counter(), time.process_time()

@@ -280,7 +280,7 @@ def _schemes(stage: int, sharding: Sharding | None, ranks: int) -> tuple[Shardin
     """How a mesh can be divided in a stage: the first scheme, and in stage 3 all that there are."""
     if sharding is not None or stage != 3:
         return (sharding if sharding is not None and stage == 3 else Sharding(),)
-    return tuple(each for each in SCHEMES if ranks > 1 or not each.gathers_near)
+    return tuple(each for each in SCHEMES if ranks > 1 or not each.has_secondary)
 
 
 def _least(fits: Callable[[int], bool]) -> int | None:

@@ -136,7 +136,7 @@ class Run:
         reductions, time = 1 if self.no_sync else self.micro_batches, None
         if (speed := self._speed()) is not None:
             time = phases.time(speed, far, self.micro_batches, reductions, len(self.layouts))
-        left = trained.numel * int(self.sizes.weight) // mesh[1] if stage == 3 and sharding.gathers_near else 0
+        left = trained.numel * int(self.sizes.weight) // mesh[1] if stage == 3 and sharding.has_secondary else 0
         traffic = phases.traffic(self.micro_batches, reductions)
         return self._cost(stage, sharing, memory, files, traffic, time, left, sharding)
 

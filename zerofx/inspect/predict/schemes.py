@@ -92,7 +92,7 @@ class Mesh:
         gathered = self._row(float(sizes.weight) * every, count)
         if stage == 0:
             return Phases(reduction=self._all(2 * float(sizes.gradient) * numel, n))
-        over_all = self.sharding.one_dimension or self.sharding.gathers_near
+        over_all = self.sharding.one_dimension or self.sharding.has_secondary
         if over_all and not self.two_hops:
             forward, reduction = self._all(far.weight * every, count), self._all(far.gradient * numel, n)
             return Phases(forward, forward if self.sharding.one_dimension else gathered, reduction)

@@ -111,7 +111,7 @@ def crossing(
     if wire is None:
         return plain
     every = rows * ranks
-    over_all = sharding.one_dimension or sharding.gathers_near
+    over_all = sharding.one_dimension or sharding.has_secondary
     if over_all and wire.between == "all":
         found = coded(layouts, wire, sizes, precision, every)
         sent = float(found.sizes.weight), float(found.sizes.gradient)

@@ -18,8 +18,8 @@ from zerofx.runtime.eager.norms import all_reduce, complete, everywhere, norm, n
 from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.eager.unshard import readonly, unshard, version_of
 from zerofx.runtime.eager.writes import BY_POSITION, write
-from zerofx.runtime.state.doors import DOORS
-from zerofx.runtime.state.home import Home, at_hand_of
+from zerofx.runtime.state.callbacks import CALLBACKS
+from zerofx.runtime.state.home import Home, resident_of
 from zerofx.runtime.state.parameter import (
     ShardedParameter,
     ShardedTensor,
@@ -75,7 +75,7 @@ LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is at hand for it.
+    """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is resident meanwhile.
 
     But where nobody looks at elements: ``zero_grad`` would read all weights from a file.
     """
@@ -84,7 +84,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return dispatch(func, args, kwargs)
     if not Home.any_away or name_of(func) in METADATA or _is_zero_grad(func, args):
         return _dispatch(func, args, kwargs)
-    with at_hand_of(_sharded([*args, *kwargs.values()])):
+    with resident_of(_sharded([*args, *kwargs.values()])):
         return _dispatch(func, args, kwargs)
 
 
@@ -252,7 +252,7 @@ def _replace(tensor: ShardedTensor, new: torch.Tensor) -> None:
         tensor.copy_(new)
 
 
-DOORS.replace = _replace
+CALLBACKS.replace = _replace
 
 
 def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor:
@@ -482,7 +482,7 @@ def _check_operands(written: ShardedTensor, name: str, args: tuple, kwargs: dict
         )
 
 
-DOORS.operation = dispatch
+CALLBACKS.operation = dispatch
 
 
 class _Mismatch(Exception):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.ranks.turns import common
-from zerofx.runtime.state.home import at_hand_of
+from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -45,7 +45,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
     Raises:
         ValueError: an order that is not above 0.
     """
-    with complete(tensors), at_hand_of(tensors):
+    with complete(tensors), resident_of(tensors):
         return _norms(tensors, float(order), dtype)
 
 

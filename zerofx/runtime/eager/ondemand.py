@@ -33,7 +33,7 @@ from zerofx.runtime.ranks.agree import ON_DEMAND
 from zerofx.runtime.ranks.tracing import region
 from zerofx.runtime.ranks.turns import SHADOWS, Shadow, common
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.gradients import averaged
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -78,7 +78,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
     return whole if tensor._dtensor is None else tensor._dtensor.whole_of(whole)
 
 
-DOORS.gather = full_tensor
+CALLBACKS.gather = full_tensor
 
 
 @region("reduce", lambda parameter, gradient: parameter._slot.name)
@@ -92,7 +92,7 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
     if (leaf := leaf_of(group)) is not None:
         leaf.collect(group, slot, gradient)
         return
-    group.family.held.misses(slot.name)
+    group.family.footprint.misses(slot.name)
     if not group.family.sync:
         group.gradients.keep(slot, gradient)
         return
@@ -124,7 +124,7 @@ def reduce_kept(family: Family) -> None:
     """
     groups = family.groups()
     kept = {group: tuple(group.gradients.kept_slots()) for group in groups}
-    told = family.tell_used(family.marked((group.layout.name, slot) for group in groups for slot in kept[group]))
+    told = family.send_used(family.marked((group.layout.name, slot) for group in groups for slot in kept[group]))
     for group in groups:
         anywhere = kept[group] if told is None else family.used_anywhere(told, group, group.layout.slots)
         if anywhere:
@@ -211,7 +211,7 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
         if (leaf := leaf_of(group)) is not None:
             leaf.collect(group, slot, gradient)
             return torch.zeros_like(gradient)
-        group.family.held.misses(slot.name)
+        group.family.footprint.misses(slot.name)
         if not group.family.sync:
             group.gradients.keep(slot, gradient)
             return torch.zeros_like(gradient)

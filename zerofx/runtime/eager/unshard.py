@@ -30,7 +30,7 @@ from zerofx._torch import (
 )
 from zerofx.model.units import format_bytes
 from zerofx.runtime.eager.ondemand import gather_tensor, leaf_of, reduce_gradient
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, is_in_place
 
 
@@ -133,7 +133,7 @@ class GatheredView(torch.Tensor):
         args, kwargs = pytree.tree_map(lambda x: masters.get(id(x), x), (args, kwargs)) if masters else (args, kwargs)
         if any(issubclass(t, ShardedTensor) for t in types):
             plain = pytree.tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, cls) else x, (args, kwargs))
-            result = DOORS.operation(func, *plain)
+            result = CALLBACKS.operation(func, *plain)
         else:
             with DisableTorchFunction():
                 result = func(*args, **kwargs)
@@ -173,7 +173,7 @@ class _Source:
         with torch.no_grad():
             if (master := self._master) is not None:
                 self._whole.copy_(master)
-            DOORS.operation(torch.Tensor.copy_, (self._sharded, self._whole if master is None else master), {})
+            CALLBACKS.operation(torch.Tensor.copy_, (self._sharded, self._whole if master is None else master), {})
         self._version = version_of(self._sharded._local)
 
 

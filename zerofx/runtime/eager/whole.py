@@ -175,7 +175,7 @@ def _agree(places: dict[Any, list[Place]], wholes: dict[Any, nn.Parameter], vers
                 "writeback=False"
             )
     sharing = next(iter(wholes))._group.sharing
-    everyone = sharing.whole.told((error, edited, sharing.everyone.rank))
+    everyone = sharing.whole.all_gathered((error, edited, sharing.everyone.rank))
     for rank, (text, theirs, place) in enumerate(everyone):
         if not text and (alone := sorted(theirs - everyone[0][1])):
             text = f"{alone[0]!r} was edited there and not on rank 0, whose values are taken: edit on rank 0 too"

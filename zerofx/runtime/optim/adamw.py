@@ -48,10 +48,10 @@ from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.runtime.optim import moments as _moments
 from zerofx.runtime.optim.loaded import adopt
-from zerofx.runtime.optim.spans import Member, Part, Run, Span, at_hand, find_runs, find_spans, ranks_of
+from zerofx.runtime.optim.spans import Member, Part, Run, Span, find_runs, find_spans, ranks_of, resident
 from zerofx.runtime.optim.through_file import through_file
 from zerofx.runtime.optim.through_host import through_host
-from zerofx.runtime.state.home import at_hand_of
+from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ class AdamW(torch.optim.AdamW):
                 "zerofx.AdamW: a step is captured in a CUDA graph, and state in the host's memory is updated there, "
                 'which a replay would not do. Leave offload="cpu" out, or capture forward and backward alone.'
             )
-        with at_hand(spans):
-            self._update_at_hand(spans, scale, found_inf)
+        with resident(spans):
+            self._update_resident(spans, scale, found_inf)
 
-    def _update_at_hand(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+    def _update_resident(self, spans: list[Span], scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         self._prepare(spans)
         active = [member for span in spans for member in span.members if member.gradient is not None]
         if self._device_step is None:
@@ -182,7 +182,7 @@ class AdamW(torch.optim.AdamW):
             if any(member.gradient is not None for member in span.members):
                 self._ensure_state(span)
             new = [m for m in span.members if m.gradient is not None and not self.state[m.parameter]]
-            with span.state_at_hand() if new else contextlib.nullcontext():
+            with span.state_resident() if new else contextlib.nullcontext():
                 for member in new:
                     self._give_state(span, member)
 
@@ -295,7 +295,7 @@ class AdamW(torch.optim.AdamW):
         if span.state:
             if "master" in span.state and whole._version != span.version:
                 master = span.state["master"]
-                with span.state_at_hand():
+                with span.state_resident():
                     weights = span.weights().to(master.device)
                     master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
                 span.version = whole._version
@@ -307,7 +307,7 @@ class AdamW(torch.optim.AdamW):
         if self.master == "split" and whole.dtype == torch.bfloat16:
             span.state["remainder"] = span.zeros(span.numel, torch.int16)
         else:
-            with span.state_at_hand():
+            with span.state_resident():
                 span.state["master"] = span.keep(span.weights().float())
         span.version = whole._version
 
@@ -333,7 +333,7 @@ class AdamW(torch.optim.AdamW):
 
             self._device_step = DeviceStep(spans, device, self.seed)
             self._counts = self._device_step.steps
-        with at_hand(spans):
+        with resident(spans):
             for span in spans:
                 for member in span.members:
                     if state := self.state.get(member.parameter):
@@ -342,10 +342,10 @@ class AdamW(torch.optim.AdamW):
     def _adopt_state(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         """What a parameter has as state becomes its part of the span's flat buffers."""
         self._ensure_state(span)
-        with span.state_at_hand(), at_hand_of(state.values()):
-            self._adopt_at_hand(span, member, state)
+        with span.state_resident(), resident_of(state.values()):
+            self._adopt_resident(span, member, state)
 
-    def _adopt_at_hand(self, span: Span, member: Member, state: dict[str, Any]) -> None:
+    def _adopt_resident(self, span: Span, member: Member, state: dict[str, Any]) -> None:
         adopt(span, member, state)
         state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
         if self._device_step is None or span.staging is not None:
@@ -376,7 +376,7 @@ class AdamW(torch.optim.AdamW):
         """As in ``torch.optim``, with float32 moments where they are kept in 8 bits (a copy; no collective)."""
         kept = self.state
         try:
-            with at_hand(self._spans or ()):
+            with resident(self._spans or ()):
                 self.state = defaultdict(dict, {p: _moments.in_float32(state) for p, state in kept.items()})
             return super().state_dict()
         finally:
@@ -422,7 +422,7 @@ def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
     shared = ranks_of(spans)
     totals = {names: torch.zeros(1, dtype=torch.float64) for names in ((), *shared)}
     for run in runs:
-        with run.span.gradients_at_hand():
+        with run.span.gradients_resident():
             counted = run.counted()
             flat = [run.flat_gradient()] if counted is None else counted
             totals[run.span.ranks] += sum(map(cpu.sum_of_squares, flat))

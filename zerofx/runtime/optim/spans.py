@@ -37,7 +37,7 @@ from zerofx.kernels.blockwise import BLOCK, blocks_in
 from zerofx.model.layout import BLOCKED_NUMEL, Slot
 from zerofx.runtime.ranks.sharing import RankGroup
 from zerofx.runtime.state.group import ShardGroup
-from zerofx.runtime.state.home import all_at_hand
+from zerofx.runtime.state.home import all_resident
 from zerofx.runtime.state.parameter import ShardedTensor
 from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
@@ -146,22 +146,22 @@ class Span:
 
     @property
     def whole(self) -> torch.Tensor:
-        """What `weights` is a part of, and shares a version counter with. It need not be at hand."""
+        """What `weights` is a part of, and shares a version counter with. It need not be resident."""
         return self.members[0].parameter.detach() if self.group is None else self.group.shard
 
-    def gradients_at_hand(self) -> contextlib.AbstractContextManager[Any]:
+    def gradients_resident(self) -> contextlib.AbstractContextManager[Any]:
         """The members' gradients can be looked at inside, where its state lives in a file."""
         if self.group is None or self.file is None:
             return contextlib.nullcontext()
         return self.group.home.only(*(m.gradient for m in self.members if m.gradient is not None))
 
-    def weights_at_hand(self) -> contextlib.AbstractContextManager[Any]:
+    def weights_resident(self) -> contextlib.AbstractContextManager[Any]:
         """So can the weights."""
         return contextlib.nullcontext() if self.group is None else self.group.home.only(self.group.shard)
 
-    def state_at_hand(self) -> contextlib.AbstractContextManager[Any]:
+    def state_resident(self) -> contextlib.AbstractContextManager[Any]:
         """Its state can be looked at inside."""
-        return contextlib.nullcontext() if self.group is None else self.group.home.at_hand(*self.state.values())
+        return contextlib.nullcontext() if self.group is None else self.group.home.resident(*self.state.values())
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New state."""
@@ -307,12 +307,12 @@ def ranks_of(spans: Iterable[Span]) -> dict[tuple[str, ...], tuple[RankGroup, ..
     return {span.ranks: span.shared for span in spans if span.shared}
 
 
-def at_hand(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
+def resident(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
     """The weights, gradients and state of ``spans`` can be computed with inside, but for those with a file.
 
-    Their groups are brought one after another, where they are needed (`Span.gradients_at_hand`).
+    Their groups are brought one after another, where they are needed (`Span.gradients_resident`).
     """
-    return all_at_hand(span.group.home for span in spans if span.group is not None and span.file is None)
+    return all_resident(span.group.home for span in spans if span.group is not None and span.file is None)
 
 
 def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:

@@ -131,13 +131,13 @@ def through_file(file: StateFile, keyed: Keyed, update: Update) -> None:
             file.settle()
             with contextlib.ExitStack() as stack:
                 for span in together:
-                    stack.enter_context(span.gradients_at_hand())
-                    stack.enter_context(span.weights_at_hand())
-                lent = [span for span in together if any(_is_here(file, flat) for flat in span.state.values())]
-                for span in lent:
-                    with span.state_at_hand():
+                    stack.enter_context(span.gradients_resident())
+                    stack.enter_context(span.weights_resident())
+                kept = [span for span in together if any(_is_here(file, flat) for flat in span.state.values())]
+                for span in kept:
+                    with span.state_resident():
                         update([(key, run.all()) for key, run in runs[id(span)]])
-                through([(span, {}) for span in together if span not in lent])
+                through([(span, {}) for span in together if span not in kept])
 
 
 def _beside(file: StateFile, span: Span, runs: Sequence[Run]) -> Beside | None:

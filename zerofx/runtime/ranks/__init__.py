@@ -1,7 +1,7 @@
 """Ranks: who takes part, how they reach each other, and whether they are in step.
 
 ============  ==================================================================
-sharing       who shares what: a seam
+sharing       who shares what: an interface
 agree         the collectives of a graph, compared over ranks
 used          which parameters any rank has a gradient of
 watch         the watchdog: a hang becomes an error that says who is missing

@@ -9,8 +9,8 @@
     sharing.everyone     the ranks that train one model; they start from rank 0's weights
     sharing.replicas     the ranks that hold the same shard as this one, each another replica's; gradients that were
                          reduced are summed over them too. None where there is one replica
-    sharing.near         the ranks that backward gathers among, where forward gathers over more; else None
-    sharing.near_ranks   how many of ``weights`` are in a row of a mesh, where that is known
+    sharing.secondary    the ranks that backward gathers among, where forward gathers over more; else None
+    sharing.row_size     how many of ``weights`` are in a row of a mesh, where that is known
     sharing.two_hops     whether a rank keeps 1/(R S) of the weights, which cross the rows once on their way to a gather
     sharing.crosses      whether ``weights`` are ranks of several rows of a mesh
     sharing.foreign      the ranks of each dimension that is not ours and on which the module has DTensors: each of them
@@ -68,7 +68,7 @@ class RankGroup:
         """The communication backend for tensors on ``device``."""
         return backend_name(self.process_group, device)
 
-    def told(self, what: Any) -> list[Any]:
+    def all_gathered(self, what: Any) -> list[Any]:
         """What each rank has to say, by rank. A collective."""
         everyone: list[Any] = [what] * self.size
         if self.size > 1:
@@ -86,7 +86,7 @@ class RankGroup:
             found = work()
         except error as e:
             said = str(e)
-        for rank, text in enumerate(self.told(said)):
+        for rank, text in enumerate(self.all_gathered(said)):
             if text:
                 raise error(f"{option} on rank {rank}: {text}")
         assert found is not None
@@ -118,8 +118,8 @@ class Sharing:
     optimizer: RankGroup
     everyone: RankGroup
     replicas: RankGroup | None = None
-    near: RankGroup | None = None
-    near_ranks: int = 1
+    secondary: RankGroup | None = None
+    row_size: int = 1
     crosses: bool = False
     two_hops: bool = False
     foreign: tuple[RankGroup, ...] = ()
@@ -131,19 +131,19 @@ class Sharing:
         """See the file's first lines."""
         return self._whole or self.everyone
 
-    def meet_foreign(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def connect_foreign(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """The module has DTensors over ``groups``, named once or several times. A collective of all their ranks."""
         self.note_foreign(groups)
         together = set(dist.get_process_group_ranks(self.everyone.process_group))
         for ranks in self.foreign:
-            together = set().union(*ranks.told(together))
+            together = set().union(*ranks.all_gathered(together))
         if together == set(range(dist.get_world_size())):
             self._whole = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
         elif self.foreign:
             self._whole = RankGroup(dist.new_group(sorted(together), use_local_synchronization=True))
 
     def note_foreign(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """What `meet_foreign` does where nobody is to be met: in a dry run."""
+        """What `connect_foreign` does where nobody is to be met: in a dry run."""
         self._named = {}
         by_ranks: dict[tuple[int, ...], RankGroup] = {}  # two meshes may have one dimension, by two groups
         for group in groups:
@@ -214,10 +214,10 @@ class Sharing:
     def check(self) -> None:
         """Refuse ranks that do not fit together (ValueError)."""
 
-    def meet(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Ranks get to know each other, before anything travels. A collective."""
         for ranks in {ranks.name: ranks for ranks in (self.gradients, self.weights)}.values():
-            travel_of(ranks.backend(device)).meet(ranks.name)
+            travel_of(ranks.backend(device)).connect(ranks.name)
 
     def watch(self) -> Watch | None:
         """The watchdog of these ranks; None where there is nobody to be out of step with."""
@@ -283,13 +283,13 @@ def pretended(
     if replicas == 1:
         return OneGroup.pretended(ranks, backend)
     everyone = PretendedRanks(replicas * ranks, backend, "dry run, everyone")
-    over_all = sharding is not None and (sharding.one_dimension or sharding.gathers_near)
+    over_all = sharding is not None and (sharding.one_dimension or sharding.has_secondary)
     hops = two_hops and over_all and ranks > 1
     if sharding is not None and over_all and not hops:
         one = OneGroup(everyone)
-        one.near_ranks, one.crosses = ranks, True
-        if sharding.gathers_near and ranks > 1:
-            one.near = PretendedRanks(ranks, backend, "dry run, near")
+        one.row_size, one.crosses = ranks, True
+        if sharding.has_secondary and ranks > 1:
+            one.secondary = PretendedRanks(ranks, backend, "dry run, near")
         return one
     sharing = OneGroup.pretended(ranks, backend)
     sharing.replicas, sharing.everyone = PretendedRanks(replicas, backend, "dry run, replicas"), everyone
@@ -297,8 +297,8 @@ def pretended(
         sharing.optimizer = everyone
     if sharding is not None and hops:
         sharing.two_hops = True
-        if sharding.gathers_near:
-            sharing.near, sharing.near_ranks = sharing.weights, ranks
+        if sharding.has_secondary:
+            sharing.secondary, sharing.row_size = sharing.weights, ranks
     return sharing
 
 

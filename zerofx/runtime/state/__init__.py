@@ -9,16 +9,16 @@ weights       shard and replica
 gradients     ``.grad``, and what `zerofx.no_sync` keeps back
 gathered      whole buffers that outlive what gathered them
 account       bytes of each class at rest: what plans, predictions and `memory=` read
-held          what a module's graphs leave in memory between forward and backward
+footprint     what a module's graphs leave in memory between forward and backward
 carriage      what a run of a graph moves to the device and away from it: the interface that a feature fills in
-home          where state lives: a seam
+home          where state lives: an interface
 staging       pinned buffers between the two
-copies        copies between the two, on streams of their own: a seam
+copies        copies between the two, on streams of their own: an interface
 state_file    that file: chunks, checksums, who has it
 raw_file      what a file is to the operating system
 space         what is free in it
 transfers     the thread that reads and writes files for graphs
-doors         what is left to rooms above
+callbacks     what is left to packages above
 ============  ==================================================================
 
 Imports `zerofx.runtime.ranks` and what is below it::

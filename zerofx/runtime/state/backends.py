@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from zerofx._torch import run_while_tracing, skip_call, skip_calls, skippable_code, traced_for
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 
 
 def refuse_backend(what: str) -> NoReturn:
@@ -23,7 +23,7 @@ def refuse_backend(what: str) -> NoReturn:
 @run_while_tracing
 def check_backend(what: str) -> None:
     """While Dynamo traces for another backend: this call runs uncompiled, where it can."""
-    if traced_for(DOORS.is_zerofx):
+    if traced_for(CALLBACKS.is_zerofx):
         return
     code = skippable_code()
     if code is None:

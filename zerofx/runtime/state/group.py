@@ -34,9 +34,9 @@ from zerofx.runtime.ranks.turns import Turns
 from zerofx.runtime.ranks.used import UsedMap
 from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
 from zerofx.runtime.state.carriage import ActivationStore
+from zerofx.runtime.state.footprint import Footprint
 from zerofx.runtime.state.gathered import Gathered
 from zerofx.runtime.state.gradients import Gradients, Members
-from zerofx.runtime.state.held import Held
 from zerofx.runtime.state.home import Home, Place, home_of
 from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
@@ -66,7 +66,7 @@ class Family:
         rewritable: whether an operation that needs the whole of a parameter may write it
             (`zerofx.compiler.initialize`).
         published: what a user's passes published when their graphs ran last, by name.
-        held: what the module's graphs leave in memory between forward and backward.
+        footprint: what the module's graphs leave in memory between forward and backward.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Family:
         self.casts: Casts | None = None
         self.rewritable: bool = False
         self.published: dict[str, torch.Tensor] = {}
-        self.held: Held = Held()
+        self.footprint: Footprint = Footprint()
         self._groups: list[weakref.ref[ShardGroup]] = []
         self._numbered: tuple[int, dict[tuple[str, Slot], int]] = 0, {}
 
@@ -154,7 +154,7 @@ class Family:
             marks[positions[key]] = 1
         return torch.frombuffer(marks, dtype=torch.uint8)
 
-    def tell_used(self, mine: torch.Tensor) -> UsedMap | None:
+    def send_used(self, mine: torch.Tensor) -> UsedMap | None:
         """Start to tell the other ranks of which parameters this one has a gradient, as `marked` says it.
 
         Every rank does it in the same backward. None: there are no other ranks.

@@ -4,17 +4,17 @@
 
     new(kind, ...)           state is made
     keep(kind, tensor)       state that a graph or an optimizer has made: what stays of it
-    with at_hand():          weights and gradient are on the device: read them, write them
-    with at_hand(exp_avg):   and so are the moments of which these are views
+    with resident():          weights and gradient are on the device: read them, write them
+    with resident(exp_avg):   and so are the moments of which these are views
     at rest                  it is wherever the home keeps it
 
-By default state is at hand at any time (`OnDevice`), and all of this costs nothing. Another case is a class in a file
+By default state is resident at any time (`OnDevice`), and all of this costs nothing. Another case is a class in a file
 of its own, and a line in `HOMES` (`zerofx.features.offload`). It sets ``away``, or ``moments_away``. Then whoever
-computes on slices does it inside of `at_hand`: compiled graphs, gathers, operations on sharded tensors, optimizers,
+computes on slices does it inside of `resident`: compiled graphs, gathers, operations on sharded tensors, optimizers,
 checkpoints.
 
-Code that knows no homes is lent state: ``to_local()``, and what torch.distributed.checkpoint reads and writes.
-``lend`` brings state, and it stays at hand until the last view of what was lent is gone.
+Code that knows no homes is given views of state: ``to_local()``, and what torch.distributed.checkpoint reads and
+writes. ``keep_resident`` reloads state, and it stays until the last of these views is gone.
 
 Views of a tensor stay views of it: a home that gives memory back empties the storage and fills it again.
 """
@@ -76,7 +76,7 @@ class Home:
         """State that somebody else has made: the tensor to hold from now on."""
         raise NotImplementedError
 
-    def at_hand(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    def resident(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Weights and gradient can be computed with inside, and the moments of which ``state`` are views.
 
         What is written there stays. May be entered again inside.
@@ -93,11 +93,11 @@ class Home:
         return self.away or kind in self.streams
 
     def only(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """``state`` can be computed with inside, weights or a gradient among it; the rest need not be at hand."""
-        return self.at_hand(*state)
+        """``state`` can be computed with inside, weights or a gradient among it; the rest need not be resident."""
+        return self.resident(*state)
 
     def shaping(self, state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Views of ``state`` can be made inside. It need not be at hand, and nobody looks at its numbers."""
+        """Views of ``state`` can be made inside. It need not be resident, and nobody looks at its numbers."""
         return _HERE
 
     def reload(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
@@ -111,15 +111,15 @@ class Home:
         """Start to take a graph's ``gradient`` here; the tensor to hold from then on. Of a home that `streams` them."""
         raise NotImplementedError
 
-    def lend(self, state: torch.Tensor) -> torch.Tensor:
-        """``state`` for code that does not enter `at_hand`: the same memory, at hand while a view of it is left."""
+    def keep_resident(self, state: torch.Tensor) -> torch.Tensor:
+        """``state`` for code that does not enter `resident`: the same memory, while a view of it is left."""
         if not self.away or not state.numel():
             return state
         stack = contextlib.ExitStack()
-        stack.enter_context(self.at_hand())
-        lent = with_own_storage(state)
-        weakref.finalize(lent.untyped_storage(), stack.close).atexit = False
-        return lent
+        stack.enter_context(self.resident())
+        view = with_own_storage(state)
+        weakref.finalize(view.untyped_storage(), stack.close).atexit = False
+        return view
 
 
 class OnDevice(Home):
@@ -135,7 +135,7 @@ class OnDevice(Home):
     def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def at_hand(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    def resident(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         return _HERE
 
 
@@ -151,13 +151,13 @@ def home_of(stage: int, device: torch.device, place: Place = None) -> Home:
     return home
 
 
-def all_at_hand(homes: Iterable[Home]) -> contextlib.AbstractContextManager[Any]:
+def all_resident(homes: Iterable[Home]) -> contextlib.AbstractContextManager[Any]:
     """The weights and gradients of several groups can be computed with inside."""
     away = {id(home): home for home in homes if home.away}
     return _entered((home, []) for home in away.values()) if away else _HERE
 
 
-def at_hand_of(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+def resident_of(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """What these sharded tensors hold can be computed with inside, whatever it is; there may be others among them."""
     if not Home.any_away:
         return _HERE
@@ -173,5 +173,5 @@ def at_hand_of(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]
 def _entered(homes: Iterable[tuple[Home, list[torch.Tensor]]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for home, state in homes:
-            stack.enter_context(home.at_hand(*state))
+            stack.enter_context(home.resident(*state))
         yield

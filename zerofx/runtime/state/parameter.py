@@ -46,7 +46,7 @@ from zerofx._torch import (
 )
 from zerofx.model.layout import Slot
 from zerofx.runtime.state.backends import check_backend, refuse_backend
-from zerofx.runtime.state.doors import DOORS
+from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parts import part_of_gradient
 
@@ -80,7 +80,7 @@ class ShardedTensor(torch.Tensor):
             return call_plainly(func, types, args, kwargs or {})
         if torch.jit.is_tracing():
             pytree.tree_map(_refuse_argument, (args, kwargs))
-        return DOORS.operation(func, args, kwargs or {})
+        return CALLBACKS.operation(func, args, kwargs or {})
 
     def to_local(self) -> torch.Tensor:
         """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor.
@@ -89,11 +89,11 @@ class ShardedTensor(torch.Tensor):
         """
         if torch.compiler.is_dynamo_compiling():
             return local_part(self)
-        return self._group.home.lend(self._local)
+        return self._group.home.keep_resident(self._local)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, plain, on every rank. A collective: all ranks must call it, in the same order."""
-        return DOORS.gather(self)
+        return CALLBACKS.gather(self)
 
     def like(self, local: torch.Tensor) -> ShardedTensor:
         """A sharded tensor of the same slot that holds ``local`` (any dtype)."""
@@ -104,14 +104,14 @@ class ShardedTensor(torch.Tensor):
     # What torch.distributed.checkpoint asks of a tensor; see `zerofx.checkpoint.dcp`.
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
-        return DOORS.write_items(self, name)
+        return CALLBACKS.write_items(self, name)
 
     def __create_chunk_list__(self) -> list[Any]:
         count_write(self)  # what is asked for here is written to next, on some ranks: all must refresh replicas alike
-        return DOORS.chunk_list(self)
+        return CALLBACKS.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return DOORS.tensor_shard(self, index)
+        return CALLBACKS.tensor_shard(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held, ranks = self._local.numel(), self._group.layout.world_size
@@ -132,7 +132,7 @@ class ShardedTensor(torch.Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # PyTorch asks nobody
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
             self._refuse("set_()", "use `with torch.no_grad(): tensor.copy_(full_tensor)`")
-        DOORS.replace(self, args[0])
+        CALLBACKS.replace(self, args[0])
         return self
 
     def _refuse(self, what: str, way_out: str) -> NoReturn:
@@ -197,7 +197,7 @@ class ReplicatedParameter(PlainlyCopied):
             return _traced(func, args, kwargs or {}, cls._compute_dtype, cls._among_dtensors)
         kwargs = kwargs or {}
         if any(issubclass(t, ShardedTensor) for t in types):
-            return DOORS.operation(func, args, kwargs)
+            return CALLBACKS.operation(func, args, kwargs)
         if func in _CONVERTED and isinstance(args[0], ReplicatedParameter):
             check_conversion(args[0], args[1])
         if cls._among_dtensors and func == _GRAD and (layout := args[0]._dtensor) is not None:
@@ -228,7 +228,7 @@ class ReplicatedView(torch.Tensor):
         if torch.compiler.is_compiling():
             return _traced(func, args, kwargs or {}, cls._compute_dtype)
         if any(issubclass(t, ShardedTensor) for t in types):
-            return DOORS.operation(func, args, kwargs or {})
+            return CALLBACKS.operation(func, args, kwargs or {})
         return _run_as(cls._compute_dtype, func, args, kwargs or {})
 
     def plain(self) -> torch.Tensor:
@@ -330,7 +330,7 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
     """
     piece = group.layout.piece(slot, group.rank)
     replica = group.weights.own_replica
-    with torch.no_grad(), group.home.at_hand():
+    with torch.no_grad(), group.home.resident():
         local = group.local(slot, group.shard)
         whole = parameter.detach()
         if whole.shape == torch.Size(slot.shape):

@@ -206,7 +206,7 @@ class StateFile:
                 try:
                     self.check()
                     self._make_room(extent.nbytes)
-                    self._bring(extent, extent.memory())
+                    self._read_extent(extent, extent.memory())
                 except OffloadError:
                     if self.in_step:  # it goes on, to raise with all ranks: with memory, and no numbers in it
                         extent.memory()[:] = b"\xff" * extent.nbytes
@@ -230,7 +230,7 @@ class StateFile:
                 memory_at(into.data_ptr(), extent.nbytes)[:] = extent.memory()
             else:
                 self.check()
-                self._bring(extent, memory_at(into.data_ptr(), extent.nbytes))
+                self._read_extent(extent, memory_at(into.data_ptr(), extent.nbytes))
 
     def store(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
         """``place`` is ``tensor``, 1-D, in the file; its storage stays empty. Raises as `take` and `write`."""
@@ -362,7 +362,7 @@ class StateFile:
             if not self._direct:
                 os.posix_fadvise(self._fd, at, len(buffer), os.POSIX_FADV_DONTNEED)
 
-    def _bring(self, extent: Extent, memory: memoryview) -> None:
+    def _read_extent(self, extent: Extent, memory: memoryview) -> None:
         buffer = self._stage
         for i in range(len(extent.sums)):
             start, nbytes = extent.chunk(i)
@@ -439,7 +439,7 @@ class StateFile:
         failed = torch.tensor([1 if self.error else 0])
         if not self.ranks.sum_(failed).item():
             return
-        texts = self.ranks.told(self.error)
+        texts = self.ranks.all_gathered(self.error)
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
         self.error = f"rank {rank}: {text}"
         raise OffloadError(f"{self.error} {lost} Start again from the last checkpoint.")
@@ -458,7 +458,7 @@ def opened(folder: Path, ranks: RankGroup, run: str) -> StateFile:
     Raises:
         OffloadError: on every rank, where one of them cannot make its own.
     """
-    run = ranks.told(run)[0]
+    run = ranks.all_gathered(run)[0]
     return ranks.all_or_none("offload=", lambda: StateFile(folder, ranks.rank, run, ranks), OffloadError)
 
 

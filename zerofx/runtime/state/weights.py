@@ -31,7 +31,7 @@ from zerofx.passes.travel import Travel, travel_of
 from zerofx.runtime.ranks.quantized import Quantized, quantized
 from zerofx.runtime.ranks.sharing import RankGroup, Sharing
 from zerofx.runtime.ranks.watch import alone
-from zerofx.runtime.state.home import Home, all_at_hand
+from zerofx.runtime.state.home import Home, all_resident
 
 
 class Weights:
@@ -167,7 +167,7 @@ class Weights:
         cls, weights: Sequence[Weights], phase: str, *, written: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """A graph reads all of ``weights`` inside. ``written``: since a graph read them last, they may have been."""
-        return all_at_hand(each.home for each in weights if not each.streams and each.home.moves("weights"))
+        return all_resident(each.home for each in weights if not each.streams and each.home.moves("weights"))
 
     def start_gather(self) -> torch.Tensor:
         """Start to bring the whole flat buffer; ``wait_tensor`` of it waits. A collective, outside of any graph.

@@ -1,4 +1,4 @@
-"""Held: what the graphs of one module leave in memory between forward and backward.
+"""Footprint: what the graphs of one module leave in memory between forward and backward.
 
 ::
 
@@ -24,7 +24,7 @@ from zerofx._torch import StorageWeakRef, storage_of
 Names = frozenset[str]
 
 
-class Taken(NamedTuple):
+class Demand(NamedTuple):
     """What one graph of a module takes within `memory=`, in bytes.
 
     ``at_rest`` is there before a step and after it; ``peak`` comes on top at this graph's worst moment; ``waits`` of it
@@ -36,7 +36,7 @@ class Taken(NamedTuple):
     waits: int
 
 
-class Held:
+class Footprint:
     """What the graphs of one module hold, in bytes, and what of it is there now.
 
     Attributes:
@@ -51,7 +51,7 @@ class Held:
         self._gathered: dict[Names, int] = {}
         self._saved: dict[Names, int] = {}
         self._budgets: dict[Names, tuple[float | None]] = {}
-        self._taken: dict[Names, Taken] = {}
+        self._taken: dict[Names, Demand] = {}
         self._answers: dict[tuple[Names, str], Any] = {}
         self._activations: dict[Names, list[StorageWeakRef]] = {}
         self._inputs: dict[Names, dict[StorageWeakRef, int]] = {}
@@ -85,11 +85,11 @@ class Held:
         """What a graph of the groups ``names`` gathers within since it was first compiled; None: it was not yet."""
         return self._budgets.get(names)
 
-    def takes(self, names: Names, taken: Taken) -> None:
+    def takes(self, names: Names, taken: Demand) -> None:
         """A step of the graph of the groups ``names`` takes so much."""
         self._taken[names] = taken
 
-    def taken_elsewhere(self, names: Names) -> list[Taken]:
+    def taken_elsewhere(self, names: Names) -> list[Demand]:
         """What graphs of other groups than ``names`` take, in the order in which they were first compiled.
 
         While one of them runs, the inputs of all others are at rest, too.

@@ -1,7 +1,7 @@
-"""What a sharded tensor leaves to rooms above this one: a table that they fill in.
+"""What a sharded tensor leaves to packages above this one: a table of callbacks that they fill in.
 
 ==================  =========================================  ======================================
-door                what goes through it                       who fills it in
+callback            what it is asked for                       who fills it in
 ==================  =========================================  ======================================
 ``operation``       an operation on sharded tensors            `zerofx.runtime.eager.elementwise`
 ``replace``         ``set_()``                                 `zerofx.runtime.eager.elementwise`
@@ -12,7 +12,7 @@ door                what goes through it                       who fills it in
 ``is_zerofx``       "is this ``torch.compile`` backend ours?"  `zerofx.compiler.backend`
 ==================  =========================================  ======================================
 
-Imports run down only. A call that has to go up goes through here.
+Imports run down only. A call that has to go up is a callback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 
-class Doors:
+class Callbacks:
     """The table. An entry that nobody has filled in is missing: reading it is an AttributeError with its name."""
 
     replace: Callable[[Any, torch.Tensor], None]
@@ -35,4 +35,4 @@ class Doors:
     is_zerofx: Callable[[Any], bool]
 
 
-DOORS = Doors()
+CALLBACKS = Callbacks()
