@@ -11,6 +11,7 @@ code          what a code on the wire is, and where it lies
 wire          numbers as codes on the wire, on any device
 quantize      those codes in Triton
 checksum      checksums at the speed of memory
+device        which devices run Triton
 ============  ==================================================================
 
 Imports nothing of zerofx.

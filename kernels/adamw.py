@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 
 from zerofx.kernels import blockwise
+from zerofx.kernels.device import device_of
 from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -93,7 +94,7 @@ def adamw(
     if not tiles.shape[0]:
         return
     state = (param, grad, exp_avg, exp_avg_sq, *(scales or (None, None)), master)
-    with torch.cuda.device_of(param):
+    with device_of(param):
         _adamw[(tiles.shape[0],)](*state, tiles, hyper, control, seed, position, BLOCK=block, **_OPTIONS)
 
 

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from zerofx.kernels.device import device_of
 from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS
 
 PARTIAL_SUMS = 1024
@@ -52,7 +53,7 @@ def partial_sums(grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, *, 
     _check("out", out, torch.float64, 1)
     if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
         raise TypeError(f"grad must be contiguous, floating, of one dimension, not {grad.dtype} {list(grad.shape)}")
-    with torch.cuda.device_of(grad):
+    with device_of(grad):
         _partial_sums[(out.numel(),)](grad, tiles, tiles.shape[0], out, BLOCK=block, num_warps=4, **_OPTIONS)
 
 
@@ -82,7 +83,7 @@ def finalize(
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm} must not be negative; math.inf clips nothing")
     rows = steps.numel()
-    with torch.cuda.device_of(total):
+    with device_of(total):
         _finalize[(max(1, triton.cdiv(rows, ROWS)),)](
             total, float(max_norm), scale, found_inf, hyper, steps, control, rows, ROWS=ROWS, num_warps=4, **_OPTIONS
         )

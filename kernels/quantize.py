@@ -19,6 +19,7 @@ import triton.language as tl
 
 from zerofx.kernels.adamw import to_bfloat16
 from zerofx.kernels.code import LARGEST, TINY, Code
+from zerofx.kernels.device import device_of
 
 TILE = 8
 """Blocks that a program sees to; of 256 elements, 64 for each of its threads."""
@@ -33,7 +34,7 @@ def encode(x: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tenso
     Within a row, blocks lie one behind the other in all three.
     """
     rows, blocks, _ = x.shape
-    with torch.cuda.device_of(x):
+    with device_of(x):
         _encode[(triton.cdiv(blocks, TILE), rows)](
             x,
             codes,
@@ -51,7 +52,7 @@ def encode(x: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tenso
 def decode(codes: torch.Tensor, scales: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     """Shapes as in `encode`, ``out`` like its ``x``. ``add``: to what is there, in float32."""
     rows, blocks, _ = out.shape
-    with torch.cuda.device_of(out):
+    with device_of(out):
         _decode[(triton.cdiv(blocks, TILE), rows)](
             codes,
             scales,

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from zerofx.kernels.code import LARGEST, TINY, Code
+from zerofx.kernels.device import runs_triton
 
 
 def encode(x: torch.Tensor, code: Code, out: torch.Tensor) -> None:
@@ -49,7 +50,7 @@ def encode(x: torch.Tensor, code: Code, out: torch.Tensor) -> None:
     blocks = x.unflatten(1, (-1, code.block))
     if code.name == "bf16":
         codes.view(torch.bfloat16).copy_(blocks)
-    elif x.is_cuda:
+    elif runs_triton(x.device):
         _triton().encode(blocks, code, codes, scales)
     else:
         if code.name == "fp8":
@@ -83,7 +84,7 @@ def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     if code.name == "bf16":
         value = codes.view(torch.bfloat16)
         blocks.add_(value) if add else blocks.copy_(value)
-    elif out.is_cuda:
+    elif runs_triton(out.device):
         _triton().decode(codes, scales, code, blocks, add)
     elif code.name == "fp8":
         _compiled(_decode_fp8)(codes, scales, blocks, add)

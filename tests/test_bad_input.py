@@ -474,7 +474,8 @@ def test_another_gpu_than_the_current_one_is_refused(fake_world: Any, monkeypatc
     from zerofx.compiler import checks
 
     fake_world(2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(checks, "backend_name", lambda process_group, device: "nccl")
     checks.check_backend(dist.group.WORLD, torch.device("cuda", 0))
     with pytest.raises(

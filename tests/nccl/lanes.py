@@ -1,9 +1,9 @@
-"""CUDA's streams and events that are not there, under `zerofx.runtime.state.copies.CudaCopies` as it ships.
+"""Streams and events that are not there, under `zerofx.runtime.state.copies.AcceleratorCopies` as it ships.
 
 ::
 
-    torch.cuda.Stream, current_stream, stream, ...    ─▶  lanes, which tell the log
-    a copy_ inside of torch.cuda.stream(lane)         ─▶  noted, and done as late as anybody waits for it
+    its streams, and the computing one     ─▶  lanes, which tell the log
+    a copy_ inside of ``with lane``        ─▶  noted, and done as late as anybody waits for it
 
 A copy holds neither of its tensors, as on a GPU it does not. The CPU's tensors stand for the device's. `unordered`
 finds what touches memory that a copy, a collective or the host may be at: of two events neither of which comes before
@@ -27,10 +27,10 @@ from zerofx._torch.tensors import TorchDispatchMode
 from zerofx.kernels import cpu
 from zerofx.runtime.optim import through_host
 from zerofx.runtime.optim.adamw import AdamW
-from zerofx.runtime.state.copies import CudaCopies
+from zerofx.runtime.state.copies import AcceleratorCopies
 
 LANES = ("out", "back")
-"""In the order in which `CudaCopies` makes its streams."""
+"""In the order in which `AcceleratorCopies` makes its streams."""
 
 Clock = dict[str, int]
 
@@ -53,6 +53,14 @@ class Lane:
         self.log, self.name = log, name
         self.given: list[Any] = []
         self.done = 0
+        self._entered: list[Under] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(Under(self))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
     def record_event(self) -> Done:
         mark = Done(self, next(self.log.numbers))
@@ -77,7 +85,7 @@ class Lane:
 
 
 class Under(TorchDispatchMode):
-    """``torch.cuda.stream(lane)``: copies inside are the lane's."""
+    """``with lane``: copies inside are the lane's."""
 
     def __init__(self, lane: Lane) -> None:
         super().__init__()
@@ -92,8 +100,8 @@ class Under(TorchDispatchMode):
         return into
 
 
-class Pretended(CudaCopies):
-    """With memory that is not pinned."""
+class Pretended(AcceleratorCopies):
+    """With memory that is not pinned. `streams` says what its streams are."""
 
     @classmethod
     def takes(cls, device: torch.device) -> bool:
@@ -116,10 +124,8 @@ def streams(log: Log) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, new in (
-            (torch.cuda, "Stream", lambda device: Lane(log, next(names))),
-            (torch.cuda, "current_stream", lambda device=None: computing),
-            (torch.cuda, "stream", Under),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (Pretended, "stream", lambda self: Lane(log, next(names))),
+            (Pretended, "computing", lambda self: computing),
             (cpu, "adamw", adamw),
             (through_host, "UNIT", 16),
         ):

@@ -26,7 +26,7 @@ from tests.slow import slow_if
 from zerofx.passes import edit
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.state import copies
-from zerofx.runtime.state.copies import CudaCopies
+from zerofx.runtime.state.copies import AcceleratorCopies
 
 WAYS: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
@@ -74,7 +74,7 @@ def test_nothing_touches_memory_that_a_copy_is_at_and_numbers_are_those_of_the_d
 
 
 def test_a_gradient_that_is_copied_before_it_is_reduced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaCopies, "begin", lambda self: None)
+    monkeypatch.setattr(AcceleratorCopies, "begin", lambda self: None)
     with training(stage=3) as run:
         run.step()
         races = [race for race in found_in(run) if race.startswith("copy out while")]
@@ -100,7 +100,7 @@ def test_a_buffer_is_used_again_behind_the_copy_back_from_it() -> None:
 
 
 def test_a_buffer_that_is_used_again_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaCopies, "out_behind", lambda self, mark: None)
+    monkeypatch.setattr(AcceleratorCopies, "out_behind", lambda self, mark: None)
     with training(stage=3) as run:
         found = trained(run, inside=False)
         assert any("copy out while copy back" in race for race in found_in(run))
@@ -115,7 +115,7 @@ def test_a_buffer_that_is_used_again_too_early_is_found(monkeypatch: pytest.Monk
 def test_weights_that_are_gathered_before_they_came_back_are_found(
     monkeypatch: pytest.MonkeyPatch, stage: int, inside: bool
 ) -> None:
-    monkeypatch.setattr(CudaCopies, "end", lambda self: None)
+    monkeypatch.setattr(AcceleratorCopies, "end", lambda self: None)
     with training(stage=stage) as run:
         found = trained(run, inside)
         assert any("all-gather" in race and "copy back" in race for race in found_in(run))
@@ -126,7 +126,7 @@ def test_weights_that_come_back_while_a_graph_reads_them_are_found(monkeypatch: 
     """As `test_a_replica_that_is_refreshed_ahead_of_its_last_reader_is_found`: the reader comes behind the update."""
     step = importlib.import_module("zerofx.features.step_in_backward.step")
     monkeypatch.setattr(step, "_last_reads", lambda graph: {})
-    monkeypatch.setattr(CudaCopies, "end", lambda self: None)
+    monkeypatch.setattr(AcceleratorCopies, "end", lambda self: None)
 
     def read_once_more(gm: GraphModule) -> None:
         for node in edit.tagged(gm.graph, "ahead"):
@@ -167,7 +167,7 @@ def test_behind_an_error_gradients_are_freed_when_they_are_out(monkeypatch: pyte
 
 
 def test_a_gradient_that_is_freed_while_it_goes_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaCopies, "end", lambda self: None)
+    monkeypatch.setattr(AcceleratorCopies, "end", lambda self: None)
     with training(stage=3) as run:
         broken_step(run, monkeypatch)
         assert any("gradient while copy out" in race for race in found_in(run))
@@ -186,21 +186,21 @@ def test_a_step_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_buffers_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    one = CudaCopies(torch.device("cuda", 0))
+    monkeypatch.setattr(AcceleratorCopies, "stream", lambda self: None)
+    one = AcceleratorCopies(torch.device("cuda", 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *args, **kwargs: asked.update(kwargs))
         one.pinned(64)
     assert asked == {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}
 
 
-def test_every_name_of_cuda_that_copies_use_is_there() -> None:
+def test_every_name_of_pytorch_that_copies_use_is_there() -> None:
     """The rest of it was replaced: names are what can be asserted without a GPU."""
-    used = set(re.findall(r"torch\.cuda\.(\w+)", inspect.getsource(copies)))
-    assert used >= {"Stream", "current_stream", "stream"}
-    assert all(hasattr(torch.cuda, name) for name in used)
-    assert all(hasattr(torch.cuda.Stream, name) for name in ("wait_event", "record_event"))
-    assert hasattr(torch.cuda.Event, "synchronize")
+    used = set(re.findall(r"torch\.(cuda|accelerator)\.(\w+)", inspect.getsource(copies)))
+    assert used == {("cuda", "is_current_stream_capturing"), ("accelerator", "current_stream")}
+    assert all(hasattr(getattr(torch, module), name) for module, name in used)
+    assert all(hasattr(torch.Stream, name) for name in ("wait_event", "record_event", "__enter__", "__exit__"))
+    assert hasattr(torch.Event, "synchronize")
 
 
 def found_in(run: Training) -> list[str]:
@@ -208,6 +208,6 @@ def found_in(run: Training) -> list[str]:
 
 
 def test_a_gpu_is_taken_and_a_cpu_is_not() -> None:
-    assert CudaCopies.takes(torch.device("cuda", 1)) and not CudaCopies.takes(torch.device("cpu"))
+    assert AcceleratorCopies.takes(torch.device("cuda", 1)) and not AcceleratorCopies.takes(torch.device("cpu"))
     assert copies.copies_of(torch.device("cpu")) is None
     assert zerofx.Offload(optimizer="cpu").folder is None

@@ -281,10 +281,12 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
             f"parameters on {device.type} with the backend gloo: expected one that works on that device. Call "
             'torch.distributed.init_process_group("nccl"), or keep the module on the CPU.'
         )
-    if device.type != "cuda" or device.index is None:
+    accelerator = torch.accelerator.current_accelerator()
+    if device.index is None or accelerator is None or device.type != accelerator.type:
         return
-    if device.index != (current := torch.cuda.current_device()):
+    if device.index != (current := torch.accelerator.current_device_index()):
         raise ValueError(
-            f"parameters on {device}, while the current device is cuda:{current}: NCCL and kernels run on the current "
-            f"one. Call torch.cuda.set_device({device.index}) before torch.distributed.init_process_group."
+            f"parameters on {device}, while the current device is {device.type}:{current}: NCCL and kernels run on the "
+            f"current one. Call torch.{device.type}.set_device({device.index}) before "
+            "torch.distributed.init_process_group."
         )

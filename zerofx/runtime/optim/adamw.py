@@ -46,6 +46,7 @@ import torch
 
 from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
+from zerofx.kernels.device import runs_triton
 from zerofx.runtime.optim import moments as _moments
 from zerofx.runtime.optim.loaded import adopt
 from zerofx.runtime.optim.spans import Member, Part, Run, Span, find_runs, find_spans, ranks_of, resident
@@ -398,7 +399,7 @@ class AdamW(torch.optim.AdamW):
 
 def _runs_triton(device: torch.device) -> bool:
     """The choice of path: kernels for GPUs (and in Triton's interpreter, which tests use), `kernels.cpu` elsewhere."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs_triton(device) or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _hyper(group: dict[str, Any], step: float) -> cpu.Hyper:

@@ -22,6 +22,7 @@ import torch
 
 from zerofx.kernels import adamw as _adamw
 from zerofx.kernels import norm as _norm
+from zerofx.kernels.device import there
 from zerofx.kernels.segments import CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
 from zerofx.runtime.optim.moments import operands
 from zerofx.runtime.optim.spans import Member, Run, Span, ranks_of
@@ -124,11 +125,11 @@ class DeviceStep:
                 values[member.row] = tuple(value)
         if values:
             new = torch.tensor(list(values.values()), dtype=torch.float64)
-            self._hyper[self._index(tuple(values))[:, None], self._columns] = self._there(new)
+            self._hyper[self._index(tuple(values))[:, None], self._columns] = there(new, self._hyper.device)
             self._written |= values
         for (column, x), rows in tensors.items():
-            there = x if x.device == self._hyper.device else self._there(x)
-            self._hyper[self._index(tuple(rows)), column] = there.reshape(()).to(torch.float64)
+            here = x if x.device == self._hyper.device else there(x, self._hyper.device)
+            self._hyper[self._index(tuple(rows)), column] = here.reshape(()).to(torch.float64)
 
     def _sum_of_squares(self, runs: Sequence[Run]) -> torch.Tensor:
         """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
@@ -153,12 +154,7 @@ class DeviceStep:
     def _index(self, rows: tuple[int, ...]) -> torch.Tensor:
         return self._cached(self._indices, rows, lambda: torch.tensor(rows, dtype=torch.int64))
 
-    def _there(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, of the host's, on the device. The host goes on: pinned memory is kept until it was read."""
-        pinned = x.pin_memory() if self._hyper.is_cuda else x
-        return pinned.to(self._hyper.device, non_blocking=True)
-
     def _cached(self, cache: dict[tuple[int, ...], torch.Tensor], key: tuple[int, ...], make: Any) -> torch.Tensor:
         if key not in cache:
-            cache[key] = self._there(make())
+            cache[key] = there(make(), self._hyper.device)
         return cache[key]

@@ -78,30 +78,41 @@ class Copies:
         raise NotImplementedError
 
 
-class CudaCopies(Copies):
-    """Between a GPU and pinned memory."""
+class AcceleratorCopies(Copies):
+    """Between a GPU and pinned memory, by the streams that PyTorch has for accelerators of every kind.
+
+    Attributes:
+        kinds: of devices that are taken. Another one that has streams and pinned memory is a line.
+    """
+
+    kinds = ["cuda"]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._out = torch.cuda.Stream(device)
-        self._back = torch.cuda.Stream(device)
+        self._out, self._back = self.stream(), self.stream()
 
     @classmethod
     def takes(cls, device: torch.device) -> bool:
-        return device.type == "cuda"
+        return device.type in cls.kinds
 
     @property
     def captured(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def stream(self) -> torch.Stream:
+        return torch.Stream(self.device)
+
+    def computing(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def begin(self) -> None:
-        self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        self._out.wait_event(self.computing().record_event())
 
     def out(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._out):
+        with self._out:
             into.copy_(source, non_blocking=True)
 
     def mark_out(self) -> Mark:
@@ -111,19 +122,19 @@ class CudaCopies(Copies):
         self._out.wait_event(mark)  # type: ignore[arg-type]  # it is an event
 
     def back(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._back):
+        with self._back:
             into.copy_(source, non_blocking=True)
 
     def mark_back(self) -> Mark:
         return self._back.record_event()
 
     def end(self) -> None:
-        computing = torch.cuda.current_stream(self.device)
+        computing = self.computing()
         computing.wait_event(self._out.record_event())
         computing.wait_event(self._back.record_event())
 
 
-COPIES: list[type[Copies]] = [CudaCopies]
+COPIES: list[type[Copies]] = [AcceleratorCopies]
 """Every case. The first that takes a device is taken."""
 
 
