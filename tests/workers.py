@@ -39,7 +39,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -80,9 +80,13 @@ class Workers:
 
 
 class Processes:
-    """What ranks live in: as many as the largest group so far has, in one group at a time."""
+    """What ranks live in: as many as the largest group so far has, in one group at a time.
 
-    def __init__(self) -> None:
+    ``variables``: of their environment, for what is decided as modules are imported. Processes then begin empty.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = variables
         self._all: list[_Rank] = []
         self._joined = 0  # how many of them are in a group now
         self._groups = 0
@@ -119,7 +123,9 @@ class Processes:
             # The store lives here, on a port the system chose: no two sessions can collide.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port, folder = self._store.port, Path(self._folder.name)
-        new = [_Rank(rank, port, folder / f"rank{rank}") for rank in range(len(self._all), world_size)]
+        start = forks() if self._variables is None else multiprocessing.get_context("spawn")
+        with _environment(self._variables or {}):
+            new = [_Rank(rank, port, folder / f"rank{rank}", start) for rank in range(len(self._all), world_size)]
         self._all += new
         _collect(new, "starting", START_SECONDS)
 
@@ -183,13 +189,12 @@ def _collect(ranks: list[_Rank], what: str, timeout: float) -> None:
 class _Rank:
     """The parent's end of one worker process."""
 
-    def __init__(self, rank: int, port: int, dump: Path) -> None:
+    def __init__(self, rank: int, port: int, dump: Path, context: Any) -> None:
         self.rank = rank
         self.result: Any = None
         self.error = ""
         self.spent = False
         self._dump = dump
-        context = forks()
         self.connection, other = context.Pipe()
         self.process = context.Process(
             target=_serve, args=(rank, port, str(dump), other), name=f"rank{rank}", daemon=True
@@ -228,24 +233,32 @@ def forks() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
+    with _environment():
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _environment(more: Mapping[str, str] = {}) -> Iterator[None]:
+    """What processes of ranks find in their environment."""
     values = {
         "OMP_NUM_THREADS": "1",  # OpenMP reads it as torch is imported
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiler processes beside each rank
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **more,
     }
     if sys.platform == "linux":
         values["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve would stop gloo
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    return context
 
 
 def _serve(rank: int, port: int, dump: str, connection: Connection) -> None:

@@ -12,7 +12,8 @@ has used a parameter: a gradient of zeros makes an optimizer decay the weight, a
 
 So each rank sends one byte for each parameter of the module. It is sent as backward begins and read behind the last
 reduction, when it has arrived. On gloo these are messages like those of a reduction. Other backends run one small
-all-reduce, and the host waits for its result only where the rank's own graph lacks a parameter.
+all-reduce, and the host waits for its result only where the rank's own graph lacks a parameter, and behind
+`zerofx.no_sync`: ranks may have kept gradients of different parameters.
 
 DistributedDataParallel's ``find_unused_parameters=True`` does the same by an all-reduce of a bitmap (Li et al., PyTorch
 Distributed, VLDB 2020, section 3.2.3).
@@ -26,6 +27,7 @@ import functools
 import torch
 import torch.distributed as dist
 
+from zerofx.kernels.device import there
 from zerofx.passes import pairwise
 from zerofx.runtime.ranks.agree import Collective, Schedule
 from zerofx.runtime.ranks.sharing import RankGroup
@@ -47,7 +49,7 @@ class UsedMap:
             if ranks.backend(device) == "gloo":
                 self._maps, self._works = pairwise.all_gather_small(mine, ranks.name, pairwise.USED_TAG)
             else:
-                self._arrived = mine.to(device)
+                self._arrived = there(mine, device)
                 work = dist.all_reduce(self._arrived, dist.ReduceOp.MAX, group=ranks.process_group, async_op=True)
                 assert work is not None
                 self._works = [work]

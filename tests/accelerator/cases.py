@@ -1,0 +1,254 @@
+"""Training in many ways, on the CPU or on the simulated accelerator: the same function runs on ranks of either kind."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+
+STEPS, WIDTH = 4, 64
+EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
+
+
+class Layers(nn.Module):
+    """The loss of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
+class Broken(nn.Module):
+    """Between two graphs a weight is read by eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.last(hidden * self.scale).square().mean()
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh()
+
+
+class Experts(nn.Module):
+    """A layer with two experts, of which data chooses one, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Expert() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.last(self.experts[which](self.first(x).tanh())).square().mean()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model with its optimizer, and a loop's step over it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x, 0) if isinstance(self.model, Experts) else self.model(x)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def plain(run: Run, x: torch.Tensor) -> torch.Tensor:
+    loss = run.loss(x)
+    loss.backward()
+    run.step()
+    return loss
+
+
+def accumulated(run: Run, x: torch.Tensor) -> torch.Tensor:
+    with zerofx.no_sync(run.model):
+        run.loss(-x).backward()
+    return plain(run, x)
+
+
+def inside(run: Run, x: torch.Tensor) -> torch.Tensor:
+    loss = run.loss(x)
+    with zerofx.step_in_backward(run.optimizer):
+        loss.backward()
+    return loss
+
+
+def clipped(run: Run, x: torch.Tensor) -> torch.Tensor:
+    loss = run.loss(x)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+    run.step()
+    return loss
+
+
+def on_own_stream(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Forward and backward on a stream of the user's, the step on the default one, which waits for it."""
+    if x.device.type == "cpu":
+        return plain(run, x)
+    own, default = torch.Stream(x.device), torch.accelerator.current_stream()
+    own.wait_stream(default)
+    with own:
+        loss = run.loss(x)
+        loss.backward()
+    join(default, own)
+    run.step()
+    return loss
+
+
+def join(stream: torch.Stream, other: torch.Stream) -> None:
+    stream.wait_stream(other)
+
+
+def scheduled(run: Run, x: torch.Tensor) -> torch.Tensor:
+    loss = plain(run, x)
+    run.scheduler.step()
+    return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        optimizer: "zerofx" or "torch".
+        stages: in which it can be.
+        bound: how far losses may be from the CPU's. zerofx.AdamW is another kernel, and its last bit decides how a
+            weight is rounded to a few bits.
+    """
+
+    step: Callable[[Run, torch.Tensor], torch.Tensor] = plain
+    optimizer: str = "zerofx"
+    model: type[nn.Module] = Layers
+    options: dict[str, Any] = field(default_factory=dict)
+    stages: Sequence[int] = (0, 1, 2, 3)
+    max_grad_norm: float | None = None
+    mesh: bool = False
+    bound: float = 1e-5
+
+
+CASES = {
+    "plain": Case(),
+    "torch.optim": Case(optimizer="torch"),
+    "no_sync": Case(accumulated),
+    "step_in_backward": Case(inside),
+    "step_in_backward, torch.optim": Case(inside, optimizer="torch", stages=(1, 2, 3)),
+    "max_grad_norm": Case(max_grad_norm=0.01),
+    "clip_grad_norm_": Case(clipped),
+    "a scheduler": Case(scheduled),
+    "bfloat16": Case(options={"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32)}, bound=2e-3),
+    "a graph break": Case(model=Broken),
+    "a leaf module": Case(model=Experts, options={"leaf_modules": [Expert]}),
+    "int8 on the wire": Case(
+        options={"wire": zerofx.Wire(weights="int8", gradients="int8")}, stages=(1, 2, 3), bound=2e-3
+    ),
+    "a mesh": Case(mesh=True),
+    "a stream of the user's": Case(on_own_stream),
+    "memory_budget": Case(options={"memory_budget": float("inf")}, stages=(3,)),
+    "state on the host": Case(options={"offload": "cpu"}, stages=(1, 2, 3)),
+    "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3)),
+}
+
+
+def made(case: Case, stage: int, device: str) -> Run:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    options = dict(case.options)
+    if device == "cpu" and "offload" in options:
+        del options["offload"]  # it changes no number, and the CPU's memory is the host's
+    if case.mesh:
+        options["mesh"] = dist.device_mesh.init_device_mesh(
+            device, (1, dist.get_world_size()), mesh_dim_names=("a", "b")
+        )
+    model = zerofx.compile(case.model().to(device), stage=stage, executor="eager", groups=EACH_LAYER, **options)
+    optimizer: torch.optim.Optimizer
+    if case.optimizer == "zerofx":
+        optimizer = zerofx.AdamW(model.parameters(), lr=1e-2, max_grad_norm=case.max_grad_norm)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return Run(model, optimizer, scheduler if case.step is scheduled else None)
+
+
+def batch(step: int, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(8, WIDTH, generator=generator).to(device)
+
+
+def losses(case: Case, stage: int, device: str) -> list[float]:
+    """Of all steps. They are read behind the last: until then the host waits for nothing that zerofx does not need."""
+    run = made(case, stage, device)
+    found = [case.step(run, batch(step, device)).detach() for step in range(STEPS)]
+    return [x.item() for x in found]
+
+
+def cases_of(stage: int) -> list[str]:
+    return [name for name, case in CASES.items() if stage in case.stages]
+
+
+def on_cpu(names: list[str], stage: int) -> dict[str, list[float]]:
+    return {name: losses(CASES[name], stage, "cpu") for name in names}
+
+
+def on_sim(names: list[str], stage: int, schedule: str) -> dict[str, list[float]]:
+    with simulated(schedule):
+        return {name: losses(CASES[name], stage, "sim") for name in names}
+
+
+def host_waits(names: list[str], stage: int) -> dict[str, dict[str, int]]:
+    """By case, how often the host waits in a step of which nobody reads a number, and what for."""
+    from tests.accelerator import device
+
+    found = {}
+    with simulated("slow compute"):
+        for name in names:
+            case = CASES[name]
+            run, x = made(case, stage, "sim"), batch(0, "sim")
+            for _ in range(2):  # the tables of the optimizer are made
+                case.step(run, x)
+            device.take_host_waits()
+            case.step(run, x)
+            found[name] = device.take_host_waits()
+    return found
+
+
+@contextlib.contextmanager
+def simulated(schedule: str) -> Iterator[None]:
+    """Few programs in the interpreter, small buffers, streams that are late."""
+    from tests.accelerator import device
+    from zerofx.kernels import norm
+    from zerofx.runtime.state import staging
+
+    with (
+        unittest.mock.patch.object(norm, "PARTIAL_SUMS", 4),
+        unittest.mock.patch.object(staging, "BUFFER", 1 << 13),
+        device.schedule(schedule),
+    ):
+        yield
+        torch.accelerator.synchronize()  # an error that a job has left would be the next test's

@@ -1,0 +1,124 @@
+"""zerofx on a device whose streams are really asynchronous: the CPU's numbers, no wait of the host, no order to spare.
+
+The device is in processes of its own (`ranks.py`); this one never has it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import cases
+from tests.accelerator.cases import CASES, cases_of
+from tests.accelerator.mutations import MUTATIONS
+from tests.accelerator.ranks import on_accelerator
+from tests.slow import quick_if, slow
+from tests.workers import Workers
+
+Losses = dict[str, list[float]]
+Reference = Callable[[Sequence[str], int], Losses]
+
+PROBES = re.findall(r"^def (\w+)\(\) -> None", (Path(__file__).parent / "probes.py").read_text(), re.MULTILINE)
+SCHEDULES = ["jitter", "slow compute", "slow link", "slow copies"]
+FEW = ["no_sync", "step_in_backward", "a graph break", "clip_grad_norm_", "a stream of the user's"]
+QUICK = {0: "jitter", 1: "slow copies", 2: "slow compute", 3: "slow link"}
+
+
+@pytest.fixture(scope="module")
+def on_cpu(workers2: Workers) -> Reference:
+    """Losses of cases in a stage on each rank, of ordinary ranks: by case, those of rank 0, then those of rank 1."""
+    known: dict[tuple[str, int], list[float]] = {}
+
+    def losses(names: Sequence[str], stage: int) -> Losses:
+        missing = [name for name in names if (name, stage) not in known]
+        first, second = workers2.run(cases.on_cpu, missing, stage)
+        known.update({(name, stage): first[name] + second[name] for name in missing})
+        return {name: known[name, stage] for name in names}
+
+    return losses
+
+
+def alike(found: Sequence[float], wanted: Sequence[float], bound: float = 1e-5) -> bool:
+    return all(math.isclose(a, b, rel_tol=bound) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_the_device_is_one(accelerator2: Workers, probe: str) -> None:
+    on_accelerator(accelerator2, f"tests.accelerator.probes:{probe}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "names"),
+    [
+        *[(stage, schedule, cases_of(3) if stage == 3 else FEW) for stage, schedule in QUICK.items()],
+        *[slow(stage, schedule, cases_of(stage)) for stage in QUICK for schedule in SCHEDULES],
+    ],
+    ids=lambda x: "" if isinstance(x, list) else str(x),
+)
+def test_training_gives_the_numbers_of_the_cpu(
+    accelerator2: Workers, on_cpu: Reference, stage: int, schedule: str, names: list[str]
+) -> None:
+    wanted = on_cpu(names, stage)
+    first, second = on_accelerator(accelerator2, "tests.accelerator.cases:on_sim", names, stage, schedule)
+    other = [name for name in names if not alike(first[name] + second[name], wanted[name], CASES[name].bound)]
+    assert not other, {name: (first[name] + second[name], wanted[name]) for name in other}
+
+
+def test_cases_differ(on_cpu: Reference) -> None:
+    """An option that did nothing would prove nothing."""
+    found = on_cpu(cases_of(3), 3)
+    for name in ("no_sync", "clip_grad_norm_", "max_grad_norm", "a scheduler", "bfloat16", "int8 on the wire"):
+        assert not alike(found[name], found["plain"]), name
+
+
+# ---- waits of the host ----------------------------------------------------------------------------------------------
+
+ASKED = {
+    "no_sync": {"a copy to the host": 1},
+    "a leaf module": {"a copy to the host": 1},
+}
+"""What the host must know of other ranks: whether they kept gradients of other parameters, or ran another expert."""
+
+
+@quick_if(lambda stage: stage == 2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_host_waits_for_nothing_in_a_step(accelerator2: Workers, stage: int) -> None:
+    names = [name for name in cases_of(stage) if CASES[name].options.get("offload") is None]
+    for found in on_accelerator(accelerator2, "tests.accelerator.cases:host_waits", names, stage):
+        assert found == {name: ASKED.get(name, {}) for name in names}
+
+
+@pytest.mark.slow
+def test_the_host_waits_for_copies_alone_where_it_computes(accelerator2: Workers) -> None:
+    names = [name for name in cases_of(3) if CASES[name].options.get("offload") == "cpu"]
+    for found in on_accelerator(accelerator2, "tests.accelerator.cases:host_waits", names, 3):
+        assert all(waits.keys() == {"Event.synchronize"} for waits in found.values()), found
+
+
+# ---- what an order is for -------------------------------------------------------------------------------------------
+
+
+@quick_if(lambda mutation, stage: stage == MUTATIONS[mutation].stages[-1])
+@pytest.mark.parametrize(
+    ("mutation", "stage"), [(name, stage) for name, mutation in MUTATIONS.items() for stage in mutation.stages]
+)
+def test_an_order_that_is_taken_out_is_found(
+    accelerator2: Workers, on_cpu: Reference, mutation: str, stage: int
+) -> None:
+    case = MUTATIONS[mutation].case
+    first, second = on_accelerator(accelerator2, "tests.accelerator.mutations:mutated", mutation, stage)
+    if isinstance(first, str):
+        assert "storage" in first, first
+    else:
+        assert not alike(first + second, on_cpu([case], stage)[case])
+
+
+def test_copies_that_are_slow_are_right(accelerator2: Workers, on_cpu: Reference) -> None:
+    """Under the same circumstances as mutations of them are found in."""
+    case = "state on the host"
+    first, second = on_accelerator(accelerator2, "tests.accelerator.mutations:with_a_slow_way_back", case, 3)
+    assert alike(first + second, on_cpu([case], 3)[case])
