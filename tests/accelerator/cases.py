@@ -239,7 +239,7 @@ def host_waits(names: list[str], stage: int) -> dict[str, dict[str, int]]:
 
 
 @contextlib.contextmanager
-def simulated(schedule: str) -> Iterator[None]:
+def simulated(schedule: str, us: int = 300) -> Iterator[None]:
     """Few programs in the interpreter, small buffers, streams that are late."""
     from tests.accelerator import device
     from zerofx.kernels import norm
@@ -248,7 +248,7 @@ def simulated(schedule: str) -> Iterator[None]:
     with (
         unittest.mock.patch.object(norm, "PARTIAL_SUMS", 4),
         unittest.mock.patch.object(staging, "BUFFER", 1 << 13),
-        device.schedule(schedule),
+        device.schedule(schedule, us),
     ):
         yield
         torch.accelerator.synchronize()  # an error that a job has left would be the next test's

@@ -51,6 +51,20 @@ def without_waits(kind: str) -> Without:
     return lambda: graphs_with(change)
 
 
+class OneWait:
+    """The ``which``-th node of a kind alone is taken out, counted over all graphs; ``passed``: how many there are."""
+
+    def __init__(self, kind: str, which: int) -> None:
+        self.kind, self.which, self.passed = kind, which, 0
+
+    def __call__(self, gm: GraphModule) -> None:
+        for wait in edit.tagged(gm.graph, self.kind):
+            if self.passed == self.which:
+                wait.replace_all_uses_with(wait.args[0])  # type: ignore[arg-type]
+                gm.graph.erase_node(wait)
+            self.passed += 1
+
+
 def discard_at_once(gm: GraphModule) -> None:
     """A gathered buffer is given back as soon as it is there, in front of its readers."""
     for wait in edit.tagged(gm.graph, "wait"):
@@ -164,6 +178,18 @@ def mutated(name: str, stage: int) -> list[float] | str:
         finally:
             with contextlib.suppress(RuntimeError):
                 torch.accelerator.synchronize()
+
+
+def one_by_one(kind: str, stage: int) -> list[list[float]]:
+    """Losses without the first wait of a kind, without the second, and so on."""
+    found: list[list[float]] = []
+    while True:
+        change = OneWait(kind, len(found))
+        with cases.simulated("slow link", us=3000), graphs_with(change):
+            losses = cases.losses(cases.CASES["plain"], stage, "sim")
+        if change.passed <= change.which:
+            return found
+        found.append(losses)
 
 
 def with_a_slow_way_back(case: str, stage: int) -> list[float]:

@@ -117,6 +117,22 @@ def test_an_order_that_is_taken_out_is_found(
         assert not alike(first + second, on_cpu([case], stage)[case])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("wait", 3), ("refresh", 1), ("refresh", 2), *[("wait_grad", stage) for stage in (1, 2, 3)]]
+)
+def test_each_wait_of_a_group_is_needed(accelerator2: Workers, on_cpu: Reference, kind: str, stage: int) -> None:
+    """Of four groups: forward's waits for weights, backward's for gradients.
+
+    Backward's for weights are not all needed. Replicas were waited for in forward, and behind the wait for a collective
+    all that were started before it are through (R5). So it is in stage 0, where nothing reads before the last wait.
+    """
+    wanted = on_cpu(["plain"], stage)["plain"]
+    found = on_accelerator(accelerator2, "tests.accelerator.mutations:one_by_one", kind, stage)
+    without = [first + second for first, second in zip(*found, strict=True)]
+    assert [i for i in range(4) if alike(without[i], wanted)] == []
+
+
 def test_copies_that_are_slow_are_right(accelerator2: Workers, on_cpu: Reference) -> None:
     """Under the same circumstances as mutations of them are found in."""
     case = "state on the host"
