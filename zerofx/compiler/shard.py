@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import math
-import uuid
-import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,9 @@ from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.ranks.sharing import SETTLED, RankGroup, Sharing, sharing_of
-from zerofx.runtime.state.carriage import STORES
-from zerofx.runtime.state.copies import copies_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor, replicate_parameter, shard_parameter
 from zerofx.runtime.state.parts import say_so
-from zerofx.runtime.state.staging import Staging
-from zerofx.runtime.state.state_file import StateFile, opened
 from zerofx.runtime.state.weights import weights_of
 
 
@@ -86,6 +81,10 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     return groups
 
 
+PLACES: list[Callable[[Family, Sharing, torch.device, Sequence[GroupLayout]], Any]] = []
+"""Of features: makes what is to hold state that does not live on the device, and returns what is to be kept of it."""
+
+
 class _Conversion:
     """One module on its way from plain parameters to sharded ones.
 
@@ -94,6 +93,7 @@ class _Conversion:
         layouts: of the parameters that stand for DTensors.
         templates: what each parameter of the meta device is to become.
         sync: whether rank 0's values are taken.
+        kept: what features have made for the module, until its groups hold it.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class _Conversion:
         self.module, self.options, self.sharing, self.device = module, options, sharing, device
         self.on_meta = next(module.parameters()).is_meta
         self.sync = options.init_sync and sharing.everyone.size > 1
-        self.offload = Offload.of(options.offload)
-        self.file: StateFile | None = None
+        self.kept: list[Any] = []
+        offload = Offload.of(options.offload)
         self.family = Family(
-            options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, self.offload
+            options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, offload
         )
         memory = Memory.of(options.memory)
         self.family.footprint.limit = None if memory is None else memory.nbytes
@@ -122,10 +122,10 @@ class _Conversion:
         """Ranks meet, then every group is converted.
 
         Raises:
-            OffloadError: on every rank, where one of them cannot make its file; nothing has changed then.
-            RuntimeError: so, where one of them cannot pin its buffers.
+            RuntimeError: on every rank, where a feature cannot keep state elsewhere; nothing has changed then.
         """
-        self._find_place([layout for layout, _ in planned])
+        layouts = [layout for layout, _ in planned]
+        self.kept = [place(self.family, self.sharing, self.device, layouts) for place in PLACES]
         watch = self.sharing.watch()
         if watch is not None:
             watch.families += 1
@@ -139,36 +139,6 @@ class _Conversion:
             self._convert_group(layout, parameters, part)
             for (layout, parameters), part in zip(planned, self._memory(planned), strict=True)
         ]
-
-    def _find_place(self, layouts: list[GroupLayout]) -> None:
-        """Where the optimizer's state is to be, if not on the device."""
-        offload = self.offload
-        if offload is None or not offload.moves:
-            return
-        if offload.folder is None:
-            self._stage(offload, layouts)
-            return
-        self.file = self.family.file = opened(offload.folder, self.sharing.everyone, uuid.uuid4().hex)
-        self.file.holds = offload.kinds
-        if offload.optimizer is not None:
-            self.family.in_file = offload.chosen(layouts)
-        if offload.activations is not None:
-            self.family.activation_store = STORES[0](self.file, offload.smallest)
-
-    def _stage(self, offload: Offload, layouts: list[GroupLayout]) -> None:
-        """It is to be in the host's memory."""
-        copies = copies_of(self.device)
-        if copies is not None:
-            ranks = self.sharing.everyone
-            self.family.staging = ranks.all_or_none("offload=", lambda: Staging(copies), RuntimeError)
-            self.family.on_host = offload.chosen(layouts)
-        elif self.sharing.everyone.rank == 0:
-            warnings.warn(
-                'offload="cpu" with parameters on the CPU: the host\'s memory is where their state is already, and '
-                "nothing moves. Give the path of a folder on a disk, or leave it out.",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""

@@ -46,6 +46,7 @@ def load() -> None:
     from zerofx.compiler.options import OFFERED
     from zerofx.compiler.pair import FACTS
     from zerofx.compiler.runners import AROUND
+    from zerofx.compiler.shard import PLACES
     from zerofx.features.interface import Feature
     from zerofx.passes import insert
     from zerofx.passes.kinds import NODE_KINDS, PICKING
@@ -69,6 +70,7 @@ def load() -> None:
         "quantized": QUANTIZED,
         "carriage": CARRIAGES,
         "store": STORES,
+        "place": PLACES,
     }
     for name in FEATURES:
         feature: Feature = importlib.import_module(f"zerofx.features.{name}.feature").FEATURE

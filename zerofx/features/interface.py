@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from zerofx.compiler.activations import Away
@@ -32,6 +33,7 @@ from zerofx.passes.context import Context, Phase
 from zerofx.passes.kinds import NodeKind
 from zerofx.passes.proof.rules import Rules
 from zerofx.runtime.ranks.quantized import Quantized
+from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state import carriage as moved
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.state_file import StateFile
@@ -81,6 +83,7 @@ class Feature:
         quantized: how weights travel quantized outside of graphs.
         carriage: what a run of a graph moves to the device and away from it.
         store: where activations go.
+        place: makes what is to hold a module's state that does not live on the device, and returns what is to be kept.
         shortcuts: ways to other ranks than their process group's (`zerofx.passes.pairwise`).
         settled: called whenever a module was sharded.
         sharings: who shares a module, by the options ``mesh`` and ``reduce_group``; asked ahead of the core's.
@@ -102,6 +105,7 @@ class Feature:
     quantized: Callable[[GroupLayout, Code], Quantized] | None = None
     carriage: Callable[[Iterable[weakref.ref[ShardGroup]], moved.ActivationStore | None], moved.Carriage] | None = None
     store: Callable[[StateFile, int], moved.ActivationStore] | None = None
+    place: Callable[[Family, Sharing, torch.device, Sequence[GroupLayout]], Any] | None = None
     shortcuts: tuple[Any, ...] = ()
     settled: tuple[Callable[[], None], ...] = ()
     sharings: tuple[Callable[..., Any], ...] = ()

@@ -12,6 +12,7 @@ from zerofx.features.offload.carriage import Carriage
 from zerofx.features.offload.facts import OffloadFacts, offload_of, offloaded
 from zerofx.features.offload.in_file import InFile
 from zerofx.features.offload.on_host import OnHost
+from zerofx.features.offload.place import place
 from zerofx.features.offload.proof import RULES
 from zerofx.features.offload.simulated import SIMULATED
 from zerofx.passes.context import Context
@@ -28,6 +29,7 @@ FEATURE = Feature(
     simulated=SIMULATED,
     carriage=Carriage,
     store=ActivationStore,
+    place=place,
     passes=(
         Insertion(weights.reload_weights, after="prefetch", when=lambda ctx: bool(offload_of(ctx).weights)),
         Insertion(gradients.offload_gradients, before="lower", when=lambda ctx: bool(offload_of(ctx).gradients)),
