@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -126,6 +127,27 @@ def join(stream: torch.Stream, other: torch.Stream) -> None:
     stream.wait_stream(other)
 
 
+def saved(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """What is saved in the background is the state as of the call, though training goes on; loading brings it back."""
+    loss = plain(run, x)
+    with shared_folder() as folder:
+        saving = zerofx.save(folder, run.model, run.optimizer, background=True)
+        plain(run, -x)
+        saving.result()
+        zerofx.load(folder, run.model, run.optimizer)
+    return loss
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """One for all ranks, gone behind the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [folder]
+        dist.broadcast_object_list(names)
+        yield names[0]
+        dist.barrier()
+
+
 def scheduled(run: Run, x: torch.Tensor) -> torch.Tensor:
     loss = plain(run, x)
     run.scheduler.step()
@@ -139,6 +161,10 @@ class Case:
     Attributes:
         optimizer: "zerofx" or "torch".
         stages: in which it can be.
+        mesh: rows, and ranks of each.
+        reduce_group: reductions have a process group of their own, so a stream.
+        meta: the module is on the meta device, and initialised on this one.
+        reads: the host needs what the device has computed.
         bound: how far losses may be from the CPU's. zerofx.AdamW is another kernel, and its last bit decides how a
             weight is rounded to a few bits.
     """
@@ -149,7 +175,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     stages: Sequence[int] = (0, 1, 2, 3)
     max_grad_norm: float | None = None
-    mesh: bool = False
+    mesh: tuple[int, int] | None = None
+    reduce_group: bool = False
+    meta: bool = False
+    reads: bool = False
     bound: float = 1e-5
 
 
@@ -168,11 +197,15 @@ CASES = {
     "int8 on the wire": Case(
         options={"wire": zerofx.Wire(weights="int8", gradients="int8")}, stages=(1, 2, 3), bound=2e-3
     ),
-    "a mesh": Case(mesh=True),
+    "a mesh of one row": Case(mesh=(1, 2)),
+    "a mesh of two rows": Case(mesh=(2, 1)),
+    "reductions apart": Case(reduce_group=True, stages=(1, 2, 3)),
     "a stream of the user's": Case(on_own_stream),
+    "from the meta device": Case(meta=True),
+    "saved in the background": Case(saved, reads=True),
     "memory_budget": Case(options={"memory_budget": float("inf")}, stages=(3,)),
-    "state on the host": Case(options={"offload": "cpu"}, stages=(1, 2, 3)),
-    "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3)),
+    "state on the host": Case(options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
+    "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
 }
 
 
@@ -182,11 +215,17 @@ def made(case: Case, stage: int, device: str) -> Run:
     options = dict(case.options)
     if device == "cpu" and "offload" in options:
         del options["offload"]  # it changes no number, and the CPU's memory is the host's
-    if case.mesh:
-        options["mesh"] = dist.device_mesh.init_device_mesh(
-            device, (1, dist.get_world_size()), mesh_dim_names=("a", "b")
-        )
-    model = zerofx.compile(case.model().to(device), stage=stage, executor="eager", groups=EACH_LAYER, **options)
+    if case.mesh is not None:
+        options["mesh"] = dist.device_mesh.init_device_mesh(device, case.mesh, mesh_dim_names=("rows", "columns"))
+    if case.reduce_group:
+        options["reduce_group"] = dist.new_group()
+    if case.meta:
+        options["device"] = device
+    with torch.device("meta" if case.meta else "cpu"):
+        model = case.model()
+    model = zerofx.compile(
+        model if case.meta else model.to(device), stage=stage, executor="eager", groups=EACH_LAYER, **options
+    )
     optimizer: torch.optim.Optimizer
     if case.optimizer == "zerofx":
         optimizer = zerofx.AdamW(model.parameters(), lr=1e-2, max_grad_norm=case.max_grad_norm)
