@@ -326,7 +326,7 @@ def test_memory_counts_parts_as_what_they_take(make_workers: Callable[[int], Any
 
 def test_tensor_parallel_ranks_that_divide_their_memory_differently_are_refused() -> None:
     class Ranks:
-        told = staticmethod(lambda mine: [mine, mine + " 1"])
+        all_gathered = staticmethod(lambda mine: [mine, mine + " 1"])
         __str__ = staticmethod(lambda: "ranks [0, 1]")  # type: ignore[assignment]
 
     one = Alike.__new__(Alike)

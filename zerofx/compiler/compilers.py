@@ -95,7 +95,7 @@ class Compilers:
             return execute(gm, list(example_inputs), list(static))
         if phase == "backward":
             return self._compile_backward(gm, example_inputs, execute, static)
-        check_unwritten(gm, self.unit)
+        check_unwritten(gm, self.pair)
         ctx = self.pair.context(gm, phase)
         compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)

@@ -44,7 +44,7 @@ class Cut:
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
         options, alike = self.unit.options, self.pair.alike
-        check_unwritten(joint, self.unit)
+        check_unwritten(joint, self.pair)
         save_reads(joint)
         if alike is not None:
             alike.learn(joint)

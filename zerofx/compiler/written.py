@@ -28,6 +28,7 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
+from zerofx.compiler.pair import Pair
 from zerofx.compiler.records import forget
 from zerofx.passes import edit
 from zerofx.runtime.state.callbacks import CALLBACKS
@@ -48,12 +49,13 @@ class Written(Exception):  # it is no error: whoever compiles starts anew
         return error
 
 
-def check_unwritten(gm: GraphModule, unit: Any) -> None:
-    """Raise `Written` where a graph of AOTAutograd's, joint or forward, writes to weights of ``unit``.
+def check_unwritten(gm: GraphModule, pair: Pair) -> None:
+    """Raise `Written` where a graph of AOTAutograd's, joint or forward, writes to weights. ``pair`` is given up then.
 
     Of what is copied already, the copies are saved. In stage 0 each rank has them whole, and such writes are what they
     are without zerofx.
     """
+    unit = pair.unit
     if not unit.groups or not unit.family.stage:
         return
     sharded = unit.sharded
@@ -71,7 +73,7 @@ def check_unwritten(gm: GraphModule, unit: Any) -> None:
             "steps, or leave uneven= out."
         )
     if written:
-        forget(unit.groups.values(), unit.record)
+        forget(unit.groups.values(), pair.record)
         raise Written(sorted(written))
     _save_copies(gm)
 

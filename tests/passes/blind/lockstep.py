@@ -185,7 +185,7 @@ class Lockstep:
                 rest.append(each)
                 continue
             _check_not_freed(each.source)
-            each.out.copy_(each.yields)
+            each.out.copy_(each.brings)
             if not torch.equal(each.source.nan_to_num(), each.sent.nan_to_num()):
                 _forget(each.out)  # whether the other ranks got the one or the other is not known
         self.under_way[rank] = rest
