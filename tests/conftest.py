@@ -70,6 +70,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     slow.mark(item)
 
 
+LONG = ("test_code.py", "test_verify.py", "test_structure.py", "test_accelerator.py", "test_types.py", "test_docs.py")
+"""Files that take a minute for a few tests, or for what comes before them."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     whole = not any("::" in arg for arg in config.args)
@@ -78,6 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield  # -m and -k deselect
     share = slow.share(items, config.getoption("shard"))
     config.hook.pytest_deselected(items=[item for item in items if item not in set(share)])
-    # The road first. Then files of many tests: at the end one of them would keep one process waiting.
+    # The road first. Then what takes long, and files of many tests: at the end one would keep one process waiting.
     files = Counter(item.path for item in share)
-    items[:] = sorted(share, key=lambda item: (item.path.parent.name != "road", -files[item.path]))
+
+    def turn(item: pytest.Item) -> tuple[bool, bool, int]:
+        return item.path.parent.name != "road", item.path.name not in LONG, -files[item.path]
+
+    items[:] = sorted(share, key=turn)
