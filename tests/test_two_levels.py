@@ -289,6 +289,7 @@ def load_on(shape: tuple[int, int] | None, path: str, sharding: Any = None) -> l
     return list(zerofx.full_state_dict(model, rank0_only=False).values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_on_any_mesh_and_replicas_write_once_in_shares(make_workers: Any, tmp_path: Path) -> None:
     four, two = make_workers(4), make_workers(2)
     [wanted, *others] = four.run(save_on, (2, 2), str(tmp_path / "mesh"))

@@ -54,13 +54,15 @@ from zerofx import _torch
 from zerofx.passes import pairwise
 from zerofx.runtime.ranks.agree import OWN_OF_BACKEND, Collective, OutOfStepError, Schedule, own_part, publish
 from zerofx.runtime.ranks.lookout import AFTER, BY_DATA, UNEVEN, Lookout
-from zerofx.runtime.ranks.place import Place
+from zerofx.runtime.ranks.place import Place, standing
 from zerofx.runtime.ranks.steps import Steps
 from zerofx.runtime.ranks.tracing import while_profiled
 from zerofx.runtime.ranks.turns import Turns
 
 TICK = 1.0
 """Seconds between two looks."""
+STILL = 0.05 * TICK
+"""A thread that is at one instruction for so long stands still."""
 SILENT = 4 * TICK
 """A rank whose watchdog has not written for so long is gone, or stopped."""
 REMEMBERED = 256
@@ -273,8 +275,7 @@ class Watch(Lookout):
 
     def _tell(self, *, ended: bool = False) -> None:
         self._beat += 1
-        # Of a thread in which Dynamo builds frames the stack is not safe to walk, and it has not left its line.
-        now, place = time.monotonic(), self._place[1] if _torch.compiles_now() else Place.of(self._thread)
+        now, place = time.monotonic(), self._where()
         if place != self._place[1]:
             self._place = now, place
         since, doing = self._calls[-1] if self._calls else next(iter(list(self._waiting.values())), self._place)
@@ -295,6 +296,14 @@ class Watch(Lookout):
         if self.store.check([key := f"waited for/{self.rank}"]):
             print(self.store.get(key).decode(), file=sys.stderr, flush=True)
             self.store.delete_key(key)
+
+    def _where(self) -> Place:
+        """Where the program is; nothing is said of one that goes on."""
+        if _torch.compiles_now():  # its frames are being built, and it has not left its line
+            return self._place[1]
+        before = standing(self._thread)
+        time.sleep(STILL)
+        return Place.of(self._thread) if standing(self._thread) == before else Place()
 
     def _state(self, rank: int) -> dict[str, Any] | None:
         key = f"rank/{rank}"
