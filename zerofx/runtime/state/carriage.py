@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -48,15 +48,11 @@ STORES: list[Callable[[StateFile, int], ActivationStore]] = []
 """Of the feature."""
 
 
-@contextlib.contextmanager
-def carried(carriage: Carriage | None) -> Iterator[None]:
-    """A graph runs inside, whose state ``carriage`` brings and takes; None: it is on the device."""
-    with contextlib.nullcontext() if carriage is None else carriage.running():
-        yield
+def carried(carriage: Carriage | None) -> contextlib.AbstractContextManager[None]:
+    """A graph runs inside, whose state ``carriage`` moves; None: it is on the device."""
+    return contextlib.nullcontext() if carriage is None else carriage.running()
 
 
-@contextlib.contextmanager
-def noting(carriage: Carriage | None) -> Iterator[None]:
+def noting(carriage: Carriage | None) -> contextlib.AbstractContextManager[None]:
     """See `Carriage.noting`."""
-    with contextlib.nullcontext() if carriage is None else carriage.noting():
-        yield
+    return contextlib.nullcontext() if carriage is None else carriage.noting()
