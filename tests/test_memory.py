@@ -434,6 +434,28 @@ def test_what_another_graph_is_given_is_there_as_well(fake_world: Any) -> None:
     assert second.elsewhere >= images.nbytes and second.peak_bytes > images.nbytes + weights.nbytes
 
 
+class CastsFirst(nn.Module):
+    """Its first graph reads no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        smaller = images.mean(0)
+        torch._dynamo.graph_break()
+        return self.block(smaller).sum()
+
+
+def test_what_a_graph_without_parameters_is_given_is_there_as_well(fake_world: Any) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    net, images = built(CastsFirst, PLENTY), torch.ones(1000, 4, 8)
+    net(images).backward()
+    (said,) = (record.forward.division for record in zerofx.graphs(net) if record.forward is not None)
+    assert said is not None and said.at_rest < images.nbytes <= said.elsewhere < 1.1 * images.nbytes
+
+
 def test_two_graphs_of_the_same_groups_are_refused(fake_world: Any) -> None:
     fake_world(2)
     torch._dynamo.reset()

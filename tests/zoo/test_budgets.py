@@ -13,18 +13,10 @@ from tests.zoo.budgets import OUTSIDE, WAYS, steps_within
 
 WHOLE = [name for name in FIRST if name not in OUTSIDE]
 
-OVER = {"segformer": "in bfloat16 a step holds 693,213 bytes of 676,232: nobody knows of which operator's"}
-"""Known faults: a step holds more than was said."""
-
-
-def cases() -> list:
-    over = {name: pytest.mark.xfail(strict=True, raises=AssertionError, reason=why) for name, why in OVER.items()}
-    return [pytest.param(name, marks=over.get(name, ())) for name in WHOLE]
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", WHOLE)
 def test_no_architecture_takes_more_than_its_budget(workers2, name: str) -> None:
     if not ARCHITECTURES[name].is_here:
         pytest.skip(f"{ARCHITECTURES[name].needs} is not installed")

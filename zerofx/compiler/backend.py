@@ -13,8 +13,9 @@ the backward graph gathers it anew.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,11 +67,13 @@ class Backend:
         pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of ``options.executor``. The
             backward is compiled with the forward then.
         code: whether Inductor writes its code for these graphs all the same. It is read, and not compiled.
+        unread: what graphs without parameters were given, which `memory=` counts: inputs that were then cast, say.
     """
 
     options: Options
     pretend: Executed | None = None
     code: bool = False
+    unread: list[weakref.ref[torch.Tensor]] = field(default_factory=list, compare=False)
 
     def __repr__(self) -> str:
         return repr(self.options)
@@ -99,9 +102,14 @@ class Backend:
         unit = Unit.of(self.options, example_inputs, self.pretend, self.code)
         pair = Pair(unit, self.options.executor)
         cut, compilers = Cut(pair), Compilers(pair)
-        if unit.groups and self.options.memory is not None:
-            given = (x for i, x in enumerate(example_inputs) if i not in unit.sharded)
-            unit.family.footprint.is_given(unit.names, given)
+        if self.options.memory is not None:
+            given = [x for i, x in enumerate(example_inputs) if i not in unit.sharded]
+            if not unit.groups:
+                self.unread.extend(weakref.ref(x) for x in given if isinstance(x, torch.Tensor))
+            else:
+                footprint = unit.family.footprint
+                footprint.is_given(unit.names, given)
+                footprint.is_given(frozenset(), [x for ref in self.unread if (x := ref()) is not None])
         if torch.is_grad_enabled():
             cut.compare(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs

@@ -237,7 +237,7 @@ class Trials:
         known = sum(other.waits for other in self._others)
         there = (other.at_rest + other.peak + known - other.waits + waits + come for other in self._others)
         given = self.held.given_elsewhere(self.names)
-        return max(here + given + known + come, *there) - here if self._others else come
+        return max([here + given + known + come, *there]) - here
 
     def taken(self, at_rest: int, price: Price) -> Demand:
         """What this graph takes by a division."""
