@@ -11,6 +11,7 @@ partition            what forward saves, and what backward recomputes
 higher_order         operators whose arguments are graphs
 inductor             code for a graph, in the order that the passes decided
 code_cache           the folder of that code, and what was cut off there
+warm                 AOTAutograd's cache of graphs that were compiled
 autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
 tensors              tensors, the memory behind them, and who gets to see them
@@ -139,3 +140,4 @@ from zerofx._torch.tensors import (
     with_own_storage,
 )
 from zerofx._torch.triton_kernels import KernelText, MachineCode, kernel_texts, machine_code
+from zerofx._torch.warm import autograd_cache, autograd_cache_is_on, cacheable, copy_captured, entry

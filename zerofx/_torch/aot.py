@@ -12,12 +12,15 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx._torch.tensors import pytree
 
 
-def functorch_config(lazy_backward: bool = True, fused: bool = False) -> contextlib.AbstractContextManager[Any]:
+def functorch_config(
+    lazy_backward: bool = True, fused: bool = False, cached: bool = False
+) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd's settings while zerofx compiles (2.11, 2.13, 2.15).
 
     Its cache is keyed by the graph before any rewriting: it would hand out what an earlier, plain ``torch.compile`` of
-    the same model left there, and freed parameters would reach its kernels. ``lazy_backward``: the backward is
-    compiled when it first runs, rather than with the forward.
+    the same model left there, and freed parameters would reach its kernels. So it is off, but for ``cached``: inside of
+    `zerofx._torch.warm.autograd_cache`, where the key has a tag. ``lazy_backward``: the backward is compiled when it
+    first runs, rather than with the forward.
 
     ``fused``: the executor fuses pointwise operations. Then what can be recomputed from what is saved anyway is not
     saved, even if backward's products read it from memory: outputs of a GELU, or of a normalisation. PyTorch's
@@ -26,7 +29,7 @@ def functorch_config(lazy_backward: bool = True, fused: bool = False) -> context
     import torch._functorch.config
 
     return torch._functorch.config.patch(
-        enable_autograd_cache=False,
+        enable_autograd_cache=cached,
         force_non_lazy_backward_lowering=not lazy_backward,
         ban_recompute_materialized_backward=not fused,
     )

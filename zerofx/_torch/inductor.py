@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch.code_cache import drop_cut_off
 from zerofx._torch.tensors import pytree
+from zerofx._torch.warm import users_tag
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def inductor_config() -> Iterator[None]:
         "allow_buffer_reuse": False,
         "unsafe_marked_cacheable_functions": cached,
     }
-    tag: Any = f"{torch.compiler.config.cache_key_tag} zerofx: {_changes()}"
+    tag: Any = f"{users_tag()} zerofx: {_changes()}"
     with torch._inductor.config.patch(settings), torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         yield
 

@@ -22,6 +22,8 @@ unit          what compiles one graph starts from: options, and which inputs are
 pair          what the forward and the backward of one graph share; contexts
 cut           what forward saves, as AOTAutograd cuts a graph in two
 compilers     one graph of a pair: passes, executor, and what runs it
+lowered       what is left of a graph when it is compiled: its code, and what binds that to groups
+warm          a warm start: what an earlier process compiled, from a cache
 rewriting     one graph on its way through the passes
 runners       what runs at every step
 shadow        what ranks do that do not run a graph

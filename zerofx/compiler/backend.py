@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from zerofx.compiler.regions import inline_regions
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import watch_backward
 from zerofx.compiler.unit import Executed, Unit
+from zerofx.compiler.warm import Warm, is_cacheable, tag_of
 from zerofx.compiler.written import Written, write_to_copies, writing
 from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -113,18 +115,41 @@ class Backend:
         if torch.is_grad_enabled():
             cut.compare(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs
-        with _torch.functorch_config(lazy_backward=lazy, fused=unit.fuses), cut.saving() as budgeted:
-            if unit.fuses:
-                compiled = _torch.compile_with_inductor(
-                    gm, example_inputs, compilers.inner, cut.before_cut, whole_lookups=self.options.lookups
-                )
-            else:
-                partition = None
-                if budgeted or pair.alike is not None:
-                    partition = _torch.cutting(cut.before_cut, recomputes=budgeted)
-                three = compilers.forward, compilers.backward, compilers.inference
-                compiled = _torch.compile_with_aot_autograd(gm, example_inputs, *three, partition)
+        if not is_cacheable(unit):
+            return watch_backward(_cut(gm, example_inputs, cut, compilers, lazy), compilers.saved_parameters)
+        for node in gm.graph.find_nodes(op="placeholder"):  # each parameter has a class of its own, of this process
+            node.type = None if isinstance(node.type, type) and issubclass(node.type, ShardedTensor) else node.type
+        warm, pair.is_cached = Warm(pair, partial(_cut_again, _torch.copy_captured(gm))), True
+        with _torch.autograd_cache(tag_of(unit), warm.load):
+            compiled = _cut(gm, example_inputs, cut, compilers, lazy)
+        if warm.forward is not None:
+            compilers.forward_lowered = warm.forward
         return watch_backward(compiled, compilers.saved_parameters)
+
+
+def _cut(gm: GraphModule, example_inputs: Sequence[Any], cut: Cut, compilers: Compilers, lazy: bool) -> Callable:
+    """AOTAutograd traces the graph and cuts it, and ``compilers`` take the halves."""
+    pair = compilers.pair
+    with (
+        _torch.functorch_config(lazy_backward=lazy, fused=pair.unit.fuses, cached=pair.is_cached),
+        cut.saving() as budgeted,
+    ):
+        if pair.unit.fuses:
+            whole = pair.unit.options.lookups
+            return _torch.compile_with_inductor(
+                gm, example_inputs, compilers.inner, cut.before_cut, whole_lookups=whole
+            )
+        partition = None
+        if budgeted or pair.alike is not None:
+            partition = _torch.cutting(cut.before_cut, recomputes=budgeted)
+        three = compilers.forward, compilers.backward, compilers.inference
+        return _torch.compile_with_aot_autograd(gm, example_inputs, *three, partition)
+
+
+def _cut_again(gm: GraphModule, compilers: Compilers) -> None:
+    """`_cut` of a graph that came from a cache, forward and backward, on fake inputs."""
+    fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    _cut(_torch.copy_captured(gm), fakes, Cut(compilers.pair), compilers, lazy=False)
 
 
 def is_zerofx(backend: Any) -> bool:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,24 +16,23 @@ from torch.fx import GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.branches import by_rank
 from zerofx.compiler.division import check_code
-from zerofx.compiler.observed import observed
+from zerofx.compiler.lowered import Lowered, LoweredBackward, LoweredForward, backward_of, forward_of, publish
+from zerofx.compiler.observed import groups_of, log_compiled
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.progress import Progress, progress_of, wanted
-from zerofx.compiler.records import Trace, records_of, remember
+from zerofx.compiler.records import Trace, count, remember
 from zerofx.compiler.rewriting import copy_graph, examples_of, fixed_inputs, replaced_inputs, replaced_outputs
-from zerofx.compiler.runners import BackwardCode, backward_runner, forward_runner
+from zerofx.compiler.runners import BackwardCode, backward_runner
 from zerofx.compiler.shadow import shadow_of
 from zerofx.compiler.unit import Executed
 from zerofx.compiler.written import check_unwritten
-from zerofx.model.layout import GroupLayout
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Phase, Sync
 from zerofx.passes.kinds import NODE_KINDS
 from zerofx.passes.proof.code import Promise
-from zerofx.runtime.ranks.agree import Schedule, identity
+from zerofx.runtime.ranks.agree import Schedule, fingerprint
 from zerofx.runtime.ranks.watch import watch_of, watch_together
-from zerofx.runtime.ranks.watched import watched, watched_beside
-from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.ranks.watched import watched_beside
 from zerofx.runtime.state.parameter import ShardedParameter
 
 
@@ -43,13 +41,21 @@ def _run_as_is(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callabl
 
 
 class Compilers:
-    """The compilers of a ``pair``: AOTAutograd calls one for forward and later one for backward."""
+    """The compilers of a ``pair``: AOTAutograd calls one for forward and later one for backward.
 
-    def __init__(self, pair: Pair) -> None:
+    Args:
+        texts: of graphs that came from a cache (`zerofx.compiler.warm`), by `Rewriting.name`, the code that runs them:
+            these are rewritten and checked, and no code is generated. None: none did.
+    """
+
+    def __init__(self, pair: Pair, texts: dict[str, str | None] | None = None) -> None:
         self.pair, self.unit, self.record = pair, pair.unit, pair.record
-        if self.unit.groups:
+        self.texts: dict[str, str | None] = texts or {}
+        self.forward_lowered: LoweredForward | None = None
+        self._variant: Callable[[Sync, bool], BackwardCode] | None = None
+        if self.unit.groups and texts is None:
             remember(list(self.unit.groups.values()), self.record)
-        self.number = len(records_of(self.unit.groups.values()))
+        self.number = count(self.unit.groups.values())
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         """Inductor's ``inner_compile``."""
@@ -97,45 +103,31 @@ class Compilers:
             return self._compile_backward(gm, example_inputs, execute, static)
         check_unwritten(gm, self.pair)
         ctx = self.pair.context(gm, phase)
-        compiled, kept, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        compiled, common, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)
-        carries = _carries(gm)
-        left = self.pair.handover.kept_gathered
-        if phase == "forward":
-            self.unit.family.footprint.keeps(self.unit.names, sum(x.nbytes for x in left.values() if x.ranks == 1))
-        saved = {i: self.unit.groups[ref.layout].parameter(ref.slot) for i, ref in ctx.found.saved_parameters.items()}
-        by_name = {layout.name: group for layout, group in self.unit.groups.items()}
-        gathered = {value.position: by_name[name] for name, value in left.items()}
-        parted = bool(edit.tagged(gm.graph, "part"))
-        counted = self._counting(trace, {*saved, *gathered}, parted) if phase == "forward" else None
-        return forward_runner(
-            observed(compiled, trace),
-            kept,
-            [self.unit.groups[layout] for layout in ctx.found.shards],
-            saved,
-            gathered,
-            uses=list(self.unit.groups.values()),
-            trained=phase == "forward",
-            published=ctx.found.published,
-            publish=self.unit.family.published.update,
-            counted=counted,
-            carries=carries,
-            store=self.unit.family.activation_store if carries and phase == "forward" else None,
-            shadow=trace.shadow,
+        saved, left = dict(ctx.found.saved_parameters), self.pair.handover.kept_gathered
+        gathered = {value.position: name for name, value in left.items()}
+        lowered = self.forward_lowered = LoweredForward(
+            **common,
+            saved=saved,
+            gathered=gathered,
+            stays=sum(x.nbytes for x in left.values() if x.ranks == 1),
+            counted=self._counted(trace, {*saved, *gathered}, gm) if phase == "forward" else None,
         )
+        run = forward_of(lowered, self._watched_beside(compiled, gm, ctx), self.unit, trace.shadow)
+        return self._entry(lowered, compiled, run)
 
-    def _counting(self, trace: Trace, others: set[int], parted: bool) -> Callable[[list[Any]], None] | None:
-        """Tells the family what a forward saves within a budget, or in parts, but for ``others`` and its own inputs."""
-        if self.pair.activations is None and not parted:
+    def _entry(self, lowered: Lowered, compiled: Callable, run: Callable) -> Callable:
+        """``run``, as a cache takes it if there is one."""
+        return _torch.entry(lowered, compiled, run) if self.pair.is_cached else run
+
+    def _counted(self, trace: Trace, others: set[int], gm: GraphModule) -> tuple[int, ...] | None:
+        """What a forward saves within a budget, or in parts, but for ``others`` and its own inputs."""
+        if self.pair.activations is None and not edit.tagged(gm.graph, "part"):
             return None
-        outputs, names, family = edit.output_values(trace.before.graph), self.unit.names, weakref.ref(self.unit.family)
+        outputs = edit.output_values(trace.before.graph)
         computed = [i for i, x in enumerate(outputs) if isinstance(x, Node) and x.op != "placeholder"]
-        saved = sorted((trace.context.saved - others).intersection(computed))
-
-        def count(values: list[Any]) -> None:
-            family().footprint.note_saved(names, [values[i] for i in saved])  # type: ignore[union-attr]
-
-        return count
+        return tuple(sorted((trace.context.saved - others).intersection(computed)))
 
     def _compile_backward(
         self, gm: GraphModule, example_inputs: Sequence[Any], execute: Executed, static: Sequence[int]
@@ -157,9 +149,15 @@ class Compilers:
 
         first: tuple[Sync, bool] = "reduce", family.stepper is not None and steps_inside
         variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
+        (lowered, compiled), self._variant = self._first, variant
         if self.pair.division is not None and self.unit.options.executor == "inductor" and self.unit.pretend is None:
             check_code(self.pair.division, self.record)
-        return backward_runner(variant, family, n_outputs)
+        return self._entry(lowered, compiled, backward_runner(variant, family, n_outputs))
+
+    def variant(self, sync: Sync, steps: bool) -> BackwardCode:
+        """The backward in one way of treating gradients, compiled if it was not yet."""
+        assert self._variant is not None, "there is no backward"
+        return self._variant(sync, steps)
 
     def _backward_variant(
         self,
@@ -172,32 +170,22 @@ class Compilers:
     ) -> BackwardCode:
         ctx = self.pair.context(gm, "backward", sync, steps)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        compiled, inputs, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
+        n_outputs = len(edit.output_values(gm.graph))
+        compiled, common, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, "_".join(["backward", *ctx.ways]), trace)
-
-        def ref(layout: GroupLayout) -> weakref.ref[ShardGroup]:
-            return weakref.ref(self.unit.groups[layout])
-
-        by_name = {layout.name: ref(layout) for layout in self.unit.groups}
-        likes, carries = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")], _carries(gm)
+        likes = [node.meta["val"] for node in edit.tagged(gm.graph, "kept")]
         left = self.pair.handover.kept_gathered
-        return BackwardCode(
-            observed(compiled, trace),
-            inputs,
-            groups=[ref(layout) for layout in ctx.found.shards],
-            uses=[ref(layout) for layout in self.unit.groups],
-            kept=[(ref(p.layout), p.slot, like) for p, like in zip(ctx.found.kept, likes, strict=True)],
-            gathered=[(names.index(left[name].saved), by_name[name]) for name in ctx.found.gathered],
-            reductions=[(ref(layout), mine, others) for layout, mine, others in by_rank(trace.before, ctx)],
-            keeps=sync == "keep",
-            steps=steps,
-            carries=carries,
-            store=self.unit.family.activation_store if carries else None,
-            published=ctx.found.published,
-            publish=self.unit.family.published.update,
-            check=self._check(names) if edit.tagged(gm.graph, "gather_saved") else None,
-            shadow=trace.shadow,
+        lowered = LoweredBackward(
+            **common,
+            way=(sync, steps),
+            outputs=n_outputs,
+            kept_gradients=tuple(zip(ctx.found.kept, likes, strict=True)),
+            gathered=tuple((names.index(left[name].saved), name) for name in ctx.found.gathered),
+            reductions=tuple(by_rank(trace.before, ctx)),
         )
+        self._first = lowered, compiled
+        check = self._check(names) if edit.tagged(gm.graph, "gather_saved") else None
+        return backward_of(lowered, self._watched_beside(compiled, gm, ctx), self.unit, check, trace.shadow)
 
     def _check(self, names: Sequence[str]) -> Callable[[list[Any]], None]:
         """Of a backward's arguments: what tensor-parallel ranks have saved in parts comes from what they have alike."""
@@ -205,7 +193,7 @@ class Compilers:
         assert alike is not None
         return lambda args: alike.check(dict(zip(names, args, strict=True)))
 
-    def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, list[int], Trace]:
+    def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, dict[str, Any], Trace]:
         """`_rewrite_reported`, in a line of progress."""
         names = list(dict.fromkeys(layout.name for layout in self.unit.groups))
         speaks = wanted(self.unit.options.progress) and self.unit.group.sharing.everyone.rank == 0
@@ -220,8 +208,8 @@ class Compilers:
         example_inputs: Sequence[Any],
         execute: Executed,
         static: Sequence[int],
-    ) -> tuple[Callable, list[int], Trace]:
-        """Run the passes and the executor; returns the boxed code, which old inputs it takes, and the record."""
+    ) -> tuple[Callable, dict[str, Any], Trace]:
+        """Run the passes and the executor; returns the boxed code, what every `Lowered` says of it, and the record."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         trace = Trace(gm, ctx, pretended=self.unit.pretend is not None)
         trace.activations, trace.division = self.pair.activations, self.pair.division
@@ -230,13 +218,15 @@ class Compilers:
         progress.passes_done()
         brought = ctx.parameters if ctx.stage else {}
         kept = [i for i, node in enumerate(placeholders) if node.name not in brought]
-        schedule, between = Schedule.of(gm, ctx), Schedule.of(gm, ctx, second=True)
-        self._publish(schedule, trace, ctx.process_group)
-        if self.unit.pretend is None and self.unit.family.turns is not None:
-            number, timeout = self.unit.family.number, self.unit.options.timeout
-            trace.shadow = shadow_of(gm, trace.before, ctx, number, schedule, timeout)
+        schedules = {ctx.process_group: Schedule.of(gm, ctx)}
         if ctx.second_group:
-            self._publish(between, trace, ctx.second_group)
+            schedules[ctx.second_group] = Schedule.of(gm, ctx, second=True)
+        what, rereads = fingerprint(trace.before, ctx, by_shapes=self.unit.options.lookups), ctx.name in self.texts
+        if self.unit.pretend is None and not rereads:
+            publish(schedules, what, self.unit)
+            if self.unit.family.turns is not None:
+                number, timeout = self.unit.family.number, self.unit.options.timeout
+                trace.shadow = shadow_of(gm, trace.before, ctx, number, schedules[ctx.process_group], timeout)
         # Backward may write over an input of the model's, by its place among the inputs that are left.
         replaced = replaced_inputs(trace.before, placeholders) | ctx.parameters.keys()
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in replaced}
@@ -247,22 +237,32 @@ class Compilers:
         progress.at("code for the executor")
         with _torch.donated_inputs(theirs):
             examples = examples_of(gm, replaced, placeholders, example_inputs, kept)
-            compiled = execute(gm, examples, fixed_inputs(ctx, kept, static))
+            fixed = fixed_inputs(ctx, kept, static)
+            compiled = _unrun if rereads else execute(gm, examples, fixed)
         _torch.forget_output_strides(gm, moved)
-        trace.code = _torch.source_code(compiled)
+        trace.code = self.texts.pop(ctx.name) if rereads else _torch.source_code(compiled)
         if promise is not None:
             progress.at("reading the code")
             self.pair.written |= trace.check_code(promise, self.pair.written)
-        if self.unit.pretend is None:
-            compiled = self._watched_beside(compiled, gm, ctx)
-            compiled = watched(compiled, schedule, ctx.process_group, self.unit.options.timeout)
-            if ctx.second_group:
-                compiled = watched(compiled, between, ctx.second_group, self.unit.options.timeout)
-        return compiled, kept, trace
+        log_compiled(trace)
+        common = {
+            "phase": ctx.phase,
+            "name": ctx.name,
+            "groups": groups_of(trace),
+            "kept": tuple(kept),
+            "shards": tuple(ctx.found.shards),
+            "schedules": schedules,
+            "published": tuple(ctx.found.published),
+            "carries": _carries(gm),
+            "elsewhere": ctx.elsewhere,
+            "fingerprint": what,
+            "text": trace.code,
+        }
+        return compiled, common, trace
 
     def _watched_beside(self, compiled: Callable, gm: GraphModule, ctx: Context) -> Callable:
         """Tensor-parallel ranks that a graph talks to, of `partition_activations`, are under watch as well."""
-        if self.pair.alike is None:
+        if self.pair.alike is None or self.unit.pretend is not None:
             return compiled
         names, parts = self.pair.alike.groups(gm.graph), Schedule.of(gm, ctx, parts=True)
         if not names and not parts.collectives:
@@ -271,18 +271,15 @@ class Compilers:
         watch_together([watch for watch in (watch_of(ctx.process_group), beside) if watch is not None])
         return watched_beside(compiled, parts, self.pair.alike.ranks.name, self.unit.options.timeout, names)
 
-    def _publish(self, schedule: Schedule, trace: Trace, process_group: str) -> None:
-        """Compare with the other ranks of a process group what was compiled."""
-        if self.unit.pretend is None and schedule.collectives and (watch := watch_of(process_group)) is not None:
-            number, by_shapes, same = self.unit.family.number, self.unit.options.lookups, self.unit.family.turns is None
-            what = identity(trace.before, trace.context, number, by_shapes=by_shapes) if same else None
-            watch.publish(schedule, what)
-
     def saved_parameters(self) -> list[ShardedParameter]:
         """What forward saves of sharded parameters: backward gathers them anew."""
-        refs = self.record.forward.context.found.saved_parameters.values() if self.record.forward is not None else ()
+        refs = self.forward_lowered.saved.values() if self.forward_lowered is not None else ()
         saved = [self.unit.groups[ref.layout].parameter(ref.slot) for ref in refs]
         return [parameter for parameter in saved if isinstance(parameter, ShardedParameter)]
+
+
+def _unrun(args: list[Any]) -> Any:
+    raise AssertionError("the code came from a cache, and runs from there")
 
 
 def _carries(gm: GraphModule) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.profiler import record_function
@@ -17,21 +17,26 @@ from zerofx.model.units import format_bytes
 log: logging.Logger = logging.getLogger("zerofx")
 
 
-def observed(compiled: Callable, trace: Rewriting) -> Callable:
-    """The boxed ``compiled``, logged now and named whenever it runs."""
-    groups = list(dict.fromkeys(layout.name for layout in _layouts(trace)))
-    _log(trace, len(groups))
-    name = f"zerofx: {trace.name} {' to '.join(dict.fromkeys([groups[0], groups[-1]])) if groups else ''}".rstrip()
+def named(compiled: Callable, name: str, groups: Sequence[str]) -> Callable:
+    """The boxed ``compiled`` of these ``groups``, named whenever it runs."""
+    ends = " to ".join(dict.fromkeys([groups[0], groups[-1]])) if groups else ""
+    label = f"zerofx: {name} {ends}".rstrip()
 
     def run(args: list[Any]) -> Any:
-        with record_function(name):
+        with record_function(label):
             return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _log(trace: Rewriting, groups: int) -> None:
+def groups_of(trace: Rewriting) -> tuple[str, ...]:
+    """The groups that a graph gathers or reduces, by name, in order."""
+    return tuple(dict.fromkeys(layout.name for layout in _layouts(trace)))
+
+
+def log_compiled(trace: Rewriting) -> None:
+    """Say in the log what was compiled."""
     if not log.isEnabledFor(logging.INFO):
         return
     context, seconds = trace.context, sum(trace.seconds.values())
@@ -40,7 +45,7 @@ def _log(trace: Rewriting, groups: int) -> None:
         moved[0] += f", at most {format_bytes(context.found.gathered_bytes)} gathered at once"
     if context.found.reductions:
         moved.append(f"reduces {format_bytes(sum(map(_nbytes, context.found.reductions)))} of gradients")
-    log.info("%s: %d groups; %s; rewritten in %.3f s", trace.name, groups, "; ".join(moved), seconds)
+    log.info("%s: %d groups; %s; rewritten in %.3f s", trace.name, len(groups_of(trace)), "; ".join(moved), seconds)
     for name, edits in trace.edits.items():
         log.debug("%s: %s made %d edits in %.3f s", trace.name, name, edits, trace.seconds[name])
 

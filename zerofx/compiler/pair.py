@@ -45,6 +45,7 @@ class Pair:
         division: how ``memory`` was divided; None: there is no such budget.
         alike: the tensor-parallel ranks that save parts, and what they have compared; None: there are none.
         compared: who says what these have alike of a forward.
+        is_cached: what is compiled goes to a cache, where the next start finds it (`zerofx.compiler.warm`).
         written: what forward's code writes to, and returns for backward (`zerofx.passes.proof.code.check_code`).
     """
 
@@ -59,6 +60,7 @@ class Pair:
         self.alike: Comparison | None = None
         self.compared: Compared | None = None
         self.written: dict[str, str] = {}
+        self.is_cached = False
 
     def trial(self, foreseen: Compared | None, activations: Activations, memory_budget: float | None) -> Pair:
         """Another pair of the same graph, never run, with other choices. No other rank is asked what it has alike."""
@@ -67,13 +69,18 @@ class Pair:
         pair.activations, pair.memory_budget = activations, memory_budget
         return pair
 
+    def elsewhere(self, phase: Phase) -> Elsewhere:
+        """What other graphs hold, as the passes of ``phase`` are to know it."""
+        unit, family = self.unit, self.unit.family
+        beside = (g.gathered_nbytes for g in family.groups() if g.graph_layout not in unit.groups)
+        return Elsewhere(family.footprint.gathered_elsewhere(unit.names, phase), max(beside, default=0))
+
     def context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         """For the passes of ``gm``, as AOTAutograd made it."""
         unit, family, output = self.unit, self.unit.family, gm.graph.output_node()
         sharing, precision = unit.group.sharing, family.precision
         returned = _torch.gradient_outputs(output) if phase == "backward" else {}
         gradients = {position: unit.sharded[i] for position, i in returned.items() if i in unit.sharded}
-        beside = (g.gathered_nbytes for g in family.groups() if g.graph_layout not in unit.groups)
         second = sharing.replicas or sharing.secondary
         at_rest = AtRest(
             wire=family.wire,
@@ -103,7 +110,7 @@ class Pair:
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype or precision.param_dtype,
             memory_budget=self.memory_budget,
-            elsewhere=Elsewhere(family.footprint.gathered_elsewhere(unit.names, phase), max(beside, default=0)),
+            elsewhere=self.elsewhere(phase),
             own=Pass.all_of(unit.options.passes),
             features={type(fact): fact for fact in (at_rest, *(of(self, gm, phase) for of in FACTS))},
             handover=self.handover,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 
 from zerofx.compiler.explain import explain, has_words, purpose
 from zerofx.compiler.listing import difference, python_of
@@ -73,10 +73,16 @@ class GraphRecord:
     backward_step: Trace | None = None
     backward_merge_step: Trace | None = None
     inference: Trace | None = None
+    restore: Callable[[], object] | None = field(default=None, repr=False)
+    """Makes the graphs of what came from a cache; None: they are there."""
 
     def traces(self) -> Iterable[Trace]:
         """Those that have been compiled so far (a backward is compiled when it first runs)."""
-        return [trace for field in fields(self) if (trace := getattr(self, field.name)) is not None]
+        return list(self._named().values())
+
+    def _named(self) -> dict[str, Trace]:
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "restore"}
+        return {name: trace for name, trace in found.items() if trace is not None}
 
     @property
     def pretended(self) -> bool:
@@ -116,13 +122,11 @@ class GraphRecord:
             RuntimeError: a graph holds a constant that cannot be written as text.
         """
         imports, functions = {"torch": "import torch", "zerofx": "import zerofx"}, []
-        for field in fields(self):
-            trace = getattr(self, field.name)
-            if trace is not None:
-                gm = trace.after(trace.passes[-1].__name__, executor="eager")
-                needed, source = python_of(gm, field.name)
-                imports |= needed
-                functions.append(source)
+        for name, trace in self._named().items():
+            gm = trace.after(trace.passes[-1].__name__, executor="eager")
+            needed, source = python_of(gm, name)
+            imports |= needed
+            functions.append(source)
         return "\n\n".join(["\n".join(imports.values()) + "\n", *functions])
 
     def __str__(self) -> str:
@@ -145,6 +149,14 @@ def forget(groups: Iterable[ShardGroup], record: GraphRecord) -> None:
 
 
 def records_of(groups: Iterable[ShardGroup]) -> list[GraphRecord]:
-    """Every record of any of ``groups``, in the order they were compiled."""
+    """Every record of any of ``groups``, in the order they were compiled, with its graphs."""
     found = {id(r): r for group in groups for r in _records.get(group, ())}
+    for record in found.values():
+        if record.restore is not None:
+            record.restore()
     return list(found.values())
+
+
+def count(groups: Iterable[ShardGroup]) -> int:
+    """How many records there are of any of ``groups``."""
+    return len({id(r) for group in groups for r in _records.get(group, ())})

@@ -22,6 +22,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,8 +162,8 @@ def difference(mine: Schedule, theirs: Schedule, rank: int, other: int) -> str:
     )
 
 
-def identity(gm: GraphModule, ctx: Context, family: int, *, by_shapes: bool) -> str:
-    """What a graph that no pass has touched is: the operators, the parameters they serve, and the model (a number).
+def fingerprint(gm: GraphModule, ctx: Context, *, by_shapes: bool) -> str:
+    """What a graph that no pass has touched is: the operators, and the parameters they serve.
 
     ``by_shapes``: sizes of messages follow from those of inputs, so that a batch of another shape is another graph.
     """
@@ -170,7 +171,16 @@ def identity(gm: GraphModule, ctx: Context, family: int, *, by_shapes: bool) -> 
     operators = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
     inputs = gm.graph.find_nodes(op="placeholder") if by_shapes else []
     shapes = [str(node.meta["val"].shape) for node in inputs if isinstance(node.meta["val"], torch.Tensor)]
-    return hashlib.sha256(repr((family, ctx.name, names, operators, shapes)).encode()).hexdigest()[:16]
+    return _digest((ctx.name, names, operators, shapes))
+
+
+def identity(fingerprint: str, family: int) -> str:
+    """A graph of the model number ``family``."""
+    return _digest((family, fingerprint))
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def publish(store: dist.Store, schedule: Schedule, what: str | None, rank: int, world_size: int) -> None:

@@ -1,0 +1,148 @@
+"""AOTAutograd's cache on disk: what it is asked for zerofx's graphs, and an entry's code as zerofx runs it.
+
+::
+
+    key      Dynamo's graph, inputs, settings   (PyTorch)    + a tag: all else that decides a rewrite   (zerofx)
+    value    AOTAutograd's wrappers             (PyTorch)    + of each graph its code and a `Lowered`   (zerofx)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+Load = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+"""Binds what was written with some code, and that code, to this process."""
+
+_LOAD: contextvars.ContextVar[Load] = contextvars.ContextVar("zerofx_load")
+_TAG: contextvars.ContextVar[str | None] = contextvars.ContextVar("zerofx_tag", default=None)
+
+
+def autograd_cache_is_on() -> bool:
+    """Whether PyTorch's caches are to be used (``TORCHINDUCTOR_AUTOGRAD_CACHE=0``: no) (2.11, 2.13, 2.15)."""
+    import torch._functorch.config
+    import torch._inductor.config
+    import torch.compiler.config
+
+    off = torch.compiler.config.force_disable_caches
+    return bool(torch._functorch.config.enable_autograd_cache and torch._inductor.config.fx_graph_cache and not off)
+
+
+@contextlib.contextmanager
+def autograd_cache(tag: str, load: Load) -> Iterator[None]:
+    """Graphs that AOTAutograd compiles inside come from its cache, or go there, under keys with ``tag``.
+
+    What comes from there goes through ``load``. An exception of its is a miss (2.11, 2.13, 2.15).
+    """
+    import torch._functorch.config
+    import torch.compiler.config
+
+    theirs = torch.compiler.config.cache_key_tag
+    settings = {"enable_autograd_cache": True, "enable_remote_autograd_cache": False}
+    tokens = _LOAD.set(load), _TAG.set(theirs)
+    try:
+        with (
+            torch._functorch.config.patch(settings),
+            torch.compiler.config.patch(cache_key_tag=f"{theirs} {tag}"),  # type: ignore[attr-defined]
+        ):
+            yield
+    finally:
+        _LOAD.reset(tokens[0])
+        _TAG.reset(tokens[1])
+
+
+def users_tag() -> str:
+    """The tag of a user's own: Inductor's cache of code has no part in ours, so that ranks share its entries."""
+    import torch.compiler.config
+
+    theirs = _TAG.get()
+    return torch.compiler.config.cache_key_tag if theirs is None else theirs
+
+
+def copy_captured(gm: GraphModule) -> GraphModule:
+    """A copy of Dynamo's graph, by which AOTAutograd still knows what its inputs are (2.11, 2.13, 2.15)."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta |= gm.meta
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    inputs = (graph.find_nodes(op="placeholder") for graph in (gm.graph, copied.graph))
+    for theirs, ours in zip(*inputs, strict=True):
+        if hasattr(theirs, "_dynamo_source"):
+            ours._dynamo_source = theirs._dynamo_source
+    return copied
+
+
+def cacheable(compiler: Callable) -> Callable:
+    """A compiler for AOTAutograd whose results `entry` made: only of such it asks its cache (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+    from torch._inductor.output_code import OutputCode
+
+    return SerializableAOTDispatchCompiler(OutputCode, compiler)
+
+
+def entry(lowered: Any, code: Any, run: Callable) -> Callable:
+    """``run``, which runs ``code``, as AOTAutograd's cache takes it; ``lowered`` is written beside it."""
+    made = _entry(lowered, code)
+    made.run = run
+    return made
+
+
+def _entry(lowered: Any, code: Any) -> Any:
+    return _entries()(lowered, code)
+
+
+@functools.cache
+def _entries() -> Any:
+    """The class: Inductor is imported when the first graph is compiled (2.11, 2.13, 2.15)."""
+    import torch._functorch.config
+    from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, BypassAOTAutogradCache
+    from torch._inductor.output_code import CompiledFxGraph, OutputCode
+
+    class Entry(OutputCode):
+        """The code of one graph, and what it is bound by."""
+
+        def __init__(self, lowered: Any, code: Any) -> None:
+            # Of the instance: wrappers take what it has in its __dict__. There is a key, so AOTAutograd saves it.
+            self._boxed_call, self._fx_graph_cache_key = True, "zerofx"
+            self.lowered, self.code = lowered, code
+            self.run: Callable = code
+
+        def __call__(self, inputs: Sequence[Any]) -> Any:
+            return self.run(inputs)
+
+        def prepare_for_serialization(self) -> None:
+            if not isinstance(self.code, CompiledFxGraph):
+                raise BypassAOTAutogradCache(f"zerofx: {type(self.code).__name__} cannot be written to a cache")
+            self.code = copy.copy(self.code)
+            self.code.prepare_for_serialization()
+
+        def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+            loadable = BundledOutputCodeLoadable(self.code)
+            code = loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
+            self.run = _LOAD.get()(self.lowered, code)
+
+        def set_triton_bundle(self, triton_bundle: Any) -> None:
+            pass
+
+        def __reduce__(self) -> Any:
+            return _entry, (self.lowered, self.code)
+
+    theirs = AOTAutogradCache.make_entry
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        """A backward is compiled, and both are written, when it first runs: whatever the settings are then."""
+        forward = args[0] if args else kwargs["compiled_fw_func"]
+        ours = isinstance(inspect.unwrap(forward), Entry)
+        with torch._functorch.config.patch(bundled_autograd_cache=True) if ours else contextlib.nullcontext():
+            return theirs(*args, **kwargs)
+
+    AOTAutogradCache.make_entry = staticmethod(make)  # type: ignore[method-assign]
+    return Entry

@@ -1,0 +1,171 @@
+"""A warm start: what a process before this one compiled, from PyTorch's cache on disk.
+
+::
+
+                      key: graph, inputs, PyTorch's settings, and `tag_of`
+    first start   ──▶ miss: trace, cut, passes, proofs, code ──────────────▶ written
+    next start    ──▶ hit:  code and `Lowered` ──▶ bound to these groups, compared with the other ranks
+                            graphs to be read, or another way of backward?  ──▶ traced now (`Warm.compilers`)
+
+What was written has been proved: the graph by `verify`, its code by `check_code`. Who reads the graphs of a warm start
+has them traced and rewritten anew, and the code that came from the cache is checked against these.
+
+Some graphs are always compiled: `is_cacheable` says which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofx import _torch
+from zerofx.compiler.compilers import Compilers
+from zerofx.compiler.lowered import Lowered, LoweredBackward, LoweredForward, backward_of, forward_of, publish
+from zerofx.compiler.pair import Pair
+from zerofx.compiler.runners import BackwardCode, backward_runner
+from zerofx.compiler.unit import Unit
+from zerofx.passes.context import Sync
+
+ROOT = Path(__file__).parent.parent
+
+
+def is_cacheable(unit: Unit) -> bool:
+    """Whether the graph may come from the cache.
+
+    Not with what follows from other graphs, or from other ranks: budgets of activations and of memory, partitioned
+    activations, ``uneven=True``. Nor with passes of a user's, whose source is not known.
+    """
+    options = unit.options
+    asks = options.memory, options.partition_activations
+    whole = options.activation_budget in (None, 1.0)
+    alone = unit.family.turns is None and not options.passes
+    return (
+        bool(unit.groups)
+        and unit.pretend is None
+        and options.executor == "inductor"
+        and all(option is None for option in asks)
+        and whole
+        and alone
+        and _torch.autograd_cache_is_on()
+    )
+
+
+def tag_of(unit: Unit) -> str:
+    """A digest of all that decides a rewrite and is not in PyTorch's own key."""
+    options, family, sharing = unit.options, unit.family, unit.group.sharing
+    shared = (sharing.weights, sharing.gradients, sharing.optimizer, sharing.everyone, sharing.replicas)
+    ranks = [None if each is None else (each.name, each.rank, each.size) for each in (*shared, sharing.secondary)]
+    groups = [
+        (group.layout, group.graph_layout, type(group.weights).__name__, group.weights.steps_inside, group.backend)
+        for group in family.groups()
+    ]
+    disk = family.on_disk
+    what = (
+        _source(),
+        (options.stage, options.executor, options.memory_budget, options.lookups, options.one_copy, options.buckets),
+        (family.stage, family.precision, family.wire, sorted(family.on_host)),
+        None if disk is None else (sorted(disk.kinds), sorted(disk.groups)),
+        (ranks, sharing.row_size, sharing.crosses, sharing.two_hops, sharing.divides_between),
+        (groups, sorted(unit.names)),
+        sorted((i, ref.layout.name, ref.slot) for i, ref in unit.sharded.items()),
+    )
+    return "zerofx:" + hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+@functools.cache
+def _source() -> str:
+    """A digest of zerofx itself."""
+    digest = hashlib.sha256()
+    for path in sorted(ROOT.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Warm:
+    """What the cache has of one graph.
+
+    Args:
+        pair: of the graph.
+        again: compiles it, by compilers that are given.
+    """
+
+    def __init__(self, pair: Pair, again: Callable[[Compilers], object]) -> None:
+        self.pair, self.unit, self._again = pair, pair.unit, again
+        self.forward: LoweredForward | None = None
+        self._texts: dict[str, str | None] = {}
+        self._compilers: Compilers | None = None
+        self._ambient = _ambient()
+        self._surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def load(self, lowered: Lowered, code: Callable) -> Callable:
+        """What runs ``code``, which came from the cache, bound to the groups of this process.
+
+        Raises:
+            LookupError: it was compiled beside other graphs than there are now.
+        """
+        self._surroundings = _torch.compile_context()
+        if isinstance(lowered, LoweredForward):
+            if lowered.elsewhere != self.pair.elsewhere(lowered.phase):
+                raise LookupError("other graphs of the module hold more, or less")
+            publish(lowered.schedules, lowered.fingerprint, self.unit)
+            self.forward, self._texts = lowered, {lowered.name: lowered.text}
+            self.pair.record.restore = self.compilers
+            return forward_of(lowered, code, self.unit)
+        assert isinstance(lowered, LoweredBackward)
+        publish(lowered.schedules, lowered.fingerprint, self.unit)
+        self._texts[lowered.name] = lowered.text
+        return backward_runner(self._variants(lowered, code), self.unit.family, lowered.outputs)
+
+    def _variants(self, lowered: LoweredBackward, code: Callable) -> Callable[[Sync, bool], BackwardCode]:
+        ways: dict[tuple[Sync, bool], BackwardCode] = {}
+        steps_inside = self.unit.group.weights.steps_inside
+
+        def variant(sync: Sync, steps: bool) -> BackwardCode:
+            way = sync, steps and steps_inside
+            if way not in ways and way == lowered.way:
+                if lowered.elsewhere == self.pair.elsewhere("backward"):
+                    ways[way] = backward_of(lowered, code, self.unit)
+                else:
+                    del self._texts[lowered.name]  # compiled anew
+            if way not in ways:
+                ways[way] = self.compilers().variant(*way)
+            return ways[way]
+
+        return variant
+
+    def compilers(self) -> Compilers:
+        """Those of the graph, once it is traced and rewritten anew; its code is what came from the cache."""
+        if self._compilers is None:
+            self.pair.record.restore = None
+            pair = Pair(self.unit, self.pair.executor)
+            pair.record = self.pair.record
+            compilers = Compilers(pair, dict(self._texts))
+            with self._surroundings(), self._ambient():
+                self._again(compilers)
+            self._compilers = compilers
+        return self._compilers
+
+
+def _ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What a trace depends on besides its graph, as it is now, to be entered again."""
+    grad = torch.is_grad_enabled()
+    casts = {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    }
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for device, (enabled, dtype) in casts.items():
+                if torch.is_autocast_enabled(device) != enabled or enabled:
+                    stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
+
+    return enter
