@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.distributed as dist
 
 from tests import slow
 from tests.workers import Processes, Workers
-
-# A test looks at what is compiled now, not at what the last run left in a cache: test_warm.py turns that on.
-_CACHE = "TORCHINDUCTOR_AUTOGRAD_CACHE"
-os.environ.setdefault(_CACHE, "0")
-torch._functorch.config.enable_autograd_cache = os.environ[_CACHE] == "1"
 
 # The first tensor that is made under a device settles which functions make tensors there. transformers has replaced
 # ``torch.linspace`` while it loads a model: where it comes first, no later model has its ``linspace`` on the device.

@@ -377,4 +377,5 @@ def boxed(gm: GraphModule) -> Callable:
         return gm(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
+    run.graph_module = gm  # type: ignore[attr-defined]
     return run

@@ -119,14 +119,20 @@ def _entries() -> Any:
             return self.run(inputs)
 
         def prepare_for_serialization(self) -> None:
-            if not isinstance(self.code, CompiledFxGraph):
-                raise BypassAOTAutogradCache(f"zerofx: {type(self.code).__name__} cannot be written to a cache")
-            self.code = copy.copy(self.code)
-            self.code.prepare_for_serialization()
+            if isinstance(self.code, CompiledFxGraph):
+                self.code = copy.copy(self.code)
+                self.code.prepare_for_serialization()
+            elif (gm := getattr(self.code, "graph_module", None)) is not None and not gm.state_dict() | gm._modules:
+                self.code = _text_of(gm)
+            else:
+                raise BypassAOTAutogradCache("zerofx: code with constants, or none of Inductor's")
 
         def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
-            loadable = BundledOutputCodeLoadable(self.code)
-            code = loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
+            if isinstance(self.code, str):
+                code = _function_of(self.code)
+            else:
+                loadable = BundledOutputCodeLoadable(self.code)
+                code = loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
             self.run = _LOAD.get()(self.lowered, code)
 
         def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -146,3 +152,19 @@ def _entries() -> Any:
 
     AOTAutogradCache.make_entry = staticmethod(make)  # type: ignore[method-assign]
     return Entry
+
+
+def _text_of(gm: GraphModule) -> str:
+    """The graph as Python: what it imports, and its boxed function (2.11, 2.13, 2.15)."""
+    from torch.fx.graph_module import _format_import_block, sys_importer
+
+    code = gm.graph.python_code("self")
+    return f"{_format_import_block(code.globals, sys_importer)}\n{code.src}"
+
+
+def _function_of(text: str) -> Callable[[list[Any]], Any]:
+    """The boxed function that `_text_of` wrote (2.11, 2.13, 2.15)."""
+    from torch.fx.graph_module import _forward_from_src
+
+    function = _forward_from_src(text, {})
+    return lambda args: function(None, args)

@@ -42,7 +42,7 @@ from zerofx.compiler.unit import Executed, Unit
 from zerofx.compiler.warm import Warm, is_cacheable, tag_of
 from zerofx.compiler.written import Written, write_to_copies, writing
 from zerofx.runtime.state.callbacks import CALLBACKS
-from zerofx.runtime.state.parameter import ShardedTensor
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
 
 def zerofx_backend(
@@ -118,7 +118,8 @@ class Backend:
         if not is_cacheable(unit):
             return watch_backward(_cut(gm, example_inputs, cut, compilers, lazy), compilers.saved_parameters)
         for node in gm.graph.find_nodes(op="placeholder"):  # each parameter has a class of its own, of this process
-            node.type = None if isinstance(node.type, type) and issubclass(node.type, ShardedTensor) else node.type
+            ours = isinstance(node.type, type) and issubclass(node.type, (ShardedTensor, ReplicatedParameter))
+            node.type = None if ours else node.type
         warm, pair.is_cached = Warm(pair, partial(_cut_again, _torch.copy_captured(gm))), True
         with _torch.autograd_cache(tag_of(unit), warm.load):
             compiled = _cut(gm, example_inputs, cut, compilers, lazy)
@@ -142,8 +143,9 @@ def _cut(gm: GraphModule, example_inputs: Sequence[Any], cut: Cut, compilers: Co
         partition = None
         if budgeted or pair.alike is not None:
             partition = _torch.cutting(cut.before_cut, recomputes=budgeted)
-        three = compilers.forward, compilers.backward, compilers.inference
-        return _torch.compile_with_aot_autograd(gm, example_inputs, *three, partition)
+        made = _torch.cacheable if pair.is_cached else lambda compiler: compiler
+        forward, backward, inference = map(made, (compilers.forward, compilers.backward, compilers.inference))
+        return _torch.compile_with_aot_autograd(gm, example_inputs, forward, backward, inference, partition)
 
 
 def _cut_again(gm: GraphModule, compilers: Compilers) -> None:

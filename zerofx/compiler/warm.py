@@ -36,24 +36,17 @@ ROOT = Path(__file__).parent.parent
 
 
 def is_cacheable(unit: Unit) -> bool:
-    """Whether the graph may come from the cache.
+    """Whether the graph may come from the cache: one that reads parameters, of a run that is no dry one.
 
     Not with what follows from other graphs, or from other ranks: budgets of activations and of memory, partitioned
     activations, ``uneven=True``. Nor with passes of a user's, whose source is not known.
     """
     options = unit.options
-    asks = options.memory, options.partition_activations
-    whole = options.activation_budget in (None, 1.0)
-    alone = unit.family.turns is None and not options.passes
-    return (
-        bool(unit.groups)
-        and unit.pretend is None
-        and options.executor == "inductor"
-        and all(option is None for option in asks)
-        and whole
-        and alone
-        and _torch.autograd_cache_is_on()
-    )
+    if not unit.groups or unit.pretend is not None or not _torch.autograd_cache_is_on():
+        return False
+    budgets = options.memory is None and options.activation_budget in (None, 1.0)
+    alone = options.partition_activations is None and unit.family.turns is None
+    return budgets and alone and not options.passes
 
 
 def tag_of(unit: Unit) -> str:
