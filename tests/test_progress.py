@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 
 import zerofx
@@ -131,3 +132,18 @@ def test_a_variable_that_is_neither_0_nor_1_is_refused(value: str, monkeypatch: 
 def test_a_progress_that_is_no_truth_value_is_refused() -> None:
     with pytest.raises(ValueError, match="progress='loud': expected True, False or None"):
         zerofx.compile(nn.Linear(2, 2), progress="loud")
+
+
+def test_what_came_from_a_cache_is_said_to(
+    fake_world: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    fake_world(2)
+    with torch._functorch.config.patch(enable_autograd_cache=True):
+        for _ in range(2):
+            torch._dynamo.reset()
+            model = zerofx.compile(nn.Linear(3, 3), executor="eager", progress=True)
+            model(torch.ones(2, 3)).sum().backward()
+            said = capfd.readouterr().err.splitlines()
+    assert [line.split(", ")[0] for line in said] == ["zerofx: forward 1", "zerofx: backward 1"]
+    assert all(line.endswith(": from the cache") for line in said)

@@ -19,7 +19,7 @@ from zerofx.compiler.division import check_code
 from zerofx.compiler.lowered import Lowered, LoweredBackward, LoweredForward, backward_of, forward_of, publish
 from zerofx.compiler.observed import groups_of, log_compiled
 from zerofx.compiler.pair import Pair
-from zerofx.compiler.progress import Progress, progress_of, wanted
+from zerofx.compiler.progress import Progress, progress_of
 from zerofx.compiler.records import Trace, count, remember
 from zerofx.compiler.rewriting import copy_graph, examples_of, fixed_inputs, replaced_inputs, replaced_outputs
 from zerofx.compiler.runners import BackwardCode, backward_runner
@@ -195,9 +195,7 @@ class Compilers:
 
     def _rewrite(self, gm: GraphModule, ctx: Context, *given: Any) -> tuple[Callable, dict[str, Any], Trace]:
         """`_rewrite_reported`, in a line of progress."""
-        names = list(dict.fromkeys(layout.name for layout in self.unit.groups))
-        speaks = wanted(self.unit.options.progress) and self.unit.group.sharing.everyone.rank == 0
-        with progress_of(f"{ctx.name} {self.number}", names, speaks) as progress:
+        with progress_of(f"{ctx.name} {self.number}", self.unit.read, self.unit.speaks) as progress:
             return self._rewrite_reported(progress, gm, ctx, *given)
 
     def _rewrite_reported(

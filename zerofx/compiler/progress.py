@@ -5,6 +5,7 @@
     zerofx: forward 1, tokens to norm: group, 6 of 13 (0.4 s)           a line that rewrites itself, on a terminal
     zerofx: forward 1, tokens to norm: code for the executor (2.1 s)
     zerofx: forward 1, tokens to norm: 4.8 s, 0.5 s of them passes      what stays
+    zerofx: backward 1, norm to tokens: from the cache                  what stays of a warm start
 
 Without a terminal nothing is said, unless it was asked for: ``zerofx.compile(..., progress=True)``, or
 ``ZEROFX_PROGRESS=1`` in the environment. Then the last line alone is printed, once for each graph. ``progress=False``
@@ -19,7 +20,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 VARIABLE = "ZEROFX_PROGRESS"
@@ -45,7 +46,7 @@ def wanted(progress: bool | None) -> bool:
 @contextlib.contextmanager
 def progress_of(name: str, groups: list[str], speaks: bool) -> Iterator[Progress]:
     """The graph ``name`` of these groups is compiled inside. ``speaks``: this rank says so."""
-    graph = Progress(f"{name}, {groups[0]} to {groups[-1]}" if len(groups) > 1 else f"{name}, {groups[0]}")
+    graph = Progress(_label(name, groups))
     if speaks:
         graph.line = line()
     try:
@@ -57,6 +58,15 @@ def progress_of(name: str, groups: list[str], speaks: bool) -> Iterator[Progress
     if graph.line is not None:
         seconds = time.perf_counter() - graph.begun
         graph.line.close(f"zerofx: {graph.name}: {seconds:.1f} s, {graph.passes:.1f} s of them passes")
+
+
+def say_served(name: str, groups: Sequence[str]) -> None:
+    """Say that the graph ``name`` came from a cache (`zerofx.compiler.warm`)."""
+    line().close(f"zerofx: {_label(name, groups)}: from the cache")
+
+
+def _label(name: str, groups: Sequence[str]) -> str:
+    return f"{name}, {groups[0]} to {groups[-1]}" if len(groups) > 1 else f"{name}, {groups[0]}"
 
 
 class Progress:

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 from zerofx import _torch
 from zerofx.compiler.captured import check_claimable, check_one_module
 from zerofx.compiler.options import Options
+from zerofx.compiler.progress import wanted
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.context import ParameterRef
 from zerofx.runtime.state.group import Family, ShardGroup
@@ -57,6 +58,16 @@ class Unit:
     def names(self) -> frozenset[str]:
         """The groups' names, by which `zerofx.runtime.state.footprint` knows a graph."""
         return frozenset(layout.name for layout in self.groups)
+
+    @property
+    def read(self) -> list[str]:
+        """The groups' names, in the order in which parameters are inputs."""
+        return list(dict.fromkeys(layout.name for layout in self.groups))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says what it compiles."""
+        return wanted(self.options.progress) and self.group.sharing.everyone.rank == 0
 
     @property
     def group(self) -> ShardGroup:

@@ -27,7 +27,10 @@ import torch
 from zerofx import _torch
 from zerofx.compiler.compilers import Compilers
 from zerofx.compiler.lowered import Lowered, LoweredBackward, LoweredForward, backward_of, forward_of, publish
+from zerofx.compiler.observed import log
 from zerofx.compiler.pair import Pair
+from zerofx.compiler.progress import say_served
+from zerofx.compiler.records import count
 from zerofx.compiler.runners import BackwardCode, backward_runner
 from zerofx.compiler.unit import Unit
 from zerofx.passes.context import Sync
@@ -103,6 +106,9 @@ class Warm:
             LookupError: it was compiled beside other graphs than there are now.
         """
         self._surroundings = _torch.compile_context()
+        log.info("%s: %d groups; from the cache", lowered.name, len(lowered.groups))
+        if self.unit.speaks:
+            say_served(f"{lowered.name} {count(self.unit.groups.values())}", self.unit.read)
         if isinstance(lowered, LoweredForward):
             if lowered.elsewhere != self.pair.elsewhere(lowered.phase):
                 raise LookupError("other graphs of the module hold more, or less")
