@@ -132,8 +132,8 @@ def check(workers: Workers, folder: Path, options: dict[str, Any], **how: Any) -
             assert all(torch.equal(a, b) for a, b in zip(values, weights, strict=True))
             assert said == text, "graphs, or code, of a warm start read otherwise"
         (_, _, _, _, first), (_, _, _, _, second) = others
-        assert first == (0, 2), "training and evaluation are two graphs"
-        assert second == (2, 0)
+        # Training and evaluation are two graphs. What zerofx itself has compiled for its wire counts, too.
+        assert first[1] >= 2 and second[0] >= 2 and second[1] == 0
 
 
 @pytest.mark.parametrize("options", [*EVERY[:3], *map(slow, EVERY[3:])], ids=lambda x: "-".join(map(str, x.values())))
@@ -235,6 +235,7 @@ def test_plain_torch_compile_gets_nothing_of_ours_and_gives_nothing(fake_world: 
     [
         {"memory": 1 << 30},
         {"activation_budget": 0.5},
+        {"offload": "activations"},
         {"passes": [lambda gm, ctx: None]},
     ],
     ids=lambda x: next(iter(x)),
@@ -243,6 +244,8 @@ def test_what_follows_from_other_graphs_or_from_unknown_source_is_always_compile
     fake_world: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     fake_world(2)
+    if "offload" in options:
+        options = {"offload": zerofx.Offload(activations=tmp_path / "activations")}
     for _ in range(2):
         assert started(tmp_path, **options) == (0, 0)
 
@@ -298,3 +301,25 @@ def test_sizes_that_are_symbols_are_served_too(workers2: Workers, tmp_path: Path
     for cold, again in workers2.run(sizes, str(tmp_path)):
         assert cold[0] == again[0]
         assert cold[1:] == (0, 2) and again[1:] == (2, 0)
+
+
+def retained(folder: str, executor: str) -> list[float]:
+    """Gradients of a backward that keeps its graph, and of another through it: cold without, warm with."""
+    found = []
+    for keeps in (False, True):
+        with cache_in(folder):
+            net = begin(lambda: Net(torch.nn.functional.gelu), executor=executor)
+            loss = net.eval()(torch.ones(4, 24))
+            loss.backward(retain_graph=keeps)
+            if keeps:
+                net.zero_grad()
+                loss.backward()
+            found.append(next(net.parameters()).grad.sum().item())
+            assert counted()[0] == keeps
+    return found
+
+
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
+def test_a_graph_is_kept_though_what_was_written_frees_it(workers2: Workers, tmp_path: Path, executor: str) -> None:
+    for once, again in workers2.run(retained, str(tmp_path), executor):
+        assert once == again

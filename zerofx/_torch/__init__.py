@@ -51,6 +51,7 @@ from zerofx._torch.autograd import (
     end_of_backward,
     gradient_edge,
     inside_backward,
+    keeps_graph,
     node_behind,
     post_accumulate_hooks,
     run_post_accumulate_hooks,

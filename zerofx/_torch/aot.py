@@ -150,12 +150,13 @@ def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def donated_inputs(places: Mapping[int, int]) -> Iterator[None]:
+def donated_inputs(places: Mapping[int, int]) -> Iterator[list[int]]:
     """While code is generated inside: where inputs are now that a backward may write over (2.11, 2.13, 2.15).
 
     AOTAutograd finds saved tensors that nobody else has, and Inductor writes over them. It knows them by their places
     in the graph that AOTAutograd made. ``places``: of those that are still inputs, from there to where they are now.
-    By the old ones Inductor would write over what stands there now: a tangent that others read, or a shard.
+    By the old ones Inductor would write over what stands there now: a tangent that others read, or a shard. Yields the
+    new ones.
     """
     from torch._guards import TracingContext
 
@@ -163,11 +164,11 @@ def donated_inputs(places: Mapping[int, int]) -> Iterator[None]:
     metadata = context.fw_metadata if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
     if metadata is None or donated is None:
-        yield
+        yield []
         return
     metadata.bw_donated_idxs = [places[i] for i in donated if i in places]
     try:
-        yield
+        yield metadata.bw_donated_idxs
     finally:
         metadata.bw_donated_idxs = donated
 

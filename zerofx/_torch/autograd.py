@@ -15,6 +15,11 @@ def end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs was called with ``retain_graph=True`` (2.11, 2.13, 2.15)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def inside_backward() -> bool:
     """Whether the engine runs a backward pass on this thread (2.11, 2.13, 2.15)."""
     return backward_number() != -1

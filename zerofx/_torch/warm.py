@@ -143,12 +143,20 @@ def _entries() -> Any:
 
     theirs = AOTAutogradCache.make_entry
 
+    signature = inspect.signature(theirs)
+
     def make(*args: Any, **kwargs: Any) -> Any:
-        """A backward is compiled, and both are written, when it first runs: whatever the settings are then."""
-        forward = args[0] if args else kwargs["compiled_fw_func"]
-        ours = isinstance(inspect.unwrap(forward), Entry)
-        with torch._functorch.config.patch(bundled_autograd_cache=True) if ours else contextlib.nullcontext():
+        """A backward is compiled, and both are written, when it first runs: whatever the settings are then.
+
+        That a backward may not write over its inputs under ``retain_graph=True`` is looked at by who loads the entry.
+        """
+        given = signature.bind(*args, **kwargs)
+        if not isinstance(inspect.unwrap(given.arguments["compiled_fw_func"]), Entry):
             return theirs(*args, **kwargs)
+        metadata = given.arguments["runtime_metadata"] = copy.copy(given.arguments["runtime_metadata"])
+        metadata.bw_donated_idxs = []
+        with torch._functorch.config.patch(bundled_autograd_cache=True):
+            return theirs(*given.args, **given.kwargs)
 
     AOTAutogradCache.make_entry = staticmethod(make)  # type: ignore[method-assign]
     return Entry

@@ -46,9 +46,18 @@ class Compilers:
     Args:
         texts: of graphs that came from a cache (`zerofx.compiler.warm`), by `Rewriting.name`, the code that runs them:
             these are rewritten and checked, and no code is generated. None: none did.
+        first: the way of backward that is compiled first; None: the one that is needed now.
+        donates: whether code may write over inputs that nobody else has.
     """
 
-    def __init__(self, pair: Pair, texts: dict[str, str | None] | None = None) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        texts: dict[str, str | None] | None = None,
+        first: tuple[Sync, bool] | None = None,
+        donates: bool = True,
+    ) -> None:
+        self.first, self.donates = first, donates
         self.pair, self.unit, self.record = pair, pair.unit, pair.record
         self.texts: dict[str, str | None] = texts or {}
         self.forward_lowered: LoweredForward | None = None
@@ -147,7 +156,7 @@ class Compilers:
                     variants[key] = self._backward_variant(graph, *key, example_inputs, execute, static)
             return variants[key]
 
-        first: tuple[Sync, bool] = "reduce", family.stepper is not None and steps_inside
+        first = self.first or ("reduce", family.stepper is not None and steps_inside)
         variants[first] = self._backward_variant(gm, *first, example_inputs, execute, static)
         (lowered, compiled), self._variant = self._first, variant
         if self.pair.division is not None and self.unit.options.executor == "inductor" and self.unit.pretend is None:
@@ -233,7 +242,7 @@ class Compilers:
         coded = self.unit.options.executor == "inductor" and (self.unit.pretend is None or self.unit.code)
         promise = Promise.of(gm, ctx) if coded else None
         progress.at("code for the executor")
-        with _torch.donated_inputs(theirs):
+        with _torch.donated_inputs(theirs if self.donates else {}) as donated:
             examples = examples_of(gm, replaced, placeholders, example_inputs, kept)
             fixed = fixed_inputs(ctx, kept, static)
             compiled = _unrun if rereads else execute(gm, examples, fixed)
@@ -252,6 +261,7 @@ class Compilers:
             "schedules": schedules,
             "published": tuple(ctx.found.published),
             "carries": _carries(gm),
+            "donates": bool(donated) and self.unit.fuses and ctx.phase == "backward",
             "elsewhere": ctx.elsewhere,
             "fingerprint": what,
             "text": trace.code,

@@ -45,6 +45,7 @@ class Lowered:
         schedules: process group -> the collectives that it starts there.
         published: the names of the outputs that a user's passes publish.
         carries: whether it moves state between the device and where that lives.
+        donates: whether the code writes over inputs that nobody else has, unless ``retain_graph=True`` keeps them.
         elsewhere: what other graphs of the module held, as its passes knew it.
         fingerprint: what the graph was before all passes (`zerofx.runtime.ranks.agree.fingerprint`).
         text: the code, to be read; None: the executor writes none.
@@ -58,6 +59,7 @@ class Lowered:
     schedules: Mapping[str, Schedule]
     published: tuple[str, ...]
     carries: bool
+    donates: bool
     elsewhere: Elsewhere
     fingerprint: str
     text: str | None

@@ -41,15 +41,16 @@ ROOT = Path(__file__).parent.parent
 def is_cacheable(unit: Unit) -> bool:
     """Whether the graph may come from the cache: one that reads parameters, of a run that is no dry one.
 
-    Not with what follows from other graphs, or from other ranks: budgets of activations and of memory, partitioned
-    activations, ``uneven=True``. Nor with passes of a user's, whose source is not known.
+    Not with what follows from other graphs, or from other ranks: budgets of activations and of memory, partitioned or
+    offloaded activations, ``uneven=True``. Nor with passes of a user's, whose source is not known.
     """
     options = unit.options
     if not unit.groups or unit.pretend is not None or not _torch.autograd_cache_is_on():
         return False
     budgets = options.memory is None and options.activation_budget in (None, 1.0)
     alone = options.partition_activations is None and unit.family.turns is None
-    return budgets and alone and not options.passes
+    stays = unit.family.activation_store is None
+    return budgets and alone and stays and not options.passes
 
 
 def tag_of(unit: Unit) -> str:
@@ -95,7 +96,8 @@ class Warm:
         self.pair, self.unit, self._again = pair, pair.unit, again
         self.forward: LoweredForward | None = None
         self._texts: dict[str, str | None] = {}
-        self._compilers: Compilers | None = None
+        self._first: tuple[Sync, bool] | None = None
+        self._compilers: dict[tuple[frozenset[str], bool], Compilers] = {}
         self._ambient = _ambient()
         self._surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -118,37 +120,45 @@ class Warm:
             return forward_of(lowered, code, self.unit)
         assert isinstance(lowered, LoweredBackward)
         publish(lowered.schedules, lowered.fingerprint, self.unit)
-        self._texts[lowered.name] = lowered.text
+        self._texts[lowered.name], self._first = lowered.text, lowered.way
         return backward_runner(self._variants(lowered, code), self.unit.family, lowered.outputs)
 
     def _variants(self, lowered: LoweredBackward, code: Callable) -> Callable[[Sync, bool], BackwardCode]:
-        ways: dict[tuple[Sync, bool], BackwardCode] = {}
+        """The code from the cache where that was written for what is asked; else what is compiled now."""
+        ways: dict[tuple[Sync, bool, bool], BackwardCode] = {}
         steps_inside = self.unit.group.weights.steps_inside
 
         def variant(sync: Sync, steps: bool) -> BackwardCode:
-            way = sync, steps and steps_inside
-            if way not in ways and way == lowered.way:
-                if lowered.elsewhere == self.pair.elsewhere("backward"):
-                    ways[way] = backward_of(lowered, code, self.unit)
+            way, kept = (sync, steps and steps_inside), lowered.donates and _torch.keeps_graph()
+            key = (*way, kept)
+            if key not in ways:
+                served = way == lowered.way and not kept
+                if served and lowered.elsewhere == self.pair.elsewhere("backward"):
+                    ways[key] = backward_of(lowered, code, self.unit)
                 else:
-                    del self._texts[lowered.name]  # compiled anew
-            if way not in ways:
-                ways[way] = self.compilers().variant(*way)
-            return ways[way]
+                    fresh = {lowered.name} if served or kept else set()
+                    ways[key] = self._compiled_anew(fresh, donates=not kept).variant(*way)
+            return ways[key]
 
         return variant
 
     def compilers(self) -> Compilers:
         """Those of the graph, once it is traced and rewritten anew; its code is what came from the cache."""
-        if self._compilers is None:
+        return self._compiled_anew(set())
+
+    def _compiled_anew(self, fresh: set[str], donates: bool = True) -> Compilers:
+        """The same; but for the graphs ``fresh``, whose code is generated."""
+        key = frozenset(fresh), donates
+        if key not in self._compilers:
             self.pair.record.restore = None
             pair = Pair(self.unit, self.pair.executor)
             pair.record = self.pair.record
-            compilers = Compilers(pair, dict(self._texts))
+            texts = {name: text for name, text in self._texts.items() if name not in fresh}
+            compilers = Compilers(pair, texts, self._first, donates)
             with self._surroundings(), self._ambient():
                 self._again(compilers)
-            self._compilers = compilers
-        return self._compilers
+            self._compilers[key] = compilers
+        return self._compilers[key]
 
 
 def _ambient() -> Callable[[], contextlib.AbstractContextManager[None]]:
