@@ -108,6 +108,7 @@ def start(rank: int, args: argparse.Namespace, name: str, layers: int, store: st
     losses = over_ranks(torch.stack(losses) / dist.get_world_size(), dist.ReduceOp.SUM)
     if rank == 0:
         cached = {k: v for k, v in counters["inductor"].items() if k.startswith("fxgraph_cache_")}
+        cached |= {k: v for k, v in counters["aot_autograd"].items() if k.startswith("autograd_cache_")}
         found = {"first_s": times[0], "step_s": min(times[2:]), "processor_s": processor_s, "losses": losses}
         Path(answer).write_text(json.dumps(found | cached))
     dist.barrier()

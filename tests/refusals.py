@@ -18,6 +18,8 @@ INTERNAL = {
     "AssertionError": "cannot happen",
     "_Mismatch": "caught by its caller",
     "SkipFrame": "Dynamo's, which catches it",
+    "BypassAOTAutogradCache": "AOTAutograd's, which catches it",
+    "CacheMiss": "caught by AOTAutograd, which compiles",
 }
 """Errors that no user meets."""
 

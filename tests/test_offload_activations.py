@@ -105,7 +105,10 @@ def both_ways(folder: str, options: dict[str, Any], how: str, parts: tuple[str, 
         found = train(model, how)
         left = sum(len(offloaded(r.forward.context)) for r in zerofx.graphs(model) if r.forward is not None)
         nothing_left = parts or on_disk(model) == 0
-    equal = all(a.equal(b) for a, b in zip(found, wanted, strict=True)) and all(x.isfinite().all() for x in found)
+    # Two graphs that Inductor fuses in different ways may differ in the last bit of a sum.
+    within = 1e-6 if options.get("executor") == "inductor" else 0
+    pairs = zip(found, wanted, strict=True)
+    equal = all(torch.allclose(a, b, rtol=0, atol=within) for a, b in pairs) and all(x.isfinite().all() for x in found)
     return [bool(equal), left > 6, bool(nothing_left)]
 
 

@@ -143,7 +143,8 @@ def test_a_second_start_is_served_and_trains_bit_by_bit_as_the_first(
     check(workers2, tmp_path, options)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", *map(slow, [*MORE][1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
 def test_so_it_does_with_options(workers2: Workers, tmp_path: Path, name: str) -> None:
     check(workers2, tmp_path, MORE[name])
 
@@ -210,6 +211,27 @@ def test_the_world_and_the_rank_are_in_the_key(fake_world: Any, tmp_path: Path) 
     for world, rank in ((2, 0), (4, 0), (4, 1)):
         fake_world(world, rank)
         assert started(tmp_path) == (0, 1)
+
+
+class Unread(Net):
+    """One of its layers is read by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(24, 24)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_whether_a_parameter_that_no_graph_reads_is_trained_is_in_the_key(
+    fake_world: Any, tmp_path: Path, stage: int
+) -> None:
+    fake_world(2)
+    for freeze, expected in ((False, (0, 1)), (True, (0, 1)), (False, (1, 0))):
+        with cache_in(tmp_path):
+            net = begin(Unread, stage=stage, groups=zerofx.Grouping(min_bytes=1 << 20))
+            net.spare.weight.requires_grad_(not freeze)
+            net(torch.ones(4, 24)).backward()
+            assert counted() == expected
 
 
 def test_zerofx_itself_is_in_the_key(fake_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from zerofx.compiler.records import count
 from zerofx.compiler.runners import BackwardCode, backward_runner
 from zerofx.compiler.unit import Unit
 from zerofx.passes.context import Sync
+from zerofx.runtime.state.group import ShardGroup
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,8 +60,7 @@ def tag_of(unit: Unit) -> str:
     shared = (sharing.weights, sharing.gradients, sharing.optimizer, sharing.everyone, sharing.replicas)
     ranks = [None if each is None else (each.name, each.rank, each.size) for each in (*shared, sharing.secondary)]
     groups = [
-        (group.layout, group.graph_layout, type(group.weights).__name__, group.weights.steps_inside, group.backend)
-        for group in family.groups()
+        (*_of_weights(group), group.backend, sorted(group.home.streams), _frozen(group)) for group in family.groups()
     ]
     disk = family.on_disk
     what = (
@@ -75,6 +75,16 @@ def tag_of(unit: Unit) -> str:
     return "zerofx:" + hashlib.sha256(repr(what).encode()).hexdigest()
 
 
+def _of_weights(group: ShardGroup) -> tuple[Any, ...]:
+    return group.layout, group.graph_layout, type(group.weights).__name__, group.weights.steps_inside
+
+
+def _frozen(group: ShardGroup) -> list[str]:
+    """Parameters that are not trained now. Of those that a graph reads PyTorch's key knows; stage 0 asks of all."""
+    live = ((slot.name, group.members.live(slot)) for slot in group.layout.slots)
+    return [name for name, parameter in live if parameter is None or not parameter.requires_grad]
+
+
 @functools.cache
 def _source() -> str:
     """A digest of zerofx itself."""
@@ -82,6 +92,10 @@ def _source() -> str:
     for path in sorted(ROOT.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+class CacheMiss(Exception):
+    """What was found does not fit. AOTAutograd catches it, and compiles."""
 
 
 class Warm:
@@ -105,7 +119,7 @@ class Warm:
         """What runs ``code``, which came from the cache, bound to the groups of this process.
 
         Raises:
-            LookupError: it was compiled beside other graphs than there are now.
+            CacheMiss: it was compiled beside other graphs than there are now.
         """
         self._surroundings = _torch.compile_context()
         log.info("%s: %d groups; from the cache", lowered.name, len(lowered.groups))
@@ -113,7 +127,7 @@ class Warm:
             say_served(f"{lowered.name} {count(self.unit.groups.values())}", self.unit.read)
         if isinstance(lowered, LoweredForward):
             if lowered.elsewhere != self.pair.elsewhere(lowered.phase):
-                raise LookupError("other graphs of the module hold more, or less")
+                raise CacheMiss("other graphs of the module hold more, or less")
             publish(lowered.schedules, lowered.fingerprint, self.unit)
             self.forward, self._texts = lowered, {lowered.name: lowered.text}
             self.pair.record.restore = self.compilers
