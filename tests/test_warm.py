@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.agreement import assert_ranks_agree
 from tests.slow import slow
 from tests.workers import Workers
 from zerofx.compiler import warm
+from zerofx.compiler.options import Options
 from zerofx.compiler.pair import Pair
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
@@ -239,6 +241,34 @@ def test_zerofx_itself_is_in_the_key(fake_world: Any, tmp_path: Path, monkeypatc
     assert started(tmp_path) == (0, 1)
     monkeypatch.setattr(warm, "_source", lambda: "another version")
     assert started(tmp_path) == (0, 1)
+
+
+def test_every_file_of_zerofx_is_in_the_key_passes_and_kernels_too() -> None:
+    found = {str(path.relative_to(warm.ROOT)) for path in warm.source_files()}
+    assert {"passes/gather.py", "passes/proof/code/rules.py", "kernels/adamw.py", "features/wire/proof.py"} <= found
+
+
+BY_ITSELF = {"stage", "executor", "memory_budget", "lookups", "one_copy", "buckets"}
+BY_WHAT_FOLLOWS = {
+    "groups",
+    "leaf_modules",
+    "mesh",
+    "sharding",
+    "reduce_group",
+    "device",
+    "mixed_precision",
+    "wire",
+    "offload",
+}
+NEVER_CACHED = {"activation_budget", "memory", "partition_activations", "passes", "uneven"}
+DECIDES_NO_REWRITE = {"init_sync", "init", "timeout", "progress"}
+
+
+def test_of_every_option_it_is_known_how_the_key_has_it() -> None:
+    known = BY_ITSELF | BY_WHAT_FOLLOWS | NEVER_CACHED | DECIDES_NO_REWRITE
+    assert {field.name for field in dataclasses.fields(Options)} == known, (
+        "say in `tag_of` how a new option is in the key"
+    )
 
 
 def test_plain_torch_compile_gets_nothing_of_ours_and_gives_nothing(fake_world: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,15 @@ def _frozen(group: ShardGroup) -> list[str]:
 def _source() -> str:
     """A digest of zerofx itself."""
     digest = hashlib.sha256()
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in source_files():
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def source_files() -> list[Path]:
+    """zerofx's own files. In a checkout ``passes`` and ``kernels`` are links, which ``rglob`` would not follow."""
+    walk = os.walk(ROOT, followlinks=True)
+    return sorted(Path(folder, name) for folder, _, names in walk for name in names if name.endswith(".py"))
 
 
 class CacheMiss(Exception):
