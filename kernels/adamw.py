@@ -1,4 +1,4 @@
-"""AdamW on a flat shard: one launch, every byte read and written once, no word from the host.
+"""AdamW on flat runs: one launch for all of a kind, every byte read and written once, no word from the host.
 
 Per element, in float32 registers (Loshchilov & Hutter 2019; the order of operations is torch's fused AdamW's)::
 
@@ -44,7 +44,8 @@ import triton.language as tl
 
 from zerofx.kernels import blockwise
 from zerofx.kernels.device import device_of
-from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS
+from zerofx.kernels.runs import RUN_COLUMNS, TRITON, Kind, buffer_at
+from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS, TILE_COLUMNS
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _BLOCKWISE = tl.constexpr(blockwise.BLOCK)
@@ -52,112 +53,62 @@ _FIRST = tl.constexpr(blockwise.LARGEST_FIRST)
 _SECOND = tl.constexpr(blockwise.LARGEST_SECOND)
 _TINY = tl.constexpr(blockwise.TINY)
 _MARGIN = tl.constexpr(blockwise.MARGIN)
+_RUN = tl.constexpr(len(RUN_COLUMNS))
 _PHILOX_ROUNDS = tl.constexpr(7)  # the fewest that pass the tests of randomness, by its paper
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SECOND_OF = {torch.int8: torch.uint8} | {dtype: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
-_EXACT = (torch.float64, torch.float32)  # moments that are not rounded, and need no seed
-
 
 def adamw(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    kind: Kind,
+    runs: torch.Tensor,
     tiles: torch.Tensor,
     hyper: torch.Tensor,
     control: torch.Tensor,
+    seeds: torch.Tensor | None = None,
     *,
-    master: torch.Tensor | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    seed: torch.Tensor | None = None,
-    position: int = 0,
     block: int = BLOCK,
 ) -> None:
-    """One AdamW step on the elements of ``param`` that lie in ``tiles``, in place; the others stay as they are.
+    """One AdamW step on the elements of ``runs`` that lie in ``tiles``, in place; the others stay as they are.
 
-    1-D and contiguous, all of one length, on one device: ``param`` float32, bfloat16, float16 or float64; ``grad``
-    float32 or param's dtype; ``exp_avg`` and ``exp_avg_sq`` both float32 or both bfloat16, or codes, int8 and uint8,
-    whose ``scales`` are float32, one for each 256 elements and each moment, or both float64 beside a float64 param;
-    ``master`` None, float32, or int16 beside a bfloat16 param. ``tiles`` (int64 [T, 3]), ``hyper`` (float64 [R, 8]) and
-    ``control`` (float32 [4]) are described in ``segments.py``; their numbers lie on the device and are not checked.
-    Moments of less than 32 bits need ``seed``, an int64 tensor of one element that differs from step to step;
-    ``position``, a multiple of 4, is where the first element stands among all that share the seed. ``block`` is how
-    many elements a program works on at once. Where moments are codes, it and the tiles' starts are multiples of 256.
+    ``runs`` (int64 [N, 9]) is described in ``runs.py``, and all of them are of ``kind``; ``tiles`` (int64 [T, 4]),
+    ``hyper`` (float64 [R, 8]) and ``control`` (float32 [4]) in ``segments.py``. Their numbers lie on the device and are
+    not checked. Moments of less than 32 bits need ``seeds``, int64 [S], which differ from step to step. ``block`` is
+    how many elements a program works on at once. Where moments are codes, it and the tiles' starts are multiples of
+    256.
 
-    Raises TypeError for dtypes, and ValueError for shapes, other than these.
+    Raises TypeError for seeds, and ValueError for tables or a block, other than these.
     """
-    _check_dtypes(param, grad, exp_avg, exp_avg_sq, master, scales, seed)
-    _check_blocks(param, scales, position, block)
-    _check_shapes(param, grad, exp_avg, exp_avg_sq, master, tiles, hyper, control)
+    _check(kind, runs, tiles, hyper, control, seeds, block)
     if not tiles.shape[0]:
         return
-    state = (param, grad, exp_avg, exp_avg_sq, *(scales or (None, None)), master)
-    with device_of(param):
-        _adamw[(tiles.shape[0],)](*state, tiles, hyper, control, seed, position, BLOCK=block, **_OPTIONS)
+    with device_of(tiles):
+        _adamw[(tiles.shape[0],)](runs, tiles, hyper, control, seeds, **constants(kind), BLOCK=block, **_OPTIONS)
 
 
-def _check_dtypes(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    master: torch.Tensor | None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None,
-    seed: torch.Tensor | None,
-) -> None:
-    if param.dtype not in _PARAM_DTYPES:
-        raise TypeError(f"param is float32, bfloat16, float16 or float64, not {param.dtype}")
-    if grad.dtype not in (torch.float32, param.dtype):
-        raise TypeError(f"grad is float32 or {param.dtype} as param, not {grad.dtype}")
-    if exp_avg_sq.dtype is not _SECOND_OF.get(exp_avg.dtype):
-        both = f"{exp_avg.dtype} and {exp_avg_sq.dtype}"
-        raise TypeError(f"moments are both float32 or both bfloat16, or int8 and uint8, not {both}")
-    if (exp_avg.dtype is torch.float64) != (param.dtype is torch.float64):
-        raise TypeError(f"a {param.dtype} param takes no {exp_avg.dtype} moments")
-    if (scales is None) != (exp_avg.dtype is not torch.int8):
-        raise TypeError("moments in codes need scales, others none")
-    if master is not None:
-        wanted = {torch.bfloat16: (torch.float32, torch.int16), torch.float16: (torch.float32,)}.get(param.dtype, ())
-        if master.dtype not in wanted:
-            raise TypeError(f"a {param.dtype} param takes no {master.dtype} master")
-    if (seed is None) != (exp_avg.dtype in _EXACT):
-        raise TypeError("moments of less than 32 bits need a seed, others none")
-    if seed is not None and (seed.dtype is not torch.int64 or seed.numel() != 1):
-        raise TypeError(f"seed is one int64, not {seed.numel()} of {seed.dtype}")
+def constants(kind: Kind) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    dtypes = {"PARAM": kind.param, "GRAD": kind.grad, "MOMENTS": kind.moments, "MASTER": kind.master}
+    return {name: TRITON[dtype] for name, dtype in dtypes.items()} | {"ALIGNED": kind.aligned}
 
 
-def _check_blocks(
-    param: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None, position: int, block: int
-) -> None:
-    if position % 4:
-        raise ValueError(f"position={position} is a multiple of 4")
-    if scales is None:
-        return
-    if block % blockwise.BLOCK:
-        raise ValueError(f"block={block} is a multiple of {blockwise.BLOCK} where moments are codes")
-    wanted = (blockwise.blocks_in(param.numel()),)
-    for scale in scales:
-        if scale.dtype is not torch.float32 or scale.shape != wanted or not scale.is_contiguous():
-            raise ValueError(f"scales are contiguous float32 {list(wanted)}, not {scale.dtype} {list(scale.shape)}")
-
-
-def _check_shapes(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    master: torch.Tensor | None,
+def _check(
+    kind: Kind,
+    runs: torch.Tensor,
     tiles: torch.Tensor,
     hyper: torch.Tensor,
     control: torch.Tensor,
+    seeds: torch.Tensor | None,
+    block: int,
 ) -> None:
-    for flat in (param, grad, exp_avg, exp_avg_sq, master):
-        if flat is not None and (flat.shape != (param.numel(),) or not flat.is_contiguous()):
-            raise ValueError(f"expected {param.numel()} contiguous elements in one dimension, got {list(flat.shape)}")
+    if kind.seeded and seeds is None:
+        raise TypeError("moments of less than 32 bits need seeds")
+    if seeds is not None and (seeds.dtype is not torch.int64 or seeds.dim() != 1):
+        raise TypeError(f"seeds are int64 in one dimension, not {seeds.dtype} {list(seeds.shape)}")
+    if kind.moments is torch.int8 and block % blockwise.BLOCK:
+        raise ValueError(f"block={block} is a multiple of {blockwise.BLOCK} where moments are codes")
     tables = [
-        ("tiles", tiles, torch.int64, (tiles.shape[0], 3)),
+        ("runs", runs, torch.int64, (runs.shape[0], len(RUN_COLUMNS))),
+        ("tiles", tiles, torch.int64, (tiles.shape[0], len(TILE_COLUMNS))),
         ("hyper", hyper, torch.float64, (hyper.shape[0], len(HYPER_COLUMNS))),
         ("control", control, torch.float32, (len(CONTROL_COLUMNS),)),
     ]
@@ -166,36 +117,46 @@ def _check_shapes(
             raise ValueError(f"{name} is contiguous {dtype} {list(shape)}, not {table.dtype} {list(table.shape)}")
 
 
-@triton.jit(do_not_specialize=["position"])
+@triton.jit
 def _adamw(
-    param: tl.tensor,
-    grad: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    exp_avg_scales: tl.tensor | None,
-    exp_avg_sq_scales: tl.tensor | None,
-    master: tl.tensor | None,
+    runs: tl.tensor,
     tiles: tl.tensor,
     hyper: tl.tensor,
     control: tl.tensor,
-    seed: tl.tensor | None,
-    position: tl.int64,
+    seeds: tl.tensor | None,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    MASTER: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     if tl.load(control + 1) != 0:
         return
-    tile = tiles + 3 * tl.program_id(0).to(tl.int64)
+    CODES: tl.constexpr = MOMENTS.is_int8()
+    DTYPE: tl.constexpr = tl.float64 if PARAM.is_fp64() else tl.float32
+    tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     at = tl.load(tile)
     left = tl.load(tile + 1)
-    DTYPE: tl.constexpr = tl.float64 if param.dtype.element_ty == tl.float64 else tl.float32
     coefficients = _coefficients(hyper + 8 * tl.load(tile + 2), tl.load(control), DTYPE)
-    moments = (exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales)
+    run = runs + _RUN * tl.load(tile + 3)
+    param = buffer_at(run, PARAM, ALIGNED)
+    grad = buffer_at(run + 1, GRAD, ALIGNED)
+    exp_avg = buffer_at(run + 2, MOMENTS, ALIGNED)
+    exp_avg_sq = buffer_at(run + 3, tl.uint8 if CODES else MOMENTS, ALIGNED)
+    master = None if MASTER is None else buffer_at(run + 6, MASTER, ALIGNED)
     while left > 0:
-        at = tl.multiple_of(at, _ALIGNMENT if exp_avg_scales is None else _BLOCKWISE)
+        at = tl.multiple_of(at, _BLOCKWISE if CODES else _ALIGNMENT)
         if left >= BLOCK:  # without a mask: only so are loads and stores 16 bytes wide
-            _update(param, grad, moments, master, seed, position, at, None, coefficients, BLOCK)
+            _update(
+                param, grad, exp_avg, exp_avg_sq, master,
+                run, seeds, at, None, coefficients, BLOCK,
+            )  # fmt: skip
         else:
-            _update(param, grad, moments, master, seed, position, at, left, coefficients, BLOCK)
+            _update(
+                param, grad, exp_avg, exp_avg_sq, master,
+                run, seeds, at, left, coefficients, BLOCK,
+            )  # fmt: skip
         at += BLOCK
         left -= BLOCK
 
@@ -224,10 +185,11 @@ def _coefficients(hyper: tl.tensor, factor: tl.tensor, DTYPE: tl.constexpr) -> t
 def _update(
     param: tl.tensor,
     grad: tl.tensor,
-    moments: tl.tuple,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
     master: tl.tensor | None,
-    seed: tl.tensor | None,
-    position: tl.int64,
+    run: tl.tensor,
+    seeds: tl.tensor | None,
     at: tl.tensor,
     left: tl.tensor | None,
     coefficients: tl.tuple,
@@ -235,16 +197,16 @@ def _update(
 ) -> None:
     """The ``BLOCK`` elements from ``at``, or the ``left`` first of them."""
     factor, decay, beta1, rest1, beta2, rest2, step_size, root2, eps = coefficients
-    exp_avg, exp_avg_sq, exp_avg_scales, exp_avg_sq_scales = moments
     lanes = tl.arange(0, BLOCK)
     mask = None if left is None else lanes < left
 
     g = tl.load(grad + at + lanes, mask=mask).to(factor.dtype) * factor
     m = tl.load(exp_avg + at + lanes, mask=mask).to(factor.dtype)
     v = tl.load(exp_avg_sq + at + lanes, mask=mask).to(factor.dtype)
-    if exp_avg_scales is not None:
-        m = _decode(m, exp_avg_scales, at, left, _FIRST, BLOCK)
-        v = _decode(v, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
+    CODES: tl.constexpr = exp_avg.dtype.element_ty == tl.int8
+    if CODES:
+        m = _decode(m, buffer_at(run + 4, tl.float32, False), at, left, _FIRST, BLOCK)
+        v = _decode(v, buffer_at(run + 5, tl.float32, False), at, left, _SECOND, BLOCK)
         v = v * v
     p = _load_master(param + at + lanes, master, at + lanes, mask)
 
@@ -258,21 +220,22 @@ def _update(
         root = tl.sqrt_rn(v)
         p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
 
-    if seed is None:
+    EXACT: tl.constexpr = exp_avg.dtype.element_ty == tl.float32 or exp_avg.dtype.element_ty == tl.float64
+    if EXACT:
         tl.store(exp_avg + at + lanes, m, mask=mask)
         tl.store(exp_avg_sq + at + lanes, v, mask=mask)
-    elif exp_avg_scales is None:
-        bits = _random_bits(tl.load(seed), position + at, BLOCK)
+    elif not CODES:
+        bits = _random_bits(run, seeds, at, BLOCK)
         tl.store(exp_avg + at + lanes, to_bfloat16(m, bits & 0xFFFF), mask=mask)
         tl.store(exp_avg_sq + at + lanes, to_bfloat16(v, bits >> 16), mask=mask)
     else:
         if mask is not None:  # what is loaded where the mask is off may be anything
             m = tl.where(mask, m, 0.0)
             root = tl.where(mask, root, 0.0)
-        bits = _random_bits(tl.load(seed), position + at, BLOCK)
-        code = _encode(tl.abs(m), bits & 0xFFFF, exp_avg_scales, at, left, _FIRST, BLOCK)
+        bits = _random_bits(run, seeds, at, BLOCK)
+        code = _encode(tl.abs(m), bits & 0xFFFF, buffer_at(run + 4, tl.float32, False), at, left, _FIRST, BLOCK)
         tl.store(exp_avg + at + lanes, tl.where(m < 0, -code, code).to(tl.int32).to(tl.int8), mask=mask)
-        code = _encode(root, bits >> 16, exp_avg_sq_scales, at, left, _SECOND, BLOCK)
+        code = _encode(root, bits >> 16, buffer_at(run + 5, tl.float32, False), at, left, _SECOND, BLOCK)
         code = tl.where(root > 0, tl.maximum(code, 1), code)
         tl.store(exp_avg_sq + at + lanes, code.to(tl.int32).to(tl.uint8), mask=mask)
     _store_master(
@@ -380,8 +343,11 @@ def to_bfloat16(x: tl.tensor, add: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _random_bits(seed: tl.tensor | None, at: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """32 random bits for each of the ``BLOCK`` elements from ``at``; a Philox call yields those of four elements."""
-    fours = at // 4 + tl.arange(0, BLOCK // 4)
-    a, b, c, d = tl.randint4x(seed, fours, _PHILOX_ROUNDS)
+def _random_bits(run: tl.tensor, seeds: tl.tensor, at: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """32 random bits for each of the ``BLOCK`` elements from ``at``; a Philox call yields those of four elements.
+
+    Position and seed are read here, and not where addresses are: so many registers are not free all along.
+    """
+    fours = (tl.load(run + 7) + at) // 4 + tl.arange(0, BLOCK // 4)
+    a, b, c, d = tl.randint4x(tl.load(seeds + tl.load(run + 8)), fours, _PHILOX_ROUNDS)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK]).to(tl.uint32, bitcast=True)

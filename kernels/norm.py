@@ -2,9 +2,9 @@
 
 ::
 
-    shard 0's gradients ─ partial_sums ─▶ P sums of squares ─┐
-    shard 1's gradients ─ partial_sums ─▶ P sums of squares ─┴─ sum, all-reduce ─▶ total ─ finalize ─▶ control
-                                                                                                     ─▶ steps, hyper
+    float32 gradients ── partial_sums ─▶ P sums of squares ─┐
+    bfloat16 gradients ─ partial_sums ─▶ P sums of squares ─┴─ sum, all-reduce ─▶ total ─ finalize ─▶ control
+                                                                                                    ─▶ steps, hyper
 
 =====================  =====================================  ======================================
 with                   if norm is finite and no found_inf     otherwise
@@ -31,30 +31,43 @@ import triton
 import triton.language as tl
 
 from zerofx.kernels.device import device_of
+from zerofx.kernels.runs import RUN_COLUMNS, TRITON, buffer_at
 from zerofx.kernels.segments import ALIGNMENT, BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS
 
-PARTIAL_SUMS = 1024
+PARTIAL_SUMS = 2048
 """Enough programs to fill any GPU's memory pipes, and sums that one program adds up."""
 
 ROWS = 128
 """Rows of the tables that a program of `finalize` sees to: one for each thread, however many parameters there are."""
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+_RUN = tl.constexpr(len(RUN_COLUMNS))
 _OPTIONS = {"num_stages": 1, "enable_fp_fusion": False}
 
 
-def partial_sums(grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, *, block: int = BLOCK) -> None:
-    """Write the sum of squares of ``grad``'s elements in ``tiles`` to ``out``, in parts that add up to it.
+def partial_sums(
+    grad: torch.dtype,
+    runs: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    aligned: bool = True,
+    block: int = BLOCK,
+) -> None:
+    """Write the sum of squares of the gradients' elements in ``tiles`` to ``out``, in parts that add up to it.
 
-    ``grad`` is a 1-D floating tensor, ``tiles`` int64 [T, 3] of :func:`make_tiles`, ``out`` float64 [P] with any P
-    (``PARTIAL_SUMS``), all on one device. A gradient that is inf or NaN makes its part inf or NaN.
+    ``runs`` is int64 [N, 9] of ``runs.py``, of which only gradients are read, all of dtype ``grad``; ``tiles`` int64
+    [T, 4] of :func:`make_tiles`, ``out`` float64 [P] with any P (``PARTIAL_SUMS``), all on one device. ``aligned``: of
+    the gradients, see `zerofx.kernels.runs.Kind`. One that is inf or NaN makes its part inf or NaN.
     """
+    _check("runs", runs, torch.int64, 2)
     _check("tiles", tiles, torch.int64, 2)
     _check("out", out, torch.float64, 1)
-    if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
-        raise TypeError(f"grad must be contiguous, floating, of one dimension, not {grad.dtype} {list(grad.shape)}")
-    with device_of(grad):
-        _partial_sums[(out.numel(),)](grad, tiles, tiles.shape[0], out, BLOCK=block, num_warps=4, **_OPTIONS)
+    if not grad.is_floating_point:
+        raise TypeError(f"gradients must be floating, not {grad}")
+    constants = {"GRAD": TRITON[grad], "ALIGNED": aligned, "BLOCK": block}
+    with device_of(out):
+        _partial_sums[(out.numel(),)](runs, tiles, tiles.shape[0], out, **constants, num_warps=4, **_OPTIONS)
 
 
 def finalize(
@@ -90,12 +103,21 @@ def finalize(
 
 
 @triton.jit(do_not_specialize=["n_tiles"])
-def _partial_sums(grad: tl.tensor, tiles: tl.tensor, n_tiles: int, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _partial_sums(
+    runs: tl.tensor,
+    tiles: tl.tensor,
+    n_tiles: int,
+    out: tl.tensor,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros([BLOCK], tl.float64)
     i = tl.program_id(0)
     while i < n_tiles:
-        tile = tiles + 3 * tl.cast(i, tl.int64)
+        tile = tiles + 4 * tl.cast(i, tl.int64)
+        grad = buffer_at(runs + _RUN * tl.load(tile + 3) + 1, GRAD, ALIGNED)
         at = grad + tl.multiple_of(tl.load(tile), _ALIGNMENT)
         left = tl.load(tile + 1)
         while left > 0:

@@ -129,9 +129,10 @@ def parameters_on_another_device_than_the_current_one_are_refused() -> None:
 def kernels_in_triton_are_jobs() -> None:
     with device.schedule("slow compute", LATE_US):
         gradient, out = ones() * 2, torch.zeros(4, dtype=torch.float64, device="sim")
-        tiles = make_tiles([(0, N, 0)]).pin_memory().to("sim", non_blocking=True)
+        tiles = make_tiles([[(0, N, 0)]]).pin_memory().to("sim", non_blocking=True)
+        runs = torch.tensor([[0, gradient.data_ptr(), *[0] * 7]]).pin_memory().to("sim", non_blocking=True)
         device.take_host_waits()
-        norm.partial_sums(gradient, tiles, out)
+        norm.partial_sums(torch.float32, runs, tiles, out)
         assert device.take_host_waits() == {}
         assert out.sum().item() == 4 * N
 

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from tests.kernels.test_adamw import KINDS
 from tests.kernels.test_machine_code import TABLES, compiled
 from zerofx.kernels import adamw, norm
+from zerofx.kernels.runs import TRITON, Kind
 from zerofx.kernels.segments import BLOCK
 
 
@@ -21,18 +22,17 @@ def kernels(capability: int) -> list[dict[str, Any]]:
     """Each kernel's name, what it is for, registers and spills."""
     target, found = GPUTarget("cuda", capability, 32), []
     for param, grad, moments, master in KINDS:
-        codes = moments is torch.int8
-        state = {"param": param, "grad": grad, "exp_avg": moments, "master": master}
-        state["exp_avg_sq"] = torch.uint8 if codes else moments
-        state |= dict.fromkeys(("exp_avg_scales", "exp_avg_sq_scales"), torch.float32 if codes else None)
-        state["seed"] = None if moments is torch.float32 else torch.int64
-        kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **state, **TABLES, position="i64", BLOCK=BLOCK)
+        kind = Kind(param, grad, moments, master)
+        seeds = torch.int64 if kind.seeded else None
+        constants = {**adamw.constants(kind), "BLOCK": BLOCK}
+        kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **TABLES, seeds=seeds, **constants)
         of = ", ".join(_text(dtype) for dtype in (param, grad, moments, master))
         found.append({"kernel": "adamw", "of": of, **_usage(kernel)})
     for grad in (torch.float32, torch.bfloat16, torch.float16):
-        tables = {"tiles": torch.int64, "n_tiles": "i32", "out": torch.float64}
+        tables = {"runs": torch.int64, "tiles": torch.int64, "n_tiles": "i32", "out": torch.float64}
+        constants = {"GRAD": TRITON[grad], "ALIGNED": True, "BLOCK": BLOCK}
         options = norm._OPTIONS | {"num_warps": 4}
-        kernel = compiled(norm._partial_sums, target, options, grad=grad, **tables, BLOCK=BLOCK)
+        kernel = compiled(norm._partial_sums, target, options, **tables, **constants)
         found.append({"kernel": "partial_sums", "of": _text(grad), **_usage(kernel)})
     for given in (True, False):
         tables = {"total": torch.float64, "hyper": torch.float64, "steps": torch.float32, "control": torch.float32}

@@ -12,6 +12,7 @@ import triton
 from zerofx.kernels import blockwise
 from zerofx.kernels.adamw import adamw
 from zerofx.kernels.norm import finalize, partial_sums
+from zerofx.kernels.runs import Buffers, aligned
 from zerofx.kernels.segments import ALIGNMENT, BLOCK, make_tiles
 from zerofx.kernels.split import join, split
 
@@ -57,7 +58,7 @@ class Shard:
         least = blockwise.BLOCK if moments is torch.int8 else ALIGNMENT
         fitting = min(LARGE_BLOCK, max(least, triton.next_power_of_2(max(1, longest))))
         self.block = block or (BLOCK if device == "cuda" else fitting)
-        self.tiles = make_tiles(segments, self.block).to(device)
+        self.tiles = make_tiles([segments], self.block).to(device)
         self.hyper = torch.tensor([row.columns for row in rows], dtype=torch.float64, device=device)
         self.steps = torch.zeros(len(rows), device=device)
         self.control = torch.zeros(4, device=device)
@@ -89,7 +90,8 @@ class Shard:
         found_inf: float | None = None,
     ) -> None:
         grad = grad.to(self.param.device)
-        partial_sums(grad, self.tiles, self.partial, block=self.block)
+        row = [0, grad.data_ptr(), *[0] * 7]
+        partial_sums(grad.dtype, self._table(row), self.tiles, self.partial, aligned=aligned(row), block=self.block)
         self.decide(self.partial.sum(), max_norm, scale, found_inf)
         self.update(grad)
 
@@ -104,17 +106,15 @@ class Shard:
         finalize(total, max_norm, scaled, found, self.hyper, self.steps, self.control)
 
     def update(self, grad: torch.Tensor) -> None:
-        tensors = (self.param, grad, self.exp_avg, self.exp_avg_sq, self.tiles, self.hyper, self.control)
-        adamw(
-            *tensors,
-            master=self.master,
-            scales=self.scales,
-            seed=self.seed,
-            position=self.position,
-            block=self.block,
-        )
+        buffers = Buffers(self.param, self.exp_avg, self.exp_avg_sq, self.scales, self.master)
+        row = buffers.row(0, grad.data_ptr(), self.position, 0)
+        kind = buffers.kind(grad.dtype, aligned(row))
+        adamw(kind, self._table(row), self.tiles, self.hyper, self.control, self.seed, block=self.block)
         if self.seed is not None:
             self.seed += 1
+
+    def _table(self, row: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([row], dtype=torch.int64, device=self.param.device)
 
     @property
     def weights(self) -> torch.Tensor:

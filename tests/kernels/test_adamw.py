@@ -10,8 +10,9 @@ import torch
 
 from tests.kernels.shards import Row, Shard, assert_same_bits, torch_adamw
 from tests.slow import slow_if
-
-FourTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+from zerofx.kernels.adamw import adamw
+from zerofx.kernels.runs import Buffers, Kind, aligned
+from zerofx.kernels.segments import make_tiles
 
 EPS = 2.0**-24
 """What rounding to float32 may be off, relatively; 2^-8 for bfloat16, 2^-11 for float16."""
@@ -194,46 +195,79 @@ def test_a_gpus_nan_stays_nan(device: str, moments: torch.dtype, master: torch.d
         assert all(scale.isnan().all() for scale in shard.scales)  # type: ignore[union-attr]
 
 
-def test_what_it_cannot_step_is_refused() -> None:
-    from zerofx.kernels.adamw import adamw
+def test_runs_of_one_launch_are_stepped_as_each_alone_wherever_they_lie(device: str) -> None:
+    """Of several buffers, one of which starts on no multiple of 16 bytes."""
+    initial, grads = torch.randn(3000), [g.to(device) for g in gradients(3, 3000)]
+    ends = [(0, 1000), (1000, 1001), (1001, 3000)]
+    alone = [Shard(device, initial[a:b], moments=torch.bfloat16, seed=7, position=4 * a) for a, b in ends]
+    flat, ours = torch.zeros(3100, device=device), []
+    for (a, b), offset in zip(ends, (0, 1001, 1020), strict=True):
+        param = flat[offset : offset + b - a].copy_(initial[a:b].to(device))
+        ours.append(Buffers(param, *(torch.zeros(b - a, dtype=torch.bfloat16, device=device) for _ in range(2))))
+    whole, block = Shard(device, initial), alone[2].block
+    tiles = make_tiles([[(0, b - a, 0)] for a, b in ends], block).to(device)
+    seeds = torch.tensor([0, 7], device=device)
+    for step, grad in enumerate(grads):
+        for one, (a, b) in zip(alone, ends, strict=True):
+            one.step(grad[a:b].clone())
+        whole.decide(torch.ones(1, dtype=torch.float64, device=device))
+        rows = [buffers.row(0, grad[a:].data_ptr(), 4 * a, 1) for buffers, (a, _) in zip(ours, ends, strict=True)]
+        assert [aligned(row) for row in rows] == [True, False, False]
+        kind = ours[0].kind(torch.float32, aligned=False)
+        adamw(kind, torch.tensor(rows, device=device), tiles, whole.hyper, whole.control, seeds + step, block=block)
+    for one, buffers in zip(alone, ours, strict=True):
+        assert_same_bits(one.param, buffers.param)
+        assert_same_bits(one.exp_avg, buffers.exp_avg)
+        assert_same_bits(one.exp_avg_sq, buffers.exp_avg_sq)
+    assert not flat[1000] and not flat[3019:].any()
 
+
+def test_buffers_that_it_cannot_step_are_refused() -> None:
     p, low, whole = torch.zeros(32), torch.zeros(32, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.int16)
-    tables = (torch.zeros(0, 3, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.float64), torch.zeros(4))
-    seed = torch.zeros(1, dtype=torch.int64)
-    adamw(p, p, p, p, *tables)
     codes, roots, scales = p.to(torch.int8), p.to(torch.uint8), (torch.zeros(1), torch.zeros(1))
-    refused: list[tuple[FourTensors, dict[str, Any], str]] = [
-        ((p.int(), p, p, p), {}, "param is float32"),
-        ((p.double(), p, p, p), {}, "takes no torch.float32 moments"),
-        ((p, p, p.double(), p.double()), {}, "takes no torch.float64 moments"),
-        ((p, low, p, p), {}, "grad is float32"),
-        ((p, p, p, low), {}, "moments are both"),
-        ((p, p, low, low), {}, "need a seed"),
-        ((p, p, codes, codes), {"seed": seed, "scales": scales}, "int8 and uint8, not torch.int8 and torch.int8"),
-        ((p, p, codes, roots), {"seed": seed}, "need scales"),
-        ((p, p, p, p), {"scales": scales}, "need scales"),
-        ((p, p, codes, roots), {"scales": scales}, "need a seed"),
-        ((p, p, p, p), {"seed": seed}, "need a seed"),
-        ((low, p, low, low), {"seed": seed.int()}, "one int64"),
-        ((p, p, p, p), {"master": p}, "takes no torch.float32 master"),
-        ((low.half(), p, p, p), {"master": whole}, "takes no torch.int16 master"),
+    refused: list[tuple[tuple[torch.Tensor, ...], dict[str, Any], str]] = [
+        ((p.int(), p, p), {}, "param is float32"),
+        ((p.double(), p, p), {}, "takes no torch.float32 moments"),
+        ((p, p.double(), p.double()), {}, "takes no torch.float64 moments"),
+        ((p, p, low), {}, "moments are both"),
+        ((p, codes, codes), {"scales": scales}, "int8 and uint8, not torch.int8 and torch.int8"),
+        ((p, codes, roots), {}, "need scales"),
+        ((p, p, p), {"scales": scales}, "need scales"),
+        ((p, p, p), {"master": p}, "takes no torch.float32 master"),
+        ((low.half(), p, p), {"master": whole}, "takes no torch.int16 master"),
     ]
-    for state, options, message in refused:
+    for buffers, options, message in refused:
         with pytest.raises(TypeError, match=message):
-            adamw(*state, *tables, **options)
-    for state in [(p, p[:31], p, p), (p, p, p[None], p), (p, torch.zeros(64)[::2], p, p)]:
+            Buffers(*buffers, **options)
+    for buffers in [(p, p[:31], p), (p, p[None], p), (p, torch.zeros(64)[::2], p)]:
         with pytest.raises(ValueError, match="32 contiguous elements"):
-            adamw(*state, *tables)
-    wrong_blocks: list[tuple[dict[str, Any], str]] = [
-        ({"scales": (scales[0], torch.zeros(2))}, r"scales are contiguous float32 \[1\], not torch.float32 \[2\]"),
-        ({"scales": (scales[0], scales[1].half())}, "not torch.float16"),
-        ({"scales": scales, "block": 128}, "block=128 is a multiple of 256"),
-        ({"scales": scales, "position": 2}, "position=2"),
-    ]
-    for options, message in wrong_blocks:
+            Buffers(*buffers)
+    for wrong, message in [
+        ((scales[0], torch.zeros(2)), r"scales are contiguous float32 \[1\], not torch.float32 \[2\]"),
+        ((scales[0], scales[1].half()), "not torch.float16"),
+    ]:
         with pytest.raises(ValueError, match=message):
-            adamw(p, p, codes, roots, *tables, seed=seed, **options)
-    for i, name in enumerate(("tiles", "hyper", "control")):
+            Buffers(p, codes, roots, wrong)
+    with pytest.raises(TypeError, match="grad is float32"):
+        Buffers(p, p, p).kind(torch.bfloat16)
+    with pytest.raises(ValueError, match="position=2"):
+        Buffers(p, p, p).row(0, 0, 2, 0)
+
+
+def test_tables_that_it_cannot_read_are_refused() -> None:
+    integers = torch.zeros(0, 9, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)
+    tables = (*integers, torch.zeros(1, 8, dtype=torch.float64), torch.zeros(4))
+    float32, codes = (Kind(torch.float32, torch.float32, moments) for moments in (torch.float32, torch.int8))
+    seeds = torch.zeros(1, dtype=torch.int64)
+    adamw(float32, *tables)
+    adamw(codes, *tables, seeds)
+    with pytest.raises(TypeError, match="need seeds"):
+        adamw(codes, *tables)
+    with pytest.raises(TypeError, match="seeds are int64"):
+        adamw(codes, *tables, seeds.int())
+    with pytest.raises(ValueError, match="block=128 is a multiple of 256"):
+        adamw(codes, *tables, seeds, block=128)
+    for i, name in enumerate(("runs", "tiles", "hyper", "control")):
         wrong = [*tables[:i], tables[i].half(), *tables[i + 1 :]]
         with pytest.raises(ValueError, match=name):
-            adamw(p, p, p, p, *wrong)
+            adamw(float32, *wrong)

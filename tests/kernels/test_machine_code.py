@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from tests.kernels.test_adamw import KINDS
 from zerofx.kernels import adamw, norm, quantize
 from zerofx.kernels.code import Code
+from zerofx.kernels.runs import TRITON, Kind
 from zerofx.kernels.segments import BLOCK
 
 POINTERS = {
@@ -29,7 +30,7 @@ POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
-TABLES = {"tiles": torch.int64, "hyper": torch.float64, "control": torch.float32}
+TABLES = {"runs": torch.int64, "tiles": torch.int64, "hyper": torch.float64, "control": torch.float32}
 WIDE = r"\.(?:v4\.[bf]32|v2\.[bf]64|v8\.[bf]16)\b"
 
 pytestmark = [
@@ -92,11 +93,10 @@ def test_adamw_moves_16_bytes_at_a_time_and_spills_nothing(
     master: torch.dtype | None,
 ) -> None:
     codes = moments is torch.int8  # read and written 8 bytes at a time
-    state = {"param": param, "grad": grad, "exp_avg": moments, "master": master}
-    state["exp_avg_sq"] = torch.uint8 if codes else moments
-    state |= dict.fromkeys(("exp_avg_scales", "exp_avg_sq_scales"), torch.float32 if codes else None)
-    state["seed"] = None if moments.itemsize >= 4 else torch.int64
-    kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **state, **TABLES, position="i64", BLOCK=BLOCK)
+    kind = Kind(param, grad, moments, master)
+    seeds = torch.int64 if kind.seeded else None
+    constants = {**adamw.constants(kind), "BLOCK": BLOCK}
+    kernel = compiled(adamw._adamw, target, adamw._OPTIONS, **TABLES, seeds=seeds, **constants)
     assert_no_spills(kernel, tmp_path)
     wide_moments = (None, None) if codes else (moments, moments)
     written = bytes_per_thread(param, *wide_moments, master)
@@ -112,8 +112,9 @@ def test_adamw_moves_16_bytes_at_a_time_and_spills_nothing(
 def test_the_norm_moves_16_bytes_at_a_time_and_spills_nothing(
     target: GPUTarget, tmp_path: Path, grad: torch.dtype
 ) -> None:
-    tables = {"tiles": torch.int64, "n_tiles": "i32", "out": torch.float64}
-    kernel = compiled(norm._partial_sums, target, norm._OPTIONS | {"num_warps": 4}, grad=grad, **tables, BLOCK=BLOCK)
+    tables = {"runs": torch.int64, "tiles": torch.int64, "n_tiles": "i32", "out": torch.float64}
+    constants = {"GRAD": TRITON[grad], "ALIGNED": True, "BLOCK": BLOCK}
+    kernel = compiled(norm._partial_sums, target, norm._OPTIONS | {"num_warps": 4}, **tables, **constants)
     assert_no_spills(kernel, tmp_path)
     assert 16 * wide(kernel, "ld") == bytes_per_thread(grad)
 

@@ -36,10 +36,11 @@ def test_gradients_are_clipped_and_unscaled_as_torch_does(device: str, max_norm:
 def test_any_number_of_parts_adds_up_to_the_sum_of_squares(device: str, parts: int, dtype: torch.dtype) -> None:
     grad = torch.randn(5000).to(dtype).to(device)
     segments = [(0, 1, 0), (32, 127, 0), (192, 0, 1), (192, 4000, 1)]
-    tiles = make_tiles(segments, 128).to(device)
+    tiles, row = make_tiles([segments], 128).to(device), [0, grad.data_ptr(), *[0] * 7]
+    runs = torch.tensor([row], device=device)
     out, again = (torch.full((parts,), math.nan, dtype=torch.float64, device=device) for _ in range(2))
-    partial_sums(grad, tiles, out, block=128)
-    partial_sums(grad, tiles, again, block=128)
+    partial_sums(dtype, runs, tiles, out, block=128)
+    partial_sums(dtype, runs, tiles, again, aligned=False, block=128)
     expected = sum(grad[a : a + n].double().square().sum().item() for a, n, _ in segments)
     assert out.sum().item() == pytest.approx(expected, rel=1e-12)
     assert torch.equal(out, again)
@@ -92,7 +93,10 @@ def test_tables_of_other_dtypes_and_shapes_are_refused() -> None:
     for number in (-1.0, math.nan):
         with pytest.raises(ValueError, match="max_norm"):
             finalize(total, number, None, None, hyper, steps, control)
+    tiles, runs = make_tiles([[(0, 32, 0)]]), torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(TypeError, match="out must be"):
-        partial_sums(torch.zeros(32), make_tiles([(0, 32, 0)]), torch.zeros(4))
-    with pytest.raises(TypeError, match="grad must be"):
-        partial_sums(torch.zeros(4, 8), make_tiles([(0, 32, 0)]), total)
+        partial_sums(torch.float32, runs, tiles, torch.zeros(4))
+    with pytest.raises(TypeError, match="runs must be"):
+        partial_sums(torch.float32, runs.float(), tiles, total)
+    with pytest.raises(TypeError, match="gradients must be floating"):
+        partial_sums(torch.int32, runs, tiles, total)

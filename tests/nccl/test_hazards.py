@@ -365,7 +365,7 @@ def test_nccl_is_aborted_in_a_group_that_has_gloo_beside_it(
 @contextlib.contextmanager
 def capture() -> Iterator[None]:
     """What is put on the device inside goes into a CUDA graph, for all that zerofx knows."""
-    with unittest.mock.patch.object(weights_module, "being_captured", lambda device: True):
+    with unittest.mock.patch.object(weights_module, "is_captured", lambda device: True):
         yield
 
 

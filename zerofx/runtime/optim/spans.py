@@ -176,6 +176,12 @@ class Span:
             return self.zeros(state.numel(), state.dtype).copy_(state)
         return state if self.group is None else self.group.home.keep("moment", state)
 
+    @property
+    def address(self) -> int:
+        """Where `weights` begin in memory."""
+        whole = self.whole
+        return whole.data_ptr() + self.origin * whole.itemsize
+
     def weights(self) -> torch.Tensor:
         """The span's weights, flat: a view, so that what is written there is written to the parameters."""
         if self.group is not None:
@@ -235,14 +241,19 @@ class Run:
         """The gradients of all members, and what lies between them, as one flat tensor."""
         return self.gradient.as_strided((self.end - self.start,), (1,))
 
+    @property
+    def is_counted_whole(self) -> bool:
+        """This rank adds all of its gradients to a sum over all ranks: `counted` is None."""
+        return self.span.group is None or not self.span.group.sharing.foreign
+
     def counted(self) -> list[torch.Tensor] | None:
         """The gradients that this rank adds to a sum over all; None: all of them, `flat_gradient`.
 
         Copies on ranks of a tensor-parallel dimension are added by one of these.
         """
-        sharing = None if self.span.group is None else self.span.group.sharing
-        if sharing is None or not sharing.foreign:
+        if self.span.group is None or self.is_counted_whole:
             return None
+        sharing = self.span.group.sharing
         held = [(member, member.gradient) for member in self.members if member.gradient is not None]
         return [gradient for member, gradient in held if sharing.counts(getattr(member.parameter, "_dtensor", None))]
 

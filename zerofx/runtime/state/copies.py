@@ -21,6 +21,8 @@ from typing import Protocol
 
 import torch
 
+from zerofx.kernels.device import is_captured
+
 
 class Mark(Protocol):
     """A place in the order of a stream."""
@@ -97,7 +99,7 @@ class AcceleratorCopies(Copies):
 
     @property
     def captured(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_captured(self.device)
 
     def stream(self) -> torch.Stream:
         return torch.Stream(self.device)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from zerofx.kernels.code import Code
+from zerofx.kernels.device import is_captured
 from zerofx.model.layout import GroupLayout
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import Travel, travel_of
@@ -151,7 +152,7 @@ class Weights:
 
     def note_write(self) -> None:
         """An optimizer has written the shard."""
-        self.replayed = self.replayed or being_captured(self.device)
+        self.replayed = self.replayed or is_captured(self.device)
 
     def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the replica up to date. ``inside``: of a graph that runs."""
@@ -287,7 +288,7 @@ class Replicated(Weights):
         replays may have written the shard. One ahead is left out: nothing may be under way where a capture ends.
         """
         assert self.replica is not None
-        if captured := being_captured(self.device):
+        if captured := is_captured(self.device):
             self.replayed = True
         if captured and inside:
             return
@@ -315,11 +316,6 @@ def weights_of(stage: int, one_copy: bool, sharing: Sharing | None = None) -> ty
             return case
     chosen = "sharding=" if sharing is not None and sharing.divides_between else f"one_copy={one_copy!r}"
     raise ValueError(f"{chosen} with stage={stage}: this zerofx has no such weights. Leave it out.")
-
-
-def being_captured(device: torch.device) -> bool:
-    """Whether what is put on ``device`` now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
