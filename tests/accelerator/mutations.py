@@ -98,7 +98,7 @@ def slow_way_back() -> Iterator[None]:
     back = AcceleratorCopies.back
 
     def late(self: Any, into: torch.Tensor, source: torch.Tensor) -> None:
-        device.push(self._back.stream_id, lambda: time.sleep(3e-3))
+        device.push(self._back.stream_id, lambda: time.sleep(1e-2))
         back(self, into, source)
 
     with unittest.mock.patch.object(AcceleratorCopies, "back", late):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerofx
 from tests.slow import slow_if
-from zerofx.kernels import norm
+from zerofx.kernels import adamw, norm
 from zerofx.kernels.split import join
 from zerofx.runtime.optim.device_step import DeviceStep
 
@@ -326,6 +327,52 @@ def test_steps_in_backward_are_those_behind_it(device: str) -> None:
         assert_same(net, other)
     finally:
         dist.destroy_process_group()
+
+
+def test_one_launch_does_all_runs_of_a_kind_and_its_tables_stay_as_many(device: str) -> None:
+    """Whatever parameters have gradients: others in every step."""
+    net = nn.ModuleList(nn.Linear(32, 8).to(device, torch.bfloat16 if i % 2 else torch.float32) for i in range(8))
+    other = copy.deepcopy(net)
+    mine = zerofx.AdamW(net.parameters(), max_grad_norm=1.0, moments=torch.float32)
+    every = zerofx.AdamW(other.parameters(), max_grad_norm=1.0, moments=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with unittest.mock.patch.object(adamw, "adamw", wraps=adamw.adamw) as launches:
+        for step in range(12):
+            for p, q in zip(net.parameters(), other.parameters(), strict=True):
+                grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+                p.grad = q.grad = grad if step == 0 or torch.rand(1, generator=generator) < 0.7 else None
+            launches.reset_mock()
+            mine.step()
+            assert launches.call_count == 2
+            every._device_step = None  # tables of its own in every step
+            every._flatten()
+            every.step()
+    kept = mine._device_step
+    assert isinstance(kept, DeviceStep) and sum(map(len, kept._tiles.values())) <= kept._most_tiles
+    assert set(kept._runs) == set(kept._tiles) and len(kept._runs) < 24
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_gradients_that_lie_where_they_lay_are_read_anew(device: str) -> None:
+    net, other = nets(device)
+    mine, theirs = zerofx.AdamW(groups(net), max_grad_norm=1.0), torch.optim.AdamW(groups(other))
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    with unittest.mock.patch.object(
+        DeviceStep, "_new_batches", autospec=True, side_effect=DeviceStep._new_batches
+    ) as found:
+        for step in range(4):
+            for p, q in zip(net.parameters(), other.parameters(), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step)))
+                q.grad = p.grad.clone()
+            if step == 2:
+                net[0].weight.grad = net[0].weight.grad.clone()
+            clip_grad_norm_(other.parameters(), 1.0)
+            mine.step()
+            theirs.step()
+    assert found.call_count == 2
+    assert_same(net, other)
 
 
 @pytest.mark.gpu

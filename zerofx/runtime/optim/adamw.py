@@ -259,10 +259,9 @@ class AdamW(torch.optim.AdamW):
     ) -> bool:
         staged = [span for span in spans if span.staging is not None]
         here = [span for span in spans if span.staging is None]
-        runs = [run for span in here for _, run in find_runs(span, [""] * len(span.members))]
         keyed = self._keyed(staged)
         groups = [self.param_groups[self._group_of[id(member.parameter)]] for member in active]
-        norm = device_step(runs, active, groups, self.max_grad_norm, scale, found_inf, beside=[run for _, run in keyed])
+        norm = device_step(here, active, groups, self.max_grad_norm, scale, found_inf, beside=[run for _, run in keyed])
         self.grad_norm = None if self.max_grad_norm is None else norm
         counted = [member for span in staged for member in span.members if member.gradient is not None]
         if counted:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,33 +29,34 @@ from zerofx.kernels.device import is_captured, there
 from zerofx.kernels.runs import RUN_COLUMNS, Buffers, Kind, aligned
 from zerofx.kernels.segments import BLOCK, CONTROL_COLUMNS, HYPER_COLUMNS, make_tiles
 from zerofx.runtime.optim.moments import operands
-from zerofx.runtime.optim.spans import Member, Run, Span, ranks_of
+from zerofx.runtime.optim.spans import Member, Run, Span, find_runs, ranks_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # odd, so that no two seeds of 64 bits come to the same
 _SET_BY_HOST = [HYPER_COLUMNS.index(name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "sign")]
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """Runs that one launch does.
 
     Attributes:
         kind: of all; its moments are None where somebody else updates them.
         ranks: over which sums over them run, `Span.ranks`.
-        whole: this rank adds all of their gradients to such a sum.
-        rows: a row of the table of runs for each.
+        runs, tiles: the tables of `zerofx.kernels.runs` and `zerofx.kernels.segments`.
+        counted: the gradients that this rank adds to such a sum; None: all of them.
     """
 
     kind: Kind
     ranks: tuple[str, ...]
-    whole: bool
-    runs: list[Run] = field(default_factory=list)
-    rows: list[tuple[int, ...]] = field(default_factory=list)
+    runs: torch.Tensor
+    tiles: torch.Tensor
+    counted: list[torch.Tensor] | None
 
-    @property
-    def key(self) -> Hashable:
-        """What its tiles depend on."""
-        return self.kind, self.ranks, self.whole, tuple((run.members[0].row, run.members[-1].row) for run in self.runs)
+
+class LastStep(NamedTuple):
+    """Where buffers were when some spans were stepped last, and the batches that came of it."""
+
+    places: list[Hashable]
+    batches: list[Batch]
 
 
 class DeviceStep:
@@ -84,11 +84,12 @@ class DeviceStep:
         self._most_tiles = 4 * sum(1 + member.length // BLOCK for member in self._members)
         self._runs: dict[Hashable, tuple[list[tuple[int, ...]], torch.Tensor, torch.Tensor]] = {}
         self._captured: list[torch.Tensor] = []
+        self._last: dict[tuple[int, int], LastStep] = {}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(
         self,
-        runs: Sequence[Run],
+        spans: Sequence[Span],
         active: Sequence[Member],
         groups: Sequence[dict[str, Any]],
         max_grad_norm: float | None,
@@ -96,7 +97,7 @@ class DeviceStep:
         found_inf: torch.Tensor | None,
         beside: Sequence[Run] = (),
     ) -> torch.Tensor:
-        """Update ``runs``; returns the norm of the gradients, on the device.
+        """Update ``spans``; returns the norm of the gradients, on the device.
 
         Args:
             beside: runs that are in the norm, and that somebody else updates by what was `decided`.
@@ -105,11 +106,10 @@ class DeviceStep:
             scale, found_inf: what ``GradScaler`` has to say, one element each on the device, or None.
         """
         self._write_hyper(active, groups)
-        batches = self._batches(runs, beside)
-        tables = [(batch, self._runs_of(batch), self._tiles_of(batch)) for batch in batches]
+        batches = self._batches(spans, beside)
         total = torch.zeros(1, dtype=torch.float64, device=self.steps.device)
         if max_grad_norm is not None:
-            total = self._sum_of_squares(tables)
+            total = self._sum_of_squares(batches)
         limit = math.inf if max_grad_norm is None else max_grad_norm
         rows = tuple(member.row for member in active)
         if len(rows) == len(self._members):
@@ -121,10 +121,10 @@ class DeviceStep:
             self._hyper[index], self.steps[index] = hyper, steps
         drawn = tuple(sorted({self._index_of[id(member)] for member in active}))
         self._seeds[self._index(drawn)] += 1
-        for batch, rows, tiles in tables:
+        for batch in batches:
             if batch.kind.moments is not None:
                 seeds = self._seeds if batch.kind.seeded else None
-                _adamw.adamw(batch.kind, rows, tiles, self._hyper, self._control, seeds)
+                _adamw.adamw(batch.kind, batch.runs, batch.tiles, self._hyper, self._control, seeds)
         return self._control[CONTROL_COLUMNS.index("total_norm")].clone()  # the next step writes over it
 
     def decided(self) -> tuple[float, bool]:
@@ -136,15 +136,15 @@ class DeviceStep:
         """What the parameter groups say, where they say something new; tensors on the device stay there."""
         values: dict[int, tuple[float, ...]] = {}
         tensors: dict[tuple[int, torch.Tensor], list[int]] = defaultdict(list)
+        said: dict[int, tuple[tuple[float, ...], list[tuple[int, torch.Tensor]]]] = {}
         for member, group in zip(active, groups, strict=True):
-            sign = -1.0 if group["maximize"] else 1.0
-            value = [group["lr"], *group["betas"], group["eps"], group["weight_decay"], sign]
-            for i, x in enumerate(value):
-                if isinstance(x, torch.Tensor):
-                    tensors[_SET_BY_HOST[i], x].append(member.row)
-                    value[i] = 0.0
-            if self._written.get(member.row) != tuple(value):
-                values[member.row] = tuple(value)
+            if (found := said.get(id(group))) is None:
+                found = said[id(group)] = _said_by(group)
+            value, there_already = found
+            for key in there_already:
+                tensors[key].append(member.row)
+            if self._written.get(member.row) != value:
+                values[member.row] = value
         if values:
             new = torch.tensor(list(values.values()), dtype=torch.float64)
             self._hyper[self._index(tuple(values))[:, None], self._columns] = there(new, self._hyper.device)
@@ -153,24 +153,41 @@ class DeviceStep:
             here = x if x.device == self._hyper.device else there(x, self._hyper.device)
             self._hyper[self._index(tuple(rows)), column] = here.reshape(()).to(torch.float64)
 
-    def _batches(self, runs: Sequence[Run], beside: Sequence[Run]) -> list[Batch]:
+    def _batches(self, spans: Sequence[Span], beside: Sequence[Run]) -> list[Batch]:
         """By kind, those first of which this step updates the weights."""
-        found: dict[Hashable, Batch] = {}
+        places: list[Hashable] = [span.address for span in spans]
+        for span in spans:
+            gradients = (member.gradient for member in span.members)
+            places += [None if g is None else (g.data_ptr(), g.dtype) for g in gradients]
+        which = (id(spans[0]) if spans else 0, len(spans))
+        last = self._last.get(which)
+        if last is not None and not beside and last.places == places and not is_captured(self._hyper.device):
+            return last.batches
+        batches = self._new_batches(
+            [run for span in spans for _, run in find_runs(span, [""] * len(span.members))], beside
+        )
+        if not beside and all(batch.counted is None for batch in batches) and not is_captured(self._hyper.device):
+            self._last[which] = LastStep(places, batches)
+        return batches
 
-        def add(run: Run, row: tuple[int, ...], kind: Kind) -> None:
-            key = (kind, run.span.ranks, whole := run.is_counted_whole)
-            batch = found.setdefault(key, Batch(kind, run.span.ranks, whole))
-            batch.runs.append(run)
-            batch.rows.append(row)
-
+    def _new_batches(self, runs: Sequence[Run], beside: Sequence[Run]) -> list[Batch]:
+        found: dict[tuple[Kind, tuple[str, ...], bool], list[tuple[Run, tuple[int, ...]]]] = defaultdict(list)
         for run in runs:
             buffers = self._buffers_of(run.span)
             row = buffers.row(run.start, run.gradient.data_ptr(), run.span.position + run.start, run.span.index)
-            add(run, row, buffers.kind(run.gradient.dtype, aligned(row)))
+            kind = buffers.kind(run.gradient.dtype, aligned(row))
+            found[kind, run.span.ranks, run.is_counted_whole].append((run, row))
         for run in beside:
             row = (0, run.gradient.data_ptr(), *[0] * (len(RUN_COLUMNS) - 2))
-            add(run, row, Kind(run.span.whole.dtype, run.gradient.dtype, None, None, aligned(row)))
-        return list(found.values())
+            kind = Kind(run.span.whole.dtype, run.gradient.dtype, None, None, aligned(row))
+            found[kind, run.span.ranks, run.is_counted_whole].append((run, row))
+        batches = []
+        for (kind, ranks, whole), pairs in found.items():
+            key = (kind, ranks, whole, *((run.members[0].row, run.members[-1].row) for run, _ in pairs))
+            counted = None if whole else [gradient for run, _ in pairs for gradient in run.counted() or ()]
+            table = self._runs_of(key, [row for _, row in pairs])
+            batches.append(Batch(kind, ranks, table, self._tiles_of(key, [run for run, _ in pairs]), counted))
+        return batches
 
     def _buffers_of(self, span: Span) -> Buffers:
         """Made anew where the weights have come to lie elsewhere."""
@@ -181,47 +198,46 @@ class DeviceStep:
             found = self._buffers[id(span)] = Buffers(span.weights(), exp_avg, exp_avg_sq, scales, master)
         return found
 
-    def _sum_of_squares(self, tables: Sequence[tuple[Batch, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _sum_of_squares(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
         totals = {name: self._hyper.new_zeros(1) for name in ((), *self._ranks)}
-        for batch, rows, tiles in tables:
-            if batch.whole:
+        for batch in batches:
+            if batch.counted is None:
                 parts = self._hyper.new_empty(_norm.PARTIAL_SUMS)
-                _norm.partial_sums(batch.kind.grad, rows, tiles, parts, aligned=batch.kind.aligned)
+                _norm.partial_sums(batch.kind.grad, batch.runs, batch.tiles, parts, aligned=batch.kind.aligned)
                 totals[batch.ranks] += parts.sum()
-            else:
-                for gradient in (gradient for run in batch.runs for gradient in run.counted() or ()):
-                    totals[batch.ranks] += gradient.double().square().sum()
+            for gradient in batch.counted or ():
+                totals[batch.ranks] += gradient.double().square().sum()
         for names, chain in self._ranks.items():
             for ranks in chain:
                 ranks.sum_(totals[names])
         return torch.stack(list(totals.values())).sum(dim=0)
 
-    def _runs_of(self, batch: Batch) -> torch.Tensor:
-        """Its table of runs: that of the last step, if all buffers are where they were.
+    def _runs_of(self, key: Hashable, rows: list[tuple[int, ...]]) -> torch.Tensor:
+        """A batch's table of runs: that of the last step, if all buffers are where they were.
 
         A CUDA graph has one of its own: a replay writes it once more, from memory that nobody else is given.
         """
-        known = self._runs.get(batch.key)
+        known = self._runs.get(key)
         captured = is_captured(self._hyper.device)
-        if known is not None and known[0] == batch.rows and not captured:
+        if known is not None and known[0] == rows and not captured:
             return known[1]
-        new = torch.tensor(batch.rows, dtype=torch.int64)
+        new = torch.tensor(rows, dtype=torch.int64)
         if captured and known is not None:  # nothing is pinned while a graph is captured, if it can be helped
-            new = self._runs.pop(batch.key)[2].copy_(new)
+            new = self._runs.pop(key)[2].copy_(new)
         elif self._hyper.device.type != "cpu":
             new = new.pin_memory()
         table = new.to(self._hyper.device, non_blocking=True)
         if captured:
             self._captured.append(new)
         else:
-            self._runs[batch.key] = (batch.rows, table, new)
+            self._runs[key] = (rows, table, new)
         return table
 
-    def _tiles_of(self, batch: Batch) -> torch.Tensor:
-        if (tiles := self._tiles.get(batch.key)) is None:
-            runs = [[(m.start - run.start, m.length, m.row) for m in run.members] for run in batch.runs]
-            tiles = self._tiles[batch.key] = there(make_tiles(runs), self._hyper.device)
+    def _tiles_of(self, key: Hashable, runs: Sequence[Run]) -> torch.Tensor:
+        if (tiles := self._tiles.get(key)) is None:
+            segments = [[(m.start - run.start, m.length, m.row) for m in run.members] for run in runs]
+            tiles = self._tiles[key] = there(make_tiles(segments), self._hyper.device)
             while sum(map(len, self._tiles.values())) > max(self._most_tiles, len(tiles)):
                 oldest = next(iter(self._tiles))  # other parameters have gradients in every step
                 del self._tiles[oldest]
@@ -232,3 +248,10 @@ class DeviceStep:
         if rows not in self._indices:
             self._indices[rows] = there(torch.tensor(rows, dtype=torch.int64), self._hyper.device)
         return self._indices[rows]
+
+
+def _said_by(group: dict[str, Any]) -> tuple[tuple[float, ...], list[tuple[int, torch.Tensor]]]:
+    """What a parameter group says of the columns that the host sets; tensors apart, each with its column."""
+    value = [group["lr"], *group["betas"], group["eps"], group["weight_decay"], -1.0 if group["maximize"] else 1.0]
+    tensors = [(_SET_BY_HOST[i], x) for i, x in enumerate(value) if isinstance(x, torch.Tensor)]
+    return tuple(0.0 if isinstance(x, torch.Tensor) else x for x in value), tensors
