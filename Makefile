@@ -79,11 +79,13 @@ pictures: $(VENV)/dev.stamp $(VENV)/docs.stamp  ## draw the pictures of README a
 	$(BIN)/python docs/pictures/results.py
 	$(BIN)/python docs/pictures/make.py
 
-gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: ten minutes, one report (docs/cuda.md)
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+gpu:  ## on a machine with a GPU: seven minutes, one report (docs/cuda.md); PYTHON= is one that has torch, if there is one
+	@if $(PYTHON) -c 'import torch, triton, pytest; assert torch.cuda.is_available()' 2> /dev/null; \
+	then PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.gpu $(ARGS); \
+	else $(MAKE) $(VENV)/dev.stamp && $(BIN)/python -m benchmarks.gpu $(ARGS); fi
 
-gpus: $(VENV)/dev.stamp  ## the same on all GPUs of the machine, over NCCL
-	$(BIN)/python -m benchmarks.gpu --ranks 0 $(ARGS)
+gpus:  ## the same on all GPUs of the machine, over NCCL
+	@$(MAKE) gpu ARGS="--ranks 0 $(ARGS)"
 
 cuda-dry:  ## without a GPU: write, read and compile the CUDA code of models; its tests; writes docs/cuda-dry.md
 	$(MAKE) cuda-dry-in TORCH=$(CUDA_TORCH) VENV=.venv-cuda

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu import KINDS, report
 from benchmarks.gpu.__main__ import module_of, run_apart
+from benchmarks.gpu.kinds import probes
 from benchmarks.gpu.lines import Line, Setting, at_least, at_most, attempt
 from tests.slow import slow_if
 
@@ -54,7 +55,7 @@ def test_every_kind_runs_small_without_a_gpu(tmp_path: Path, ranks: int) -> None
 @slow_if(lambda kind: kind == "hangs")
 @pytest.mark.parametrize(
     ("kind", "found"),
-    [("raises", "ZeroDivisionError"), ("crashes", "died: SIGKILL"), ("hangs", "hung: ended after 8 s")],
+    [("raises", "ZeroDivisionError"), ("crashes", "died: SIGKILL"), ("hangs", "ended at its limit of 8 s")],
 )
 def test_what_fails_is_a_line_behind_those_that_were_found(tmp_path: Path, kind: str, found: str) -> None:
     first, last = run_apart(f"{BROKEN}.{kind}", setting(tmp_path), 100)
@@ -95,6 +96,14 @@ def test_the_page_shows_each_line_and_what_failed() -> None:
     lines = {"a_kind": [Line("a | b", "1", "2", "otherwise"), Line("c", "", "no", "failed", detail="Traceback")]}
     page = report.page(lines, {"device": "no GPU", "command": "x", "date": "today"})
     assert "| a \\| b | 1 | 2 | **no** |" in page and "### c" in page and "Traceback" in page
+
+
+def test_a_probe_that_dies_or_hangs_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (died,) = probes._asked(setting(tmp_path), "no_such_probe", tmp_path)
+    assert died.verdict == "failed" and "no_such_probe" in died.found
+    monkeypatch.setattr(probes, "EACH", 0.1)
+    (hung,) = probes._asked(setting(tmp_path), "same_bits", tmp_path)
+    assert (hung.name, hung.verdict) == ("same_bits", "failed") and "hung" in hung.found
 
 
 @pytest.mark.parametrize("kind", KINDS)

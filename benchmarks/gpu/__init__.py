@@ -1,4 +1,4 @@
-"""``make gpu``: what one machine with GPUs can show of zerofx, in ten minutes, as one report.
+"""``make gpu``: what one machine with GPUs can show of zerofx, in seven minutes, as one report.
 
 ::
 
@@ -9,10 +9,11 @@
 ==============  ====================================================================================
 file            what
 ==============  ====================================================================================
-__main__        the command: kinds in order of worth, each in its own process, within ten minutes
+__main__        the command: kinds, each in its own process with a limit of its own
 lines           a line of the report: what was expected, what was found
 report          the JSON and the page
 ranks           processes that are ranks, for kinds that need some
+probes          small questions, a function each, that the kind of that name asks
 training        the small model that kinds train, and plain PyTorch beside it
 kinds/          the kinds of lines, a file each
 ==============  ====================================================================================
@@ -22,19 +23,10 @@ is known. What raises, crashes or hangs costs its own lines and no others: it is
 a new file and a name in `KINDS`.
 """
 
-KINDS = (
-    "machine",
-    "kernels",
-    "ranks",
-    "shared_device",
-    "memory",
-    "cuda_graph",
-    "offload",
-    "optimizer",
-    "step_time",
-    "zoo",
-    "compile_time",
-)
-"""In order of worth: what comes late may find no time left."""
+RIGHT = ("machine", "probes", "kernels", "ranks", "shared_device", "memory", "cuda_graph", "offload", "zoo")
+"""Is it right? On a GPU all at once: none of them is timed."""
+FAST = ("optimizer", "step_time", "compile_time")
+"""How fast is it? One after the other, and alone; what comes late may find no time left."""
+KINDS = (*RIGHT, *FAST)
 
-__all__ = ["KINDS"]
+__all__ = ["FAST", "KINDS", "RIGHT"]

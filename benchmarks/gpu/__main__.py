@@ -7,17 +7,20 @@ python -m benchmarks.gpu --seconds 1800
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import importlib
+import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import KINDS, report
+from benchmarks.gpu import FAST, KINDS, RIGHT, report
 from benchmarks.gpu.lines import NO_TIME, Line, Setting, failed, not_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +40,20 @@ def main() -> int:
     if args.only:
         run_here(args.only, setting, args.lines)
         return 0
-    found: report.Found = {}
+    found: report.Found = {kind: [] for kind in args.kinds}
     began = time.monotonic()
-    for kind in args.kinds:
-        left, found[kind] = args.seconds - (time.monotonic() - began), []
-        for line in run_apart(kind, setting, left, args.patience):
-            found[kind].append(line)
-            print(f"{kind:14} {line.verdict:12} {line.name}: {line.found}", flush=True)
-            written = report.write(args.out, found, facts(setting))  # after each: what was found is not lost
+
+    def left() -> float:
+        return args.seconds - (time.monotonic() - began)
+
+    together = [kind for kind in args.kinds if kind in RIGHT]
+    for kind, line in itertools.chain(
+        _at_once(together, setting, left, args.patience, len(together) if setting.device == "cuda" else 1),
+        _at_once([kind for kind in args.kinds if kind in FAST], setting, left, args.patience, 1),
+    ):
+        found[kind].append(line)
+        print(f"{kind:14} {line.verdict:12} {line.name}: {line.found}", flush=True)
+        written = report.write(args.out, found, facts(setting))  # after each: what was found is not lost
     print(f"{report.counts(found)} in {time.monotonic() - began:.0f} s; written to {written[0]} and {written[1]}")
     return int(any(line.verdict in ("otherwise", "failed") for several in found.values() for line in several))
 
@@ -54,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=1, help="devices; 0: all there are")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--seconds", type=float, default=600, help="for all kinds together")
+    parser.add_argument("--seconds", type=float, default=420, help="for all kinds together")
     parser.add_argument("--patience", type=float, default=1.0, help="times each kind's own limit, on a slow machine")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu", help="for what kinds leave behind")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-<device>-<ranks>")
@@ -65,6 +74,33 @@ def arguments() -> argparse.Namespace:
         args.ranks = max(1, torch.cuda.device_count())
     args.out = args.out or ROOT / "benchmarks" / "results" / f"gpu-{args.device}-{args.ranks}"
     return args
+
+
+def _at_once(
+    kinds: list[str], setting: Setting, left: Callable[[], float], patience: float, most: int
+) -> Iterator[tuple[str, Line]]:
+    """The lines of ``kinds`` as they come, ``most`` of them at once."""
+    lines: queue.SimpleQueue[tuple[str, Line | None]] = queue.SimpleQueue()
+
+    def run(kind: str) -> None:
+        try:
+            for line in run_apart(kind, setting, left(), patience):
+                lines.put((kind, line))
+        except Exception as error:
+            lines.put((kind, failed(kind, "", error)))
+        finally:
+            lines.put((kind, None))
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, most)) as pool:
+        for kind in kinds:
+            pool.submit(run, kind)
+        running = len(kinds)
+        while running:
+            kind, line = lines.get()
+            if line is None:
+                running -= 1
+            else:
+                yield kind, line
 
 
 def module_of(kind: str) -> ModuleType:
@@ -110,7 +146,7 @@ def run_apart(kind: str, setting: Setting, left: float, patience: float = 1.0) -
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if code != 0:
-            how = f"hung: ended after {limit:.0f} s" if code is None else f"died: {_how(code)}"
+            how = f"ended at its limit of {limit:.0f} s" if code is None else f"died: {_how(code)}"
             detail = log.read_text(errors="replace")[-4000:]
             yield Line(kind, "all of its lines", f"{how}, behind {count} lines", "failed", detail=detail)
 

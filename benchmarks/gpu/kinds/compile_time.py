@@ -14,7 +14,7 @@ from benchmarks.gpu.lines import Line, Setting, at_most, told
 from benchmarks.gpu.ranks import on_ranks
 from benchmarks.gpu.training import batch, build
 
-LIMIT = 120
+LIMIT = 70
 MOST = 2.0
 """Times as long as torch.compile: two graphs and their passes for one."""
 

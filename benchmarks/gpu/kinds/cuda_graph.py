@@ -15,7 +15,7 @@ from benchmarks.gpu.lines import Line, Setting, at_most, not_run, told
 from benchmarks.gpu.ranks import on_ranks
 from benchmarks.gpu.training import batch, build, difference
 
-LIMIT = 90
+LIMIT = 100
 WARM, REPLAYS = 3, 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import zerofx
 from benchmarks.gpu.lines import Line, Setting, at_most, attempt, not_run
 from zerofx.kernels.split import join
 
-LIMIT = 120
+LIMIT = 150
 STEPS = 5
 TESTS = "tests/kernels -m gpu"
 
@@ -68,6 +69,8 @@ def _masters(optimizer: zerofx.AdamW, parameter: torch.nn.Parameter) -> torch.Te
 def _tests() -> Line:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", "4"]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     last = (ended.stdout.strip().splitlines() or ["nothing was said"])[-1]
     fine = ended.returncode == 0 and re.search(r"\d+ passed", last)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.gpu.lines import Line, Setting, at_least, attempt, told
 from benchmarks.gpu.programs import run_benchmark
 
-LIMIT = 120
+LIMIT = 60
 LEAST = {"zerofx unclipped": 0.9, "zerofx": 0.85, "zerofx bf16": 0.85, "zerofx bf16 split": 0.8, "zerofx 8-bit": 0.6}
 """Contender -> of a copy's bytes per second."""
 

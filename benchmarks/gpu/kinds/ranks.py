@@ -12,7 +12,7 @@ from benchmarks.gpu.ranks import on_ranks
 from benchmarks.gpu.training import difference, train, train_plainly
 from zerofx.passes.travel import Collective, run
 
-LIMIT = 150
+LIMIT = 140
 BOUND = {"cpu": 1e-5, "cuda": 1e-4}
 """Of a loss, relative. On a GPU products are summed in another order for every shape."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from benchmarks.gpu.kinds.ranks import trains
 from benchmarks.gpu.lines import Line, Setting
 
-LIMIT = 120
+LIMIT = 130
 
 
 def lines(setting: Setting) -> Iterator[Line]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.gpu.lines import Line, Setting, at_most, attempt, told
 from benchmarks.gpu.programs import run_benchmark
 
-LIMIT = 200
+LIMIT = 150
 RIVALS = {"zerofx-eager": "fsdp2", "zerofx": "fsdp2+compile", "zerofx-2": "ddp+compile", "zerofx-0": "ddp+compile"}
 """Contender -> the peer that does the same; it is to be no slower than 5 percent more."""
 MOST, SPREAD = 1.05, 1e-3
