@@ -23,7 +23,16 @@ CUSTOM = Layer("custom", width=6, frozen=True)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("cases", "executor", "seed"), [(45, "eager", 1), (40, "eager", 2), (15, "inductor", 3)])
+@pytest.mark.parametrize(
+    ("cases", "executor", "seed"),
+    [
+        *((25, "eager", 1), (8, "inductor", 3)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((45, "eager", 1), (40, "eager", 2), (15, "inductor", 3))
+        ),
+    ],
+)
 def test_random_cases_give_the_numbers_of_one_process(make_workers, cases: int, executor: str, seed: int) -> None:
     @hypothesis.seed(seed)
     @settings(
