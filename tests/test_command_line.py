@@ -13,6 +13,7 @@ import torch
 import zerofx
 from zerofx.__main__ import main, parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 from zerofx.inspect.predict import shapes
+from zerofx.inspect.predict.decoders import LLAMAS
 
 PUBLISHED = {  # millions of parameters, as their authors or model cards give them
     "gpt2": 124.4,
@@ -38,6 +39,31 @@ def test_a_well_known_model_has_the_published_number_of_parameters_and_no_memory
     module = shapes.build(name)
     assert round(sum(p.numel() for p in module.parameters()) / 1e6, 1) == PUBLISHED[name]
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name, of in shapes.SHAPES.items() if of["model_type"] in (*LLAMAS, "gpt2")])
+def test_a_decoder_made_here_has_the_parameters_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    found = [(name, p.shape) for name, p in shapes.build(name).named_parameters()]
+    monkeypatch.setattr(shapes, "decoder", lambda config: None)
+    assert found == [(name, p.shape) for name, p in shapes.build(name).named_parameters()]
+
+
+def test_the_documented_plan_needs_no_library_of_models(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main("plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB".split()) == 0
+    assert "recommended: stage" in capsys.readouterr().out
+    assert main("plan --model t5-11b --world-size 16".split()) == 2
+    assert (
+        "the layers of t5-11b are made by Hugging Face transformers, which is not installed: pip install"
+        in capsys.readouterr().err
+    )
+
+
+def test_memory_without_a_unit_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main("plan --model gpt2 --world-size 16 --gpu-memory 80".split())
+    assert "'80' is 80 bytes: expected a device's memory with its unit, such as 80GB" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_plan_of_405_billion_parameters_in_a_process_of_its_own() -> None:
@@ -119,7 +145,7 @@ def test_a_configuration_without_architectures_is_the_bare_model(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "neither a model of the table (gpt2, gpt2-xl"),
+        (None, "no such file, and no model of the table (gpt2, gpt2-xl"),
         ("{", "not JSON"),
         ("[1]", "expected a JSON object"),
         ("{}", 'no "model_type"'),
@@ -136,12 +162,6 @@ def test_a_model_that_is_none_is_an_error_that_says_what_is_expected(
     assert main(["plan", "--model", str(path), "--world-size", "2"]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
-
-
-def test_without_transformers_it_says_what_to_install(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["plan", "--model", "gpt2", "--world-size", "2"]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
 
 
 def test_bytes_have_decimal_and_binary_units() -> None:

@@ -1,4 +1,4 @@
-"""The report of ``make gpu``: it runs where there is no GPU, and stops at nothing."""
+"""The report of ``make gpu``: it runs where there is no GPU, and goes on behind a failure."""
 
 from __future__ import annotations
 

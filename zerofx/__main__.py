@@ -57,6 +57,19 @@ def parse_bytes(text: str) -> float:
     return _parse(text, _BYTES, "bytes, such as 80GB or 80GiB")
 
 
+def parse_memory(text: str) -> float:
+    """As `parse_bytes`, of a device.
+
+    Raises:
+        ValueError: less than a megabyte, which is 80 for 80GB.
+    """
+    if (found := parse_bytes(text)) < 1e6:
+        raise ValueError(
+            f"{text!r} is {found:g} bytes: expected a device's memory with its unit, such as 80GB or 80GiB."
+        )
+    return found
+
+
 def parse_bandwidth(text: str) -> float:
     """``400Gbit`` and ``50GB`` as bytes per second, with or without ``/s``; raises as `parse_bytes`.
 
@@ -114,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model", required=True, help=f"one of {', '.join(shapes.SHAPES)}; or a Hugging Face config.json"
     )
     planning.add_argument("--world-size", type=int, required=True, metavar="M", help="number of ranks")
-    planning.add_argument("--gpu-memory", type=_argument(parse_bytes), metavar="BYTES", help="of one rank: 80GB, 80GiB")
+    planning.add_argument(
+        "--gpu-memory", type=_argument(parse_memory), metavar="BYTES", help="of one rank: 80GB, 80GiB"
+    )
     planning.add_argument(
         "--dtype",
         choices=_DTYPES,

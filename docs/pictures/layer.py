@@ -36,7 +36,7 @@ COLOUR = {"all_gather": "1", "wait": "1", "weight": "4", "discard": "2", "pack":
 COLOUR |= {"wait_grad": "3", "gradient": "3"}
 NOTES = {
     ("all_gather", True): "its weights start to travel",
-    ("all_gather", False): "the next but one, too",
+    ("all_gather", False): "the layer after the next",
     ("", False): "other layers compute",
     ("wait", True): "the weights are here",
     ("weight", True): "a view, no copy",

@@ -127,7 +127,7 @@ def _find(path: Path) -> tuple[str, Path]:
     if (folder := find(path)) is not None:
         return "deepspeed", folder
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist, and no save to it has become whole.")
+        raise CheckpointError(f"{path} does not exist: no save to it was completed.")
     raise CheckpointError(f"{path} holds no whole checkpoint, of any format that zerofx reads.")
 
 

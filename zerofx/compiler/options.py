@@ -160,7 +160,10 @@ class Options:
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
-            raise ValueError(f"mixed_precision={self.mixed_precision!r}: expected a zerofx.MixedPrecision, or None.")
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r}: expected None, or a "
+                "zerofx.MixedPrecision, such as mixed_precision=zerofx.MixedPrecision(torch.bfloat16)."
+            )
         self._check_wire()
         self._check_offload(Offload.of(self.offload))
         if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):

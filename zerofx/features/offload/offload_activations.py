@@ -275,7 +275,7 @@ NODE_KINDS = {
         "its handle, when it has left",
         transfer=True,
         verb="left",
-        stands="in front of the next but one that leaves, or at the end",
+        stands="ahead of the second tensor that leaves after it, or at the end",
     ),
     "reload_activation": NodeKind(
         "the start of its copy back",

@@ -18,8 +18,10 @@ from zerofx.model.units import format_bytes
 
 State = Literal["ok", "none", "FAILS"]
 
-SUPPORTED = ("2.11", "2.13", "2.15")
-"""Versions of torch that zerofx is tested with."""
+SUPPORTED = ((2, 11), (2, 15))
+"""The oldest and the newest torch that zerofx works with."""
+TESTED = ("2.11", "2.13", "2.15")
+"""Those that its tests run on."""
 
 
 OLDEST_PYTHON = (3, 10)
@@ -55,12 +57,14 @@ def python() -> Finding:
 
 
 def pytorch() -> Finding:
-    """Its version, and whether zerofx is tested with it."""
-    if torch.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
+    """Its version, and whether zerofx works with it."""
+    if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         return Finding("torch", "ok", torch.__version__)
-    known = ", ".join(SUPPORTED)
-    found = f"{torch.__version__}, with which zerofx is not tested"
-    return Finding("torch", "FAILS", found, f"it is with {known}: pip install 'torch=={SUPPORTED[-1]}.*'")
+    oldest, newest = (".".join(map(str, version)) for version in SUPPORTED)
+    if SUPPORTED[0] <= tuple(map(int, torch.__version__.split(".")[:2])) <= SUPPORTED[1]:
+        return Finding("torch", "ok", f"{torch.__version__}; zerofx's own tests run on {', '.join(TESTED)}")
+    do = f"it works with {oldest} to {newest}: pip install 'torch=={newest}.*'"
+    return Finding("torch", "FAILS", f"{torch.__version__}, with which zerofx does not work", do)
 
 
 def gpu() -> Finding:

@@ -9,6 +9,7 @@ speed      seconds of a plan: links and floating-point operations
 wires      codes on the wire in a plan: bytes, and seconds to write and read them
 flops      floating-point operations per token
 shapes     well-known models on the meta device
+decoders   those that are made here: Llama's family and GPT-2
 predict    what the compiled graphs will take, by `zerofx.simulate`
 calibrate  the rates of this machine and network
 disk       that of a disk

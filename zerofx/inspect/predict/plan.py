@@ -145,7 +145,9 @@ class Plan:
             return f"recommended: {stage}, {why}; {left} of {memory} are left for activations"
         line = f"no stage fits into {memory} on {self._ranks}; "
         if self.least_ranks is None:
-            return line + "stage 3 does on no number of ranks: what a step needs whole is too much (smaller groups?)"
+            return (
+                line + "more ranks do not help: the groups that a step gathers take more. Try smaller groups (groups=)"
+            )
         return line + f"stage 3 does from {self.least_ranks:,} ranks on"
 
 

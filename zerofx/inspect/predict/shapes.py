@@ -1,10 +1,11 @@
 """Well-known models without their weights: what `python -m zerofx plan --model NAME` plans for.
 
-The table is facts from published configurations, in the names of Hugging Face's ``transformers``, whose classes make
-the module on the meta device: parameters with shapes and no memory, so that 405 billion take seconds. Any other
-model is named by its ``config.json``::
+The table is facts from published configurations, in the names of Hugging Face's ``transformers``. The module is made on
+the meta device: parameters with shapes and no memory, so that 405 billion take seconds. Decoders are made here
+(`decoders`), other models by transformers. Any other model is named by its ``config.json``::
 
-    plan --model llama-3.1-70b        a row of the table
+    plan --model llama-3.1-70b        a row of the table, made here
+    plan --model t5-11b               a row of the table, made by transformers
     plan --model path/to/config.json  what stands there: "architectures", "hidden_size", ...
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from zerofx.inspect.predict.decoders import decoder
 
 _GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
@@ -89,14 +92,19 @@ def build(model: str | Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
     Raises:
         ValueError: no such name or file, or a configuration that transformers does not know.
-        ModuleNotFoundError: transformers is not installed.
+        ModuleNotFoundError: transformers makes it, and is not installed.
     """
     config = dict(SHAPES.get(str(model)) or _read(Path(model)))
+    if str(model) in SHAPES:
+        with torch.device("meta"):
+            module = decoder(config)
+        if module is not None:
+            return module.to(dtype)
     try:
         import transformers
     except ModuleNotFoundError as e:
         raise ModuleNotFoundError(
-            f"the layers of {model} are those of Hugging Face transformers, which is not installed: "
+            f"the layers of {model} are made by Hugging Face transformers, which is not installed: "
             "pip install transformers."
         ) from e
     kind, architectures = config.pop("model_type", None), config.pop("architectures", None) or ()
@@ -118,7 +126,8 @@ def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"{str(path)!r}: neither a model of the table ({', '.join(SHAPES)}) nor a Hugging Face config.json."
+            f"{str(path)!r}: no such file, and no model of the table ({', '.join(SHAPES)}). "
+            "Expected one of these names, or the path of a Hugging Face model's config.json."
         )
     try:
         config = json.loads(file.read_text())

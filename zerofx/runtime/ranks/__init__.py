@@ -4,7 +4,7 @@
 sharing       who shares what: an interface
 agree         the collectives of a graph, compared over ranks
 used          which parameters any rank has a gradient of
-watch         the watchdog: a hang becomes an error that says who is missing
+watch         the watchdog: behind `timeout=`, a hang is an error that says who is missing
 watched       graphs whose collectives are under watch
 lookout       what the watchdog makes of what the other ranks tell
 steps         what optimizers did, as ranks tell each other
