@@ -119,7 +119,7 @@ class Lookout:
                 continue
             other = self.called[rank]
             if state["ended"]:
-                there = "has left the process group, or its program has ended"
+                there = "has left the process group, or its program has ended (fewer batches? drop_last=True)"
             elif dist.get_rank() in state["own"] and state["since"] > PATIENCE / 2:
                 there = f"has been {state['doing']} for {state['since']:.0f} s"
             else:

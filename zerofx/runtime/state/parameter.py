@@ -149,7 +149,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copy.deepcopy", "copy the module before zerofx.compile or zerofx.shard")
+        way_out = "copy the module before zerofx.compile or zerofx.shard, or inside of `with zerofx.unsharded(module):`"
+        self._refuse("copy.deepcopy", way_out)
 
 
 class PlainlyCopied(nn.Parameter):
