@@ -150,12 +150,12 @@ def _adamw(
         if left >= BLOCK:  # without a mask: only so are loads and stores 16 bytes wide
             _update(
                 param, grad, exp_avg, exp_avg_sq, master,
-                run, seeds, at, None, coefficients, BLOCK,
+                run, seeds, at, None, coefficients, ALIGNED, BLOCK,
             )  # fmt: skip
         else:
             _update(
                 param, grad, exp_avg, exp_avg_sq, master,
-                run, seeds, at, left, coefficients, BLOCK,
+                run, seeds, at, left, coefficients, ALIGNED, BLOCK,
             )  # fmt: skip
         at += BLOCK
         left -= BLOCK
@@ -193,6 +193,7 @@ def _update(
     at: tl.tensor,
     left: tl.tensor | None,
     coefficients: tl.tuple,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The ``BLOCK`` elements from ``at``, or the ``left`` first of them."""
@@ -238,6 +239,9 @@ def _update(
         code = _encode(root, bits >> 16, buffer_at(run + 5, tl.float32, False), at, left, _SECOND, BLOCK)
         code = tl.where(root > 0, tl.maximum(code, 1), code)
         tl.store(exp_avg_sq + at + lanes, code.to(tl.int32).to(tl.uint8), mask=mask)
+        if master is not None:  # addresses once more: there are no registers to keep them in
+            param = buffer_at(run, param.dtype.element_ty, ALIGNED)
+            master = buffer_at(run + 6, master.dtype.element_ty, ALIGNED)
     _store_master(
         param + at + lanes, master, at + lanes, p, mask
     )  # last: earlier, ptxas spills 8 bytes of codes' kernels

@@ -67,8 +67,8 @@ class Special(nn.Parameter):
 
 
 @contextlib.contextmanager
-def nothing_happens() -> Iterator[None]:
-    """No graph is rewritten inside, and no collective runs but the one in which ranks say whether they can go on."""
+def nothing_happens(exchanges: int = 1) -> Iterator[None]:
+    """No graph is rewritten inside, and no collective runs but ``exchanges``: ranks say whether they can go on."""
     rewritten: list[Any] = []
     run = Trace.run
 
@@ -84,7 +84,9 @@ def nothing_happens() -> Iterator[None]:
         Trace.run = run  # type: ignore[method-assign]
     assert not rewritten
     # `all_gather_object`: lengths, then texts
-    assert not dist.is_initialized() or (log.calls["all_gather"] <= 2 and set(log.calls) <= {"all_gather"}), log
+    assert not dist.is_initialized() or (
+        log.calls["all_gather"] <= 2 * exchanges and set(log.calls) <= {"all_gather"}
+    ), log
 
 
 def refused(match: str, build: Build = Net, error: type[Exception] = ValueError, **options: Any) -> None:
@@ -319,18 +321,29 @@ def different(what: str, rank: int) -> nn.Module:
 def check_ranks(what: str) -> str:
     module = different(what, dist.get_rank())
     before = [p.detach().clone() for p in module.parameters()]
-    with nothing_happens(), pytest.raises((RuntimeError, ValueError)) as caught:
+    with nothing_happens(2), pytest.raises((RuntimeError, ValueError)) as caught:  # and once more, what differs
         zerofx.compile(module)
     for p, value in zip(module.parameters(), before):
         assert type(p) is nn.Parameter and torch.equal(p, value)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["shape", "name", "dtype", "requires_grad", "buffer", "hook"])
+DIFFER = {
+    "shape": ("the parameter 'second.weight': ", "float32 [4, 7] on rank 1"),
+    "name": ("the parameter 'third': ", "not there on rank", "float32 [3] on rank 1"),
+    "dtype": ("the parameter 'second.weight': ", "bfloat16", "on rank 1"),
+    "requires_grad": ("the parameter 'second.bias': ", ", frozen on rank 1"),
+    "buffer": ("they differ in buffer 'count'",),
+    "hook": (),
+}
+
+
+@pytest.mark.parametrize("what", DIFFER)
 def test_ranks_with_different_models_all_raise(workers3: Workers, what: str) -> None:
     for rank, message in enumerate(workers3.run(check_ranks, what, timeout=15)):
         assert "rank 1" in message or (rank == 1 and what == "hook"), message
         assert "different models" in message or what == "hook", message
+        assert all(part in message for part in DIFFER[what]), message
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

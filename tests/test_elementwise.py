@@ -338,6 +338,18 @@ def test_a_write_that_would_lose_a_gradient_is_refused(fake_world: Any) -> None:
         weight += delta.to_sparse()
 
 
+def test_a_write_to_data_takes_the_values_of_what_requires_grad(fake_world: Any) -> None:
+    """As it does in PyTorch: peft merges its adapters so."""
+    fake_world(1)
+    weight = zerofx.shard(nn.Linear(3, 2), stage=3).weight
+    expected = weight.full_tensor() + 1
+    delta = torch.ones(2, 3, requires_grad=True)
+    weight.data += delta
+    assert torch.equal(weight.full_tensor(), expected)
+    weight.data.sub_(delta * 2)
+    assert torch.equal(weight.full_tensor(), expected - 2) and weight.requires_grad
+
+
 def test_safetensors_is_told_how_to_save(fake_world: Any, tmp_path: Any) -> None:
     fake_world(1)
     model = zerofx.shard(nn.Linear(3, 2), stage=3)

@@ -26,11 +26,8 @@ CUSTOM = Layer("custom", width=6, frozen=True)
 @pytest.mark.parametrize(
     ("cases", "executor", "seed"),
     [
-        *((25, "eager", 1), (8, "inductor", 3)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((45, "eager", 1), (40, "eager", 2), (15, "inductor", 3))
-        ),
+        *((50, "eager", 1), (20, "inductor", 3)),  # a hundred, with those that were found
+        pytest.param(40, "eager", 2, marks=pytest.mark.slow),
     ],
 )
 def test_random_cases_give_the_numbers_of_one_process(make_workers, cases: int, executor: str, seed: int) -> None:

@@ -80,12 +80,15 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     for rank, theirs in enumerate(everyone):
         if theirs.error:
             raise RuntimeError(f"rank {rank} cannot shard this {type(module).__name__}: {theirs.error}")
+    for rank, theirs in enumerate(everyone):
         one = me if theirs.part == mine.part else next(i for i, x in enumerate(everyone) if x.part == theirs.part)
         if theirs.facts != everyone[one].facts:
             differing = [a[0] for a, b in zip(everyone[one].facts, theirs.facts) if a != b]
             what = differing[0] if differing else "the number of groups and buffers"
+            parameters = sharing.whole.all_gathered(_parameters(module))  # every rank has found a difference
+            of_one = _differing_parameter(parameters[one], parameters[rank], one, rank)
             raise RuntimeError(
-                f"rank {one} and rank {rank} have different models: they differ in {what}. Names, "
+                f"rank {one} and rank {rank} have different models: they differ in {of_one or what}. Names, "
                 "shapes, dtypes and requires_grad of parameters and buffers, and options must be the same everywhere."
             )
     check_copies([(told.part, told.copies) for told in everyone], sync=options.init_sync)
@@ -157,6 +160,23 @@ def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Shari
         chosen["reduce_group"] = options.reduce_group is not None
     facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
     return facts + [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
+
+
+def _parameters(module: nn.Module) -> dict[str, str]:
+    """Name -> what a parameter is, in words."""
+    return {
+        name: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}{'' if p.requires_grad else ', frozen'}"
+        for name, p in module.named_parameters()
+    }
+
+
+def _differing_parameter(one: dict[str, str], other: dict[str, str], rank: int, other_rank: int) -> str | None:
+    """The first parameter that two ranks do not have alike, and what each has; None: all are."""
+    for name in (*one, *other):
+        if (a := one.get(name)) != (b := other.get(name)):
+            has = [f"{what or 'not there'} on rank {at}" for what, at in ((a, rank), (b, other_rank))]
+            return f"the parameter {name!r}: {has[0]}, {has[1]}"
+    return None
 
 
 _ALIKE = (

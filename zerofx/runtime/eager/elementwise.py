@@ -230,7 +230,9 @@ def _attribute(func: Callable, action: str, name: str, args: tuple) -> Any:
     if name == "shape" and tensor._dtensor is not None:
         return tensor._dtensor.shape
     if name == "data" and action == "__get__":
-        return detach(tensor)
+        values = detach(tensor)
+        values._from_data = True
+        return values
     if name == "data":
         _replace(tensor, args[1])
         return None
@@ -474,7 +476,12 @@ def _check_leaf(tensor: Any) -> None:
 
 
 def _check_operands(written: ShardedTensor, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Refuse a write that would lose the gradient of what is written: slices have no autograd graph."""
+    """Refuse a write that would lose the gradient of what is written: slices have no autograd graph.
+
+    To ``weight.data`` it may: whoever writes there (peft's ``weight.data += delta``) wants no graph.
+    """
+    if written._from_data:
+        return
     values = pytree.tree_leaves((args, kwargs))
     if any(isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.requires_grad for x in values):
         written._refuse(

@@ -65,6 +65,7 @@ class ShardedTensor(torch.Tensor):
     _compute_dtype: torch.dtype | None = None
     _dtensor: DTensorLayout | None = None
     _among_dtensors = False
+    _from_data = False  # it is ``parameter.data``
     _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
