@@ -69,3 +69,20 @@ def test_a_finding_is_a_line_and_what_to_do_one_below() -> None:
     assert str(Finding("gpu", "none", "there is none", "buy one")) == (
         "none   gpu         there is none\n                   buy one"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "said"),
+    [
+        ("2.13.0+cpu", "ok", "2.13.0+cpu"),
+        ("2.12.1", "ok", "zerofx's own tests run on 2.11, 2.13, 2.15"),
+        ("2.16.0", "FAILS", "with which zerofx does not work"),
+        ("2.10.0", "FAILS", "with which zerofx does not work"),
+    ],
+)
+def test_versions_of_torch_between_those_that_are_tested_are_well(
+    monkeypatch: pytest.MonkeyPatch, version: str, state: str, said: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    found = looks.pytorch()
+    assert found.state == state and said in found.found

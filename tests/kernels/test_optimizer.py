@@ -18,6 +18,7 @@ import zerofx
 from tests.slow import slow_if
 from zerofx.kernels import adamw, norm
 from zerofx.kernels.split import join
+from zerofx.runtime.optim import device_step
 from zerofx.runtime.optim.device_step import DeviceStep
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -372,6 +373,25 @@ def test_gradients_that_lie_where_they_lay_are_read_anew(device: str) -> None:
             mine.step()
             theirs.step()
     assert found.call_count == 2
+    assert_same(net, other)
+
+
+def test_a_captured_step_has_tables_of_its_own_and_leaves_none_to_the_next(device: str) -> None:
+    """A replay writes its table once more, and no other step may have that one."""
+    net, other = nets(device)
+    mine, theirs = zerofx.AdamW(groups(net), max_grad_norm=1.0), torch.optim.AdamW(groups(other))
+    tables: list[set[int]] = []
+    for step in range(1, 6, 2):  # all have gradients
+        set_gradients(net, other, step)
+        clip_grad_norm_(other.parameters(), 1.0)
+        with unittest.mock.patch.object(device_step, "is_captured", lambda device: step == 3):  # noqa: B023
+            mine.step()
+        theirs.step()
+        kept = mine._device_step
+        assert isinstance(kept, DeviceStep)
+        tables.append({id(table) for _, table, _ in kept._runs.values()})
+    assert len(kept._captured) == len(tables[0]) and not tables[1] and len(tables[2]) == len(tables[0])
+    assert not {id(pinned) for pinned in kept._captured} & tables[2]
     assert_same(net, other)
 
 

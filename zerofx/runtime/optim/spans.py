@@ -205,10 +205,6 @@ class Run:
     def end(self) -> int:
         return self.members[-1].start + self.members[-1].length
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The run's part of a flat buffer of the span."""
-        return flat.narrow(0, self.start, self.end - self.start)
-
     def state(self, start: int | None = None, end: int | None = None) -> dict[str, torch.Tensor]:
         """The run's part of the span's state, which is in memory; or from ``start`` in the span up to ``end``."""
         start, end = self.start if start is None else start, self.end if end is None else end
