@@ -197,7 +197,7 @@ def _update(
     BLOCK: tl.constexpr,
 ) -> None:
     """The ``BLOCK`` elements from ``at``, or the ``left`` first of them."""
-    factor, decay, beta1, rest1, beta2, rest2, step_size, root2, eps = coefficients
+    factor = coefficients[0]
     lanes = tl.arange(0, BLOCK)
     mask = None if left is None else lanes < left
 
@@ -211,15 +211,7 @@ def _update(
         v = v * v
     p = _load_master(param + at + lanes, master, at + lanes, mask)
 
-    p -= decay * p  # not p · (1 − decay): that would lose the low digits of decay
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    if v.dtype == tl.float64:  # IEEE's as they are
-        root = tl.sqrt(v)
-        p -= step_size * m / (root / root2 + eps)
-    else:
-        root = tl.sqrt_rn(v)
-        p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
+    p, m, v, root = _new_values(p, m, v, g, coefficients)
 
     EXACT: tl.constexpr = exp_avg.dtype.element_ty == tl.float32 or exp_avg.dtype.element_ty == tl.float64
     if EXACT:
@@ -242,9 +234,24 @@ def _update(
         if master is not None:  # addresses once more: there are no registers to keep them in
             param = buffer_at(run, param.dtype.element_ty, ALIGNED)
             master = buffer_at(run + 6, master.dtype.element_ty, ALIGNED)
-    _store_master(
-        param + at + lanes, master, at + lanes, p, mask
-    )  # last: earlier, ptxas spills 8 bytes of codes' kernels
+    # Last: earlier, ptxas spills 8 bytes of codes' kernels.
+    _store_master(param + at + lanes, master, at + lanes, p, mask)
+
+
+@triton.jit
+def _new_values(p: tl.tensor, m: tl.tensor, v: tl.tensor, g: tl.tensor, coefficients: tl.tuple) -> tl.tuple:
+    """The new ``p``, ``m`` and ``v``, and the root of ``v``: Loshchilov and Hutter (2019), algorithm 2."""
+    _, decay, beta1, rest1, beta2, rest2, step_size, root2, eps = coefficients
+    p -= decay * p  # not p · (1 − decay): that would lose the low digits of decay
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    if v.dtype == tl.float64:  # IEEE's as they are
+        root = tl.sqrt(v)
+        p -= step_size * m / (root / root2 + eps)
+    else:
+        root = tl.sqrt_rn(v)
+        p -= tl.div_rn(step_size * m, tl.div_rn(root, root2) + eps)
+    return p, m, v, root
 
 
 @triton.jit
