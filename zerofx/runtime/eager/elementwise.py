@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from zerofx._torch import DTensorLayout, call_plainly, gradient_edge, is_dtensor, pytree
-from zerofx.runtime.eager.norms import all_reduce, complete, everywhere, norm, norms
+from zerofx.runtime.eager.norms import complete, everywhere, norms
 from zerofx.runtime.eager.ondemand import gather_tensor
+from zerofx.runtime.eager.reductions import flat_view, reduction
 from zerofx.runtime.eager.unshard import readonly, unshard, version_of
 from zerofx.runtime.eager.writes import BY_POSITION, write
 from zerofx.runtime.state.callbacks import CALLBACKS
@@ -32,7 +33,7 @@ from zerofx.runtime.state.parameter import (
 )
 
 _NAMED = """
-    abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone contiguous copy copysign
+    abs add addcdiv addcmul atan2 bfloat16 ceil clamp clamp_max clamp_min clip clone conj contiguous copy copysign
     cos cpu cuda div double empty_like eq exp expm1 fill float floor floor_divide fmax fmin fmod frac
     full_like ge gt half heaviside hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and
     logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
@@ -69,10 +70,6 @@ METADATA = frozenset(
     """.split()
 )
 """Operations that never look at elements."""
-
-LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
-"""Reductions to an extreme, as the sign under which it is the largest."""
-
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is resident meanwhile.
@@ -123,9 +120,9 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             result = _on_slices(func, args, kwargs, sharded[0] if written is None else written, written)
             if result is not NotImplemented:
                 return result
-        reduced = _reduction(name, args, kwargs)
-        if reduced is not NotImplemented:
-            return reduced
+        for answer in (flat_view(name, args, kwargs), reduction(name, args, kwargs)):
+            if answer is not NotImplemented:
+                return answer
     return _on_full(func, name, args, kwargs, written, tracked)
 
 
@@ -386,52 +383,6 @@ def _aligned(column: tuple[Any, ...], *, written: bool) -> tuple[Any, ...]:
         return like.like(_narrow(like, gather_tensor(x) if isinstance(x, ShardedTensor) else x))
 
     return tuple(fit(x) for x in column)
-
-
-def _reduction(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A reduction of one sharded tensor to a scalar; NotImplemented for any other."""
-    tensor = args[0] if args else None
-    if not isinstance(tensor, ShardedTensor):
-        return NotImplemented
-    if name in ("norm", "vector_norm", "linalg_vector_norm"):
-        dims = [*args[2:3], kwargs.get("dim")]
-        kept = any(args[3:4]) or kwargs.get("keepdim")
-        if any(dim is not None for dim in dims) or kept or kwargs.get("out") is not None:
-            return NotImplemented
-        given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
-        order = 2.0 if given in (None, "fro") else float(given)
-        return norm(tensor, order, kwargs.get("dtype")) if order > 0 else NotImplemented
-    if len(args) > 1 or kwargs or name not in (*LARGEST, "mean", "any", "all", "sum"):
-        return NotImplemented
-    if name == "mean":
-        return tensor.sum() / tensor.numel()
-    with complete([tensor]):
-        return _scalar(tensor, name)
-
-
-def _scalar(tensor: ShardedTensor, name: str) -> Any:
-    if name in ("any", "all"):
-        wrong = tensor._local.logical_not() if name == "all" else tensor._local
-        found = wrong.any().to(torch.int32)
-        all_reduce(found, dist.ReduceOp.MAX, tensor)
-        return found == 0 if name == "all" else found != 0
-    if name == "sum":
-        all_reduce(total := tensor._local.sum(), dist.ReduceOp.SUM, tensor)
-        return total
-    return _extreme(tensor, LARGEST[name])
-
-
-def _extreme(tensor: ShardedTensor, sign: int) -> torch.Tensor:
-    """The maximum (``sign`` 1) or minimum (-1) of the whole tensor."""
-    local = tensor._local
-    least = -torch.inf if local.is_floating_point() else -torch.iinfo(local.dtype).max
-    if local.numel() == 0:
-        local = local.new_tensor([sign * least])
-    value = sign * (local.max() if sign > 0 else local.min())
-    # A NaN gets lost when ranks compare: whether there is one travels beside.
-    pair = torch.stack([torch.where(value.isnan(), least, value), value.isnan().to(value.dtype)])
-    all_reduce(pair, dist.ReduceOp.MAX, tensor)
-    return torch.where(pair[1] > 0, torch.nan, sign * pair[0]) if local.is_floating_point() else sign * pair[0]
 
 
 def _on_full(func: Callable, name: str, args: tuple, kwargs: dict[str, Any], written: Any, tracked: bool) -> Any:

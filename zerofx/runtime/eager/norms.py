@@ -43,15 +43,15 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtyp
     """The norm of each whole tensor, with one all-reduce for all of them; plain tensors may be among them.
 
     Raises:
-        ValueError: an order that is not above 0.
+        ValueError: order 0 or -inf, or one that is no number.
     """
     with complete(tensors), resident_of(tensors):
         return _norms(tensors, float(order), dtype)
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    if not order > 0:
-        raise ValueError(f"norms of order {order}: expected an order above 0 (inf is the maximum).")
+    if order in (0, -float("inf")) or order != order:
+        raise ValueError(f"norms of order {order}: expected a number other than 0 and -inf (inf is the maximum).")
     largest = order == float("inf")
     parts = []
     for x in tensors:

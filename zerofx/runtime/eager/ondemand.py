@@ -59,7 +59,9 @@ def _gathered(tensor: ShardedTensor) -> torch.Tensor:
         whole = torch.ops._c10d_functional.wait_tensor(replica)
         return group.layout.view(whole, slot).clone()
     flat = torch.empty(slot.numel, dtype=tensor._local.dtype, device=group.device)  # moments may be on the host
-    told = alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype)
+    told: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if group.layout.world_size > 1:
+        told = alone(group.group_name, ON_DEMAND, "gather", slot.name, flat.nbytes, flat.dtype)
     with group.home.only(tensor._local), told:
         for rank in range(group.layout.world_size):
             piece = group.layout.piece(slot, rank)

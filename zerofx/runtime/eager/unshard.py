@@ -76,7 +76,7 @@ def unshard(tensor: ShardedTensor, func_name: str) -> torch.Tensor:
     frame = _caller()
     optimizer = _enclosing_optimizer(frame)
     if optimizer is not None:
-        raise RuntimeError(not_elementwise(optimizer, func_name, tensor._slot.name))
+        raise NotElementwise(optimizer, repr(func_name), f"on {tensor._slot.name!r}")
     if leaf_of(tensor._group) is None:
         _warn(frame, func_name, tensor)
     with outside_of_transforms():  # a weight is gathered once, however often `vmap` maps over what meets it
@@ -96,14 +96,21 @@ def _whole(tensor: ShardedTensor) -> torch.Tensor:
     return gather_tensor(tensor) if leaf is None else leaf.whole(tensor)
 
 
-def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:
-    """What to tell who brings an optimizer that looks at more than one element at a time."""
-    return (
-        f"{optimizer} is not elementwise: it uses {func_name!r} on {parameter!r}. A rank holds a flat slice of each "
-        "parameter, which need not be whole rows, so only optimizers that treat every element by itself (SGD, Adam, "
-        "AdamW, Adagrad, RMSprop, NAdam, RAdam, Adadelta, Adamax, ASGD, Rprop) work on it. Use one of these; or "
-        "stage=0, in which every rank has whole parameters and any optimizer works."
-    )
+class NotElementwise(RuntimeError):
+    """An optimizer needs of a sharded parameter what a slice cannot give.
+
+    Attributes:
+        operation: what it does.
+    """
+
+    def __init__(self, optimizer: str, operation: str, why: str) -> None:
+        self.operation = operation
+        super().__init__(
+            f"{optimizer} is not elementwise: it uses {operation} {why}. A rank holds a flat slice of each parameter, "
+            "which need not be whole rows. Use an optimizer that treats every element by itself (SGD, Adam, AdamW, "
+            "...), zerofx.Muon, or one whose update of a parameter depends on no other (docs/optimizer.md); or "
+            "stage=0, in which every rank has whole parameters and any optimizer works."
+        )
 
 
 class GatheredView(torch.Tensor):

@@ -191,11 +191,11 @@ def take_from_rank_0(parameter: ShardedTensor | ReplicatedParameter, whole: torc
     Where there are replicas, rank 0 sends to its own, whose ranks pass their slices on to the others.
     """
     group, slot = parameter._group, parameter._slot
-    layout, process_group = group.layout, group.process_group
+    layout = group.layout
     replicas = None if group.sharing.divides_between else group.sharing.replicas
     if isinstance(parameter, ReplicatedParameter):
         if layout.world_size > 1:
-            dist.broadcast(whole := whole.contiguous(), group=process_group, group_src=0)
+            dist.broadcast(whole := whole.contiguous(), group=group.process_group, group_src=0)
         parameter.copy_(whole)
         return
     flat = whole.reshape(-1)
@@ -204,10 +204,10 @@ def take_from_rank_0(parameter: ShardedTensor | ReplicatedParameter, whole: torc
         part = flat.narrow(0, piece.in_parameter, piece.length)
         if piece.length and group.rank == 0:
             dist.send(
-                part.view(torch.uint8), group=process_group, group_dst=group.rank_at(rank)
+                part.view(torch.uint8), group=group.process_group, group_dst=group.rank_at(rank)
             )  # as bytes: gloo lacks dtypes
         elif piece.length and group.rank == rank:
-            dist.recv(part.view(torch.uint8), group=process_group, group_src=0)
+            dist.recv(part.view(torch.uint8), group=group.process_group, group_src=0)
     piece = layout.piece(slot, group.rank)
     if replicas is not None and piece.length:
         part = flat.narrow(0, piece.in_parameter, piece.length)

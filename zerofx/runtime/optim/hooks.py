@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx._torch import DisableTorchFunction
-from zerofx.runtime.eager.unshard import not_elementwise
+from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.by_owner import by_owner, step_by_owner
+from zerofx.runtime.optim.probe import Way, probe
 from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
@@ -22,12 +25,14 @@ from zerofx.runtime.state.parameter import ShardedTensor
 from zerofx.runtime.state.parts import say_so_of
 from zerofx.runtime.state.state_file import StateFile
 
-_WHOLE_TENSOR_OPTIMIZERS = {
-    "Adafactor": "row and column means",
-    "LBFGS": "dot products of all parameters",
-    "Muon": "matrix products",
-    "SparseAdam": "sparse gradients",
+_optim = torch.optim
+_ELEMENTWISE = {
+    *(_optim.Adadelta, _optim.Adagrad, _optim.Adam, _optim.Adamax, _optim.AdamW, _optim.ASGD, _optim.NAdam),
+    *(_optim.RAdam, _optim.RMSprop, _optim.Rprop, _optim.SGD, AdamW),
 }
+"""Those of which it is known; others are probed. A subclass is another."""
+
+_ways: weakref.WeakKeyDictionary[torch.optim.Optimizer, Way] = weakref.WeakKeyDictionary()
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -42,11 +47,12 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     """
     _refuse_replaced(optimizer)
     say_so_of(optimizer)
-    if callable(closure := kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": functools.partial(_checked_closure, optimizer, closure)}
-    elif len(args) > 1 and callable(args[1]):
-        args = (args[0], functools.partial(_checked_closure, optimizer, args[1]), *args[2:])
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if callable(closure):
+        closure = functools.partial(_checked_closure, optimizer, closure)
+        args, kwargs = _with_closure(args, kwargs, closure)
     else:
+        closure = None
         _check_gradients(optimizer)
     groups = _groups_in(optimizer)
     for shards in groups:
@@ -54,14 +60,36 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     for file in _files_of(groups):
         file.begin()
     check_home(optimizer)
-    names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
-    uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
-    if uses is not None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, ShardedTensor):
-                    raise RuntimeError(not_elementwise(type(optimizer).__name__, uses, parameter._slot.name))
+    way = way_of(optimizer, closure=closure is not None)
+    if way.kind is None:
+        raise NotElementwise(type(optimizer).__name__, way.operation, way.why)
+    if way.kind == "owner":
+        steps = step_by_owner(optimizer)
+        steps.begin(optimizer)
+        if closure is not None:
+            args, kwargs = _with_closure(args, kwargs, steps.closure(optimizer, closure))
     return args, kwargs
+
+
+def way_of(optimizer: torch.optim.Optimizer, *, closure: bool = False) -> Way:
+    """How ``optimizer`` steps on sharded parameters; the same on every rank. A collective, the first time."""
+    groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
+    if type(optimizer) in _ELEMENTWISE or not groups:
+        return Way("slices")
+    if optimizer not in _ways:
+        everyone = groups[0].sharing.everyone
+        way = everyone.all_gathered(probe(optimizer, closure=closure) if everyone.rank == 0 else None)[0]
+        if way.kind is None:
+            return way  # with a closure, or when it has another group, it may be another
+        _ways[optimizer] = way
+    return _ways[optimizer]
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
+    """The arguments of ``step`` with ``closure`` for the closure among them."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
 
 
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
@@ -127,6 +155,8 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     Raises:
         OffloadError: on every rank, where state could not be read or written on one of them.
     """
+    if (steps := by_owner(optimizer)) is not None:
+        steps.end(optimizer)
     everything = _groups_in(optimizer)
     groups = [shards for shards in everything if shards.family.stage]
     if files := _files_of(groups):
@@ -169,7 +199,9 @@ def _watched(groups: list[ShardGroup]) -> set[str]:
 
 
 def _groups_in(optimizer: torch.optim.Optimizer) -> list[ShardGroup]:
-    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    steps = by_owner(optimizer)
+    lists = (group["params"] for group in optimizer.param_groups)
+    parameters = itertools.chain.from_iterable((steps and steps.lists) or lists)
     groups = dict.fromkeys(getattr(parameter, "_group", None) for parameter in parameters)
     return [group for group in groups if isinstance(group, ShardGroup)]
 

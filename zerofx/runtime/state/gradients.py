@@ -44,8 +44,9 @@ class Members:
         self._parameters[slot] = weakref.ref(parameter)
 
     def live(self, slot: Slot) -> Any:
-        """The parameter of ``slot``; None where nothing holds it any more."""
-        return self._parameters[slot]()
+        """The parameter of ``slot``; None where nothing holds it any more, or ``slot`` is of a view."""
+        found = self._parameters.get(slot)
+        return None if found is None else found()
 
     def get(self, slot: Slot) -> Any:
         """The parameter of ``slot``, which must be alive."""

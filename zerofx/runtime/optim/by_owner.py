@@ -1,0 +1,235 @@
+"""An optimizer's own, unchanged step on whole parameters, each on one rank (`zerofx.runtime.optim.owners`).
+
+::
+
+    between steps       param_groups: all parameters, sharded     state: of owned ones alone, whole
+    in a step           param_groups: owned ones, whole           the same
+                        ▲ gradients and weights travel to owners  ▼ new weights travel to the slices
+    to save or load     param_groups: all parameters, sharded     state: of all parameters, sharded
+
+So the update of a matrix is computed once, and its state is kept once: 1/M of both on each rank. It is sound where the
+update of a parameter depends on no other parameter, which `zerofx.runtime.optim.probe` finds out.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx._torch import DisableTorchFunction, pytree
+from zerofx.runtime.optim.owners import Owners
+from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write
+
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, ByOwner] = weakref.WeakKeyDictionary()
+
+
+def by_owner(optimizer: torch.optim.Optimizer) -> ByOwner | None:
+    """How ``optimizer`` steps by owners, if it does."""
+    return _STEPS.get(optimizer)
+
+
+def step_by_owner(optimizer: torch.optim.Optimizer) -> ByOwner:
+    """From now on ``optimizer`` steps by owners."""
+    return _STEPS.setdefault(optimizer, ByOwner(optimizer))
+
+
+def state_in_shards(optimizer: torch.optim.Optimizer) -> None:
+    """The state of ``optimizer`` is sharded as its parameters are, until it steps. A collective, where it has owners."""
+    if (steps := _STEPS.get(optimizer)) is not None:
+        steps.shard_state(optimizer)
+
+
+class ByOwner:
+    """What is kept from step to step of one optimizer.
+
+    Attributes:
+        lists: in a step, all parameters of each group of the optimizer; empty outside of one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._owners: Owners | None = None
+        self._wholes: dict[ShardedParameter, nn.Parameter] = {}
+        self.lists: list[list[Any]] = []
+        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # some never call torch.optim.Optimizer's __init__
+            optimizer.register_state_dict_pre_hook(state_in_shards)
+
+    @torch.no_grad()
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters and gradients of ``optimizer`` are whole, on their owners, until `end`. A collective."""
+        self.end_failed(optimizer)
+        parameters = self._parameters(optimizer)
+        if self._owners is None or any(p not in self._owners for p in parameters):
+            self.shard_state(optimizer)
+            self._owners, self._wholes = Owners(parameters), {}
+        self._own_state(optimizer, parameters)
+        mine = [p for p in parameters if self._owners.owns(p)]
+        for p in mine:
+            if p not in self._wholes:
+                self._wholes[p] = nn.Parameter(torch.empty(0, dtype=p.dtype, device=p._group.device), p.requires_grad)
+        self._gather_weights(parameters)
+        self._gather_gradients(parameters)
+        self.lists = [group["params"][:] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"][:] = [
+                self._wholes.get(p, p) for p in group["params"] if p in self._wholes or not _is_sharded(p)
+            ]
+        for p in mine:
+            if p in optimizer.state:
+                optimizer.state[self._wholes[p]] = optimizer.state.pop(p)
+
+    @torch.no_grad()
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """The new weights are in the slices again, and ``optimizer`` has all its parameters. A collective."""
+        self._put_back(optimizer)
+        self._scatter_weights(self._parameters(optimizer))
+        for whole in self._wholes.values():
+            whole.grad = None
+            whole.data = whole.new_empty(0)
+
+    def end_failed(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that raised is over: ``optimizer`` has all its parameters; weights are as they were."""
+        if self.lists:
+            self._put_back(optimizer)
+
+    def closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure`` for the optimizer to call in its step: the model has what weights it made, and it has gradients."""
+
+        @functools.wraps(closure)
+        def wrapped() -> Any:
+            parameters = [p for params in self.lists for p in params if _is_sharded(p)]
+            with torch.no_grad():
+                self._scatter_weights(parameters)
+                for group in {p._group: None for p in parameters}:
+                    group.weights.note_write()
+            result = closure()
+            with torch.no_grad():
+                self._gather_gradients(parameters)
+            return result
+
+        return wrapped
+
+    @torch.no_grad()
+    def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """`state_in_shards`: what is shaped as its parameter is sharded, all else is on every rank as its owner has it."""
+        self.end_failed(optimizer)
+        if self._owners is None or not self._wholes_have_state(optimizer):
+            return
+        parameters = [p for p in self._parameters(optimizer) if p in self._owners]
+        for members in _by_ranks(parameters):
+            owned = {i: optimizer.state[p] for i, p in enumerate(members) if self._owners.owns(p) and p in optimizer.state}
+            told = {i: _described(state, members[i]) for i, state in owned.items()}
+            ranks = members[0]._group.sharing.optimizer
+            everywhere = {i: state for part in ranks.all_gathered(told) for i, state in part.items()}
+            for i, p in enumerate(members):
+                if i in everywhere:
+                    optimizer.state[p] = self._sharded(everywhere[i], owned.get(i), p)
+
+    def _sharded(self, described: Any, state: Any, p: ShardedParameter) -> Any:
+        """``described`` with a sharded tensor for each `_Slice`; ``state`` is what the owner has."""
+        assert self._owners is not None
+        leaves, tree = pytree.tree_flatten(described)
+        mine = pytree.tree_leaves(state) if state is not None else [None] * len(leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, _Slice):
+                like = p.like(p._local.to(leaf.dtype))
+                [part] = self._owners.scatter([] if state is None else [mine[i]], [like])
+                leaves[i] = like.like(part)
+            elif isinstance(leaf, torch.Tensor):
+                leaves[i] = leaf if state is None else mine[i]
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _own_state(self, optimizer: torch.optim.Optimizer, parameters: list[ShardedParameter]) -> None:
+        """State that is sharded, as it was loaded, is whole on its parameter's owner, and nowhere else."""
+        assert self._owners is not None
+        for p in parameters:
+            if p not in optimizer.state:
+                continue
+            state = optimizer.state[p]
+            leaves, tree = pytree.tree_flatten(state)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, ShardedTensor):
+                    leaves[i] = next(iter(self._owners.gather([leaf])), None)
+            if self._owners.owns(p):
+                optimizer.state[p] = pytree.tree_unflatten(leaves, tree)
+            else:
+                del optimizer.state[p]
+
+    def _wholes_have_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether owners have it, on some rank: it is not in shards."""
+        assert self._owners is not None
+        sharded = [p for p in self._parameters(optimizer) if p in self._owners]
+        mine = any(
+            self._owners.owns(p) and not any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves(optimizer.state[p]))
+            for p in sharded
+            if p in optimizer.state
+        )
+        return any(any(members[0]._group.sharing.optimizer.all_gathered(mine)) for members in _by_ranks(sharded))
+
+    def _gather_weights(self, parameters: list[ShardedParameter]) -> None:
+        assert self._owners is not None
+        mine = [p for p in parameters if self._owners.owns(p)]
+        for p, whole in zip(mine, self._owners.gather([_plain(p) for p in parameters]), strict=True):
+            self._wholes[p].data = whole
+
+    def _gather_gradients(self, parameters: list[ShardedParameter]) -> None:
+        assert self._owners is not None
+        with DisableTorchFunction():
+            gradients = {p: p.grad for p in parameters}
+        trained = [p for p in parameters if gradients[p] is not None]
+        wholes = iter(self._owners.gather([gradients[p] for p in trained]))  # type: ignore[misc]
+        for p in parameters:
+            if self._owners.owns(p):
+                self._wholes[p].grad = next(wholes) if gradients[p] is not None else None
+
+    def _scatter_weights(self, parameters: list[ShardedParameter]) -> None:
+        assert self._owners is not None
+        wholes = [self._wholes[p].detach() for p in parameters if self._owners.owns(p)]
+        for p, part in zip(parameters, self._owners.scatter(wholes, [_plain(p) for p in parameters]), strict=True):
+            p._local.copy_(part)
+            count_write(p)
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, params in zip(optimizer.param_groups, self.lists, strict=True):
+            group["params"][:] = params
+        self.lists = []
+        for p, whole in self._wholes.items():
+            if whole in optimizer.state:
+                optimizer.state[p] = optimizer.state.pop(whole)
+
+    def _parameters(self, optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
+        return [p for group in optimizer.param_groups for p in group["params"] if _is_sharded(p)]
+
+
+class _Slice:
+    """In a description of state: a tensor that is shaped as its parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def _described(state: Any, p: ShardedParameter) -> Any:
+    def describe(x: Any) -> Any:
+        whole = isinstance(x, torch.Tensor) and x.shape == torch.Size(p._slot.shape) and x.dim() > 0
+        return _Slice(x.dtype) if whole else x.detach().cpu() if isinstance(x, torch.Tensor) else x
+
+    return pytree.tree_map(describe, state)
+
+
+def _is_sharded(p: Any) -> bool:
+    return isinstance(p, ShardedParameter)
+
+
+def _plain(p: ShardedParameter) -> Any:
+    return p.like(p._local) if isinstance(p, ShardedParameter) else p
+
+
+def _by_ranks(parameters: list[ShardedParameter]) -> list[list[ShardedParameter]]:
+    found: dict[str, list[ShardedParameter]] = {}
+    for p in parameters:
+        found.setdefault(p._group.group_name, []).append(p)
+    return list(found.values())
