@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zerofx._torch import EXTRA_STATE, as_dtensor, is_dtensor
+from zerofx.runtime.optim.by_owner import state_in_shards
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.home import all_resident, resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
@@ -81,9 +82,11 @@ def owned(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with names in the place of numbers; parameters without a state have none here.
 
-    What an optimizer keeps besides, in its state under keys of its own or beside it, stays as it is.
+    What an optimizer keeps besides, in its state under keys of its own or beside it, stays as it is. A collective, where
+    parameters have owners (`zerofx.runtime.optim.by_owner`).
     """
     name_of = {number: name for number, name, _ in owned(module, optimizer)}
+    state_in_shards(optimizer)
     numbered = optimizer.state_dict()
     groups = [
         {**group, "params": [name_of[number] for number in group["params"]]} for group in numbered["param_groups"]

@@ -7,18 +7,21 @@
                         ▲ gradients and weights travel to owners  ▼ new weights travel to the slices
     to save or load     param_groups: all parameters, sharded     state: of all parameters, sharded
 
-So the update of a matrix is computed once, and its state is kept once: 1/M of both on each rank. It is sound where the
-update of a parameter depends on no other parameter, which `zerofx.runtime.optim.probe` finds out.
+So the update of a matrix is computed once, and its state is kept once: 1/M of both on each rank. An owner keeps the whole
+weights as well, 1/M of the model, so that only gradients and new weights travel. It is sound where the update of a
+parameter depends on no other parameter, which `zerofx.runtime.optim.probe` finds out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import DisableTorchFunction, pytree
@@ -33,9 +36,11 @@ def by_owner(optimizer: torch.optim.Optimizer) -> ByOwner | None:
     return _STEPS.get(optimizer)
 
 
-def step_by_owner(optimizer: torch.optim.Optimizer) -> ByOwner:
-    """From now on ``optimizer`` steps by owners."""
-    return _STEPS.setdefault(optimizer, ByOwner(optimizer))
+def step_by_owner(optimizer: torch.optim.Optimizer, *, draws: bool = False) -> ByOwner:
+    """From now on ``optimizer`` steps by owners. ``draws``: random numbers."""
+    if optimizer not in _STEPS:
+        _STEPS[optimizer] = ByOwner(optimizer, draws)
+    return _STEPS[optimizer]
 
 
 def state_in_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -51,9 +56,11 @@ class ByOwner:
         lists: in a step, all parameters of each group of the optimizer; empty outside of one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, draws: bool) -> None:
+        self._random = _Random() if draws else None
         self._owners: Owners | None = None
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
+        self._versions: dict[ShardedParameter, int] = {}
         self.lists: list[list[Any]] = []
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # some never call torch.optim.Optimizer's __init__
             optimizer.register_state_dict_pre_hook(state_in_shards)
@@ -65,7 +72,7 @@ class ByOwner:
         parameters = self._parameters(optimizer)
         if self._owners is None or any(p not in self._owners for p in parameters):
             self.shard_state(optimizer)
-            self._owners, self._wholes = Owners(parameters), {}
+            self._owners, self._wholes, self._versions = Owners(parameters), {}, {}
         self._own_state(optimizer, parameters)
         mine = [p for p in parameters if self._owners.owns(p)]
         for p in mine:
@@ -74,13 +81,12 @@ class ByOwner:
         self._gather_weights(parameters)
         self._gather_gradients(parameters)
         self.lists = [group["params"][:] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"][:] = [
-                self._wholes.get(p, p) for p in group["params"] if p in self._wholes or not _is_sharded(p)
-            ]
+        self._show_wholes(optimizer)
         for p in mine:
             if p in optimizer.state:
                 optimizer.state[self._wholes[p]] = optimizer.state.pop(p)
+        if self._random is not None and parameters:
+            self._random.begin(parameters[0]._group.sharing.everyone.rank)
 
     @torch.no_grad()
     def end(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,12 +95,12 @@ class ByOwner:
         self._scatter_weights(self._parameters(optimizer))
         for whole in self._wholes.values():
             whole.grad = None
-            whole.data = whole.new_empty(0)
 
     def end_failed(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that raised is over: ``optimizer`` has all its parameters; weights are as they were."""
         if self.lists:
             self._put_back(optimizer)
+            self._versions = {}
 
     def closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` for the optimizer to call in its step: the model has what weights it made, and it has gradients."""
@@ -106,7 +112,9 @@ class ByOwner:
                 self._scatter_weights(parameters)
                 for group in {p._group: None for p in parameters}:
                     group.weights.note_write()
+            self._show_shards(optimizer)  # zero_grad() in it is of the model's parameters
             result = closure()
+            self._show_wholes(optimizer)
             with torch.no_grad():
                 self._gather_gradients(parameters)
             return result
@@ -171,9 +179,16 @@ class ByOwner:
         return any(any(members[0]._group.sharing.optimizer.all_gathered(mine)) for members in _by_ranks(sharded))
 
     def _gather_weights(self, parameters: list[ShardedParameter]) -> None:
+        """Owners have them from the last step, unless some rank has written to its slice since."""
         assert self._owners is not None
-        mine = [p for p in parameters if self._owners.owns(p)]
-        for p, whole in zip(mine, self._owners.gather([_plain(p) for p in parameters]), strict=True):
+        written = []
+        for members in _by_ranks(parameters):
+            flags = torch.tensor([self._versions.get(p) != p._local._version for p in members], dtype=torch.uint8)
+            there = flags.to(members[0]._group.device)
+            members[0]._group.sharing.optimizer.sum_(there, dist.ReduceOp.MAX)
+            written += [p for p, flag in zip(members, there.tolist(), strict=True) if flag]
+        mine = [p for p in written if self._owners.owns(p)]
+        for p, whole in zip(mine, self._owners.gather([_plain(p) for p in written]), strict=True):
             self._wholes[p].data = whole
 
     def _gather_gradients(self, parameters: list[ShardedParameter]) -> None:
@@ -192,17 +207,42 @@ class ByOwner:
         for p, part in zip(parameters, self._owners.scatter(wholes, [_plain(p) for p in parameters]), strict=True):
             p._local.copy_(part)
             count_write(p)
+        self._versions = {p: p._local._version for p in parameters}
 
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
+    def _show_wholes(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, params in zip(optimizer.param_groups, self.lists, strict=True):
+            group["params"][:] = [self._wholes.get(p, p) for p in params if p in self._wholes or not _is_sharded(p)]
+
+    def _show_shards(self, optimizer: torch.optim.Optimizer) -> None:
         for group, params in zip(optimizer.param_groups, self.lists, strict=True):
             group["params"][:] = params
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        self._show_shards(optimizer)
         self.lists = []
+        if self._random is not None:
+            self._random.end()
         for p, whole in self._wholes.items():
             if whole in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(whole)
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
         return [p for group in optimizer.param_groups for p in group["params"] if _is_sharded(p)]
+
+
+class _Random:
+    """Each rank draws numbers of its own in a step, and all have drawn one, the same, behind it."""
+
+    def __init__(self) -> None:
+        self._kept = contextlib.ExitStack()
+
+    def begin(self, rank: int) -> None:
+        seed = int(torch.randint(2**31, ()))
+        self._kept.enter_context(torch.random.fork_rng())
+        torch.manual_seed(seed + rank)
+
+    def end(self) -> None:
+        self._kept.close()
 
 
 class _Slice:

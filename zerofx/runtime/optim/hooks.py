@@ -64,7 +64,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     if way.kind is None:
         raise NotElementwise(type(optimizer).__name__, way.operation, way.why)
     if way.kind == "owner":
-        steps = step_by_owner(optimizer)
+        _check_memory(optimizer, groups)
+        steps = step_by_owner(optimizer, draws=way.draws)
         steps.begin(optimizer)
         if closure is not None:
             args, kwargs = _with_closure(args, kwargs, steps.closure(optimizer, closure))
@@ -83,6 +84,17 @@ def way_of(optimizer: torch.optim.Optimizer, *, closure: bool = False) -> Way:
             return way  # with a closure, or when it has another group, it may be another
         _ways[optimizer] = way
     return _ways[optimizer]
+
+
+def _check_memory(optimizer: torch.optim.Optimizer, groups: list[ShardGroup]) -> None:
+    """Refuse a file for state that owners have whole."""
+    for group in groups:
+        if group.home.file is not None and "moment" in group.home.file.holds:
+            raise TypeError(
+                f"{type(optimizer).__name__} over group {group.layout.name!r}, whose optimizer state is in a file "
+                "(offload=): each parameter's owner keeps its state whole, in memory. Take an optimizer that works "
+                "element by element (SGD, Adam, zerofx.AdamW), or leave offload= out."
+            )
 
 
 def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,11 +62,13 @@ class Way:
         kind: ``"slices"`` or ``"owner"``; None: neither.
         operation: what the optimizer does that slices cannot give; empty for slices.
         why: why it is refused; empty where it is not.
+        draws: whether it draws random numbers.
     """
 
     kind: Literal["slices", "owner"] | None
     operation: str = ""
     why: str = ""
+    draws: bool = False
 
 
 def probe(optimizer: Optimizer, *, closure: bool) -> Way:
@@ -75,8 +77,8 @@ def probe(optimizer: Optimizer, *, closure: bool) -> Way:
     Args:
         closure: whether its step is given one.
     """
-    with _random_states_kept(), torch.no_grad(), _PerOperationRandom():
-        return _probe(optimizer, closure)
+    with _random_states_kept(), torch.no_grad(), _PerOperationRandom() as drawn:
+        return replace(_probe(optimizer, closure), draws=drawn.some)
 
 
 def _probe(optimizer: Optimizer, closure: bool) -> Way:
@@ -275,10 +277,13 @@ def _largest(x: torch.Tensor, less: torch.Tensor | None = None) -> float:
 
 
 class _PerOperationRandom(TorchDispatchMode):
-    """What an operation draws follows from its name and sizes alone."""
+    """What an operation draws follows from its name and sizes alone. ``some``: it has drawn some."""
+
+    some = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
+            self.some = True
             sizes = [tuple(x.shape) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             torch.manual_seed(sum(map(ord, f"{func}{sizes}")))
         return func(*args, **(kwargs or {}))

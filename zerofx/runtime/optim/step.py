@@ -23,6 +23,7 @@ used outside of graphs, too, or in leaf modules        as the block ends
 with post-accumulate hooks of the user's               as the block ends
 of stage 0; parameters that are not sharded            as the block ends
 of one copy, which others still read                   as the block ends
+of an optimizer that works by owners                   as the block ends
 =====================================================  =====================
 """
 
@@ -38,7 +39,7 @@ from torch.optim import Optimizer
 
 from zerofx._torch import DisableTorchFunction, post_accumulate_hooks, profiler_is_on
 from zerofx.runtime.optim.adamw import AdamW
-from zerofx.runtime.optim.hooks import check_home
+from zerofx.runtime.optim.hooks import check_home, way_of
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedParameter
 
@@ -116,6 +117,7 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._by_group = way_of(optimizer).kind == "slices"
         self._members: dict[ShardGroup, dict[int, list[Any]]] = {}
         for i, param_group in enumerate(optimizer.param_groups):
             for p in param_group["params"]:
@@ -126,7 +128,7 @@ class Stepper:
 
     def takes(self, group: ShardGroup) -> bool:
         """Whether `step` is to update ``group`` now: it has all of its gradient."""
-        if group not in self._members or group.pending > 0:
+        if not self._by_group or group not in self._members or group.pending > 0:
             return False
         # One hook is ours (`zerofx.runtime.eager.ondemand.reduce_by_hook`).
         return all(post_accumulate_hooks(p) <= 1 for p in self._parameters(group))

@@ -1,0 +1,470 @@
+"""Optimizers that look at whole parameters: what one process computes, each parameter on one rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.counting import count_collectives
+from tests.workers import Workers
+from zerofx.integrations.states import full_optimizer_state
+from zerofx.runtime.optim.by_owner import by_owner
+from zerofx.runtime.optim.hooks import way_of
+from zerofx.runtime.optim.owners import Owners, assign, matrix_cost
+
+Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Rows(torch.optim.Optimizer):
+    """Written by hand: what it does with the rows and columns of a gradient is an option."""
+
+    def __init__(self, params: Iterable[Any], how: str = "product", lr: float = 0.1) -> None:
+        super().__init__(params, {"how": how, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if group["how"] == "fails":
+                    raise ArithmeticError("in a step")
+                state = self.state[p]
+                rows = p.grad.reshape(p.shape[0], -1)
+                state["seen"] = state.get("seen", 0) + 1
+                state["products"] = state.get("products", 0) + rows @ rows.T
+                state["mean"] = state.get("mean", 0) + p.grad
+                scale = state["products"].norm() + 1
+                noise = torch.rand(()) if group["how"] == "random" else 0
+                p.sub_((state["mean"] + noise) / scale, alpha=group["lr"])
+        return loss
+
+
+class Dependent(torch.optim.Optimizer):
+    """All gradients together decide about the step; ``how`` they are looked at."""
+
+    def __init__(self, params: Iterable[Any], how: str) -> None:
+        super().__init__(params, {"how": how, "distance": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        total = 0.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["how"] == "rows":
+                    total += float(p.grad.reshape(p.shape[0], -1).mean(dim=1).abs().sum())
+                else:
+                    flat = p.grad.flatten()
+                    total += float(torch.dot(flat, p.detach().view(-1)).abs() + flat.std() + flat.norm(-2))
+        for group in self.param_groups:
+            group["distance"] += total * 1e-3
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["distance"])
+
+
+class Net(nn.Module):
+    """Nothing divides by 2 or 3; one parameter never gets a gradient, one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 11, dtype=torch.float64)])
+        self.unused = nn.Parameter(torch.randn(5))
+        self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+
+
+OPTIMIZERS: dict[str, Maker] = {
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.1, weight_decay=0.1),
+    "Rows": Rows,
+    "Muon": lambda groups: torch.optim.Muon(
+        [{**group, "params": [p for p in group["params"] if p.dim() == 2]} for group in groups], lr=0.1
+    ),
+}
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(module.parameters())
+    return [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.03}]
+
+
+def set_gradients(*modules: nn.Module, seed: int) -> None:
+    for module in modules:
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in module.named_parameters():
+            if name not in ("unused", "frozen"):
+                p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def check_alike(module: nn.Module, plain: nn.Module) -> None:
+    for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+        whole = p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p.detach()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, whole)
+        assert all(torch.equal(x, whole) for x in told), f"{name} differs between ranks"
+        torch.testing.assert_close(whole, q.detach(), rtol=1e-6, atol=1e-6, msg=f"{name}: {{}}".format)
+
+
+def sharded(stage: int, **options: Any) -> nn.Module:
+    return zerofx.shard(Net(), stage=stage, groups=zerofx.Grouping(min_bytes=0), **options)
+
+
+# ----------------------------------------------------------------------------------------------------- numbers
+
+
+def train(name: str, stage: int) -> float:
+    """The share of one process's state that this rank has, in elements."""
+    module, plain = sharded(stage), Net()
+    mine, theirs = OPTIMIZERS[name](groups_of(module)), OPTIMIZERS[name](groups_of(plain))
+    for step in range(4):
+        set_gradients(module, plain, seed=step)
+        mine.step()
+        theirs.step()
+    assert way_of(mine).kind == "owner"
+    check_alike(module, plain)
+    assert [p for group in mine.param_groups for p in group["params"]] != []
+    assert all(p in set(module.parameters()) for group in mine.param_groups for p in group["params"])
+    return elements(mine) / elements(theirs)
+
+
+def elements(optimizer: torch.optim.Optimizer) -> int:
+    leaves = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return sum(x._local.numel() if isinstance(x, zerofx.ShardedTensor) else x.numel() for x in leaves)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_owners_compute_what_one_process_does_and_keep_its_state_once(
+    workers2: Workers, workers3: Workers, name: str, stage: int
+) -> None:
+    for workers in (workers2, workers3):
+        assert sum(workers.run(train, name, stage)) == pytest.approx(1.0)
+
+
+def count(stage: int) -> tuple[float, float]:
+    """Bytes that a step sends, in those of all trained weights times (M-1)/M: the first step's, a later one's."""
+    module = sharded(stage)
+    optimizer = Rows(module.parameters())
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    found = []
+    for step in range(3):
+        set_gradients(module, seed=step)
+        with count_collectives() as log:
+            optimizer.step()
+        found.append(log.bytes["all_to_all"])
+    share = trained * (dist.get_world_size() - 1) / dist.get_world_size()
+    return found[0] / share, found[2] / share
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_travel_to_owners_and_new_weights_back(workers2: Workers, stage: int) -> None:
+    sent = workers2.run(count, stage)
+    assert sum(later for _, later in sent) / 2 <= 2.0
+    assert sum(first for first, _ in sent) / 2 <= 3.0
+
+
+def written() -> None:
+    module, plain = sharded(3), Net()
+    mine, theirs = Rows(module.parameters()), Rows(plain.parameters())
+    for step in range(3):
+        set_gradients(module, plain, seed=step)
+        with torch.no_grad():
+            for net in (module, plain):
+                net.layers[0].weight.mul_(0.5)  # type: ignore[index,union-attr,operator]
+        mine.step()
+        theirs.step()
+    check_alike(module, plain)
+
+
+def test_weights_that_are_written_between_steps_are_gathered_anew(workers2: Workers) -> None:
+    workers2.run(written)
+
+
+def train_on_mesh(stage: int) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module, plain = sharded(stage, mesh=mesh), Net()
+    mine, theirs = Rows(groups_of(module)), Rows(groups_of(plain))
+    for step in range(2):
+        set_gradients(module, plain, seed=step)
+        mine.step()
+        theirs.step()
+    check_alike(module, plain)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_a_mesh_owners_are_ranks_of_a_replica(make_workers: Callable[[int], Workers], stage: int) -> None:
+    make_workers(4).run(train_on_mesh, stage)
+
+
+def train_with_what_changes() -> None:
+    module, plain = sharded(3), Net()
+    optimizers = []
+    for net in (module, plain):
+        first, *others = list(net.parameters())
+        optimizer = Rows([first])
+        optimizers.append((optimizer, others))
+    for step in range(4):
+        set_gradients(module, plain, seed=step)
+        for optimizer, others in optimizers:
+            if step == 2:
+                optimizer.add_param_group({"params": others, "lr": 0.2})
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            optimizer.step()
+    check_alike(module, plain)
+
+
+def test_parameter_groups_may_be_added_and_schedulers_used(workers2: Workers) -> None:
+    workers2.run(train_with_what_changes)
+
+
+def train_with_closure(stage: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+    module = zerofx.compile(net, stage=stage, executor="eager")
+    x, y = torch.randn(8, 5), torch.randn(8, 3)
+    for model, optimizer in ((module, Rows(module.parameters())), (plain, Rows(plain.parameters()))):
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        assert losses == sorted(losses, reverse=True)
+    check_alike(module, plain)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_closure_in_a_step_trains_the_sharded_model(workers2: Workers, stage: int) -> None:
+    workers2.run(train_with_closure, stage)
+
+
+def train_in_backward() -> None:
+    torch.manual_seed(0)
+    net, plain = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)), nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3))
+    plain.load_state_dict(net.state_dict())
+    module = zerofx.compile(net, stage=3, executor="eager")
+    mine, theirs = Rows(module.parameters()), Rows(plain.parameters())
+    x = torch.randn(8, 5)
+    for _ in range(2):
+        with zerofx.step_in_backward(mine):
+            module(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    check_alike(module, plain)
+
+
+def test_a_step_in_backward_waits_for_its_end(workers2: Workers) -> None:
+    workers2.run(train_in_backward)
+
+
+def draw() -> tuple[float, list[torch.Tensor]]:
+    module = sharded(3)
+    optimizer = Rows(module.parameters(), "random")
+    torch.manual_seed(5)
+    for step in range(2):
+        set_gradients(module, seed=step)
+        optimizer.step()
+    assert way_of(optimizer).draws
+    return float(torch.rand(())), [p.full_tensor() for p in module.parameters()]
+
+
+def test_random_numbers_of_owners_leave_the_generators_of_ranks_alike(workers2: Workers) -> None:
+    (one, weights), (other, others) = workers2.run(draw)
+    assert one == other
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+# ------------------------------------------------------------------------------------------ which way it goes
+
+
+def depend(how: str, stage: int) -> str:
+    module, plain = sharded(stage), Net()
+    names = [name for name, _ in plain.named_parameters() if name not in ("unused", "frozen")]
+    mine, theirs = (Dependent([dict(m.named_parameters())[n] for n in names], how) for m in (module, plain))
+    kinds = ""
+    for step in range(4):
+        set_gradients(module, plain, seed=step)
+        if how == "rows":
+            with pytest.raises(
+                RuntimeError,
+                match="Dependent is not elementwise: it uses 'reshape' while the update of one parameter depends on",
+            ):
+                mine.step()
+            check_alike(module, Net())
+        else:
+            mine.step()
+            theirs.step()
+            kinds = str(way_of(mine).kind)
+    if how != "rows":
+        check_alike(module, plain)
+    return kinds
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_numbers_of_all_parameters_are_computed_on_slices(workers2: Workers, stage: int) -> None:
+    assert workers2.run(depend, "numbers", stage) == ["slices"] * 2
+
+
+def test_rows_of_parameters_that_depend_on_each_other_are_refused_and_nothing_changes(workers2: Workers) -> None:
+    workers2.run(depend, "rows", 3)
+
+
+def ways() -> dict[str, str | None]:
+    module = sharded(3)
+    made = {
+        "AdamW": torch.optim.AdamW(module.parameters()),
+        "zerofx.AdamW": zerofx.AdamW(module.parameters()),
+        "a subclass of SGD": type("Mine", (torch.optim.SGD,), {})(module.parameters(), lr=0.1),
+        "LBFGS": torch.optim.LBFGS(module.parameters()),
+        "Adafactor": torch.optim.Adafactor(module.parameters()),
+    }
+    return {name: way_of(optimizer, closure=name == "LBFGS").kind for name, optimizer in made.items()}
+
+
+def test_every_rank_goes_the_same_way(workers2: Workers) -> None:
+    one, other = workers2.run(ways)
+    assert one == other
+    expected = {"AdamW": "slices", "zerofx.AdamW": "slices", "a subclass of SGD": "slices", "LBFGS": None}
+    assert one == {**expected, "Adafactor": "owner"}
+
+
+def fail() -> None:
+    module, plain = sharded(3), Net()
+    mine, theirs = Rows(module.parameters()), Rows(plain.parameters())
+    for step in range(3):
+        set_gradients(module, plain, seed=step)
+        if step == 1:
+            mine.param_groups[0]["how"] = "fails"
+            with pytest.raises(ArithmeticError):
+                mine.step()
+            mine.param_groups[0]["how"] = "product"
+            continue
+        mine.step()
+        theirs.step()
+    check_alike(module, plain)
+
+
+def test_a_step_that_raises_changes_no_weights_and_the_next_one_goes_on(workers2: Workers) -> None:
+    workers2.run(fail)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save(path: str, stage: int) -> None:
+    module = sharded(stage)
+    optimizer = Rows(groups_of(module))
+    for step in range(2):
+        set_gradients(module, seed=step)
+        optimizer.step()
+    zerofx.save(path, module, optimizer)
+    set_gradients(module, seed=2)
+    optimizer.step()  # state goes back to its owners
+    plain = Net()
+    theirs = Rows(groups_of(plain))
+    for step in range(3):
+        set_gradients(plain, seed=step)
+        theirs.step()
+    check_alike(module, plain)
+    whole = full_optimizer_state(optimizer)
+    if dist.get_rank() == 0:
+        expected = theirs.state_dict()
+        assert whole["state"].keys() == expected["state"].keys()
+        for number, state in expected["state"].items():
+            assert state["seen"] == whole["state"][number]["seen"]
+            for what in ("mean", "products"):
+                torch.testing.assert_close(whole["state"][number][what], state[what])
+
+
+def load(path: str, stage: int) -> None:
+    module = sharded(stage) if stage else zerofx.shard(Net(), stage=0)
+    optimizer = Rows(groups_of(module))
+    zerofx.load(path, module, optimizer)
+    plain = Net()
+    theirs = Rows(groups_of(plain))
+    for step in range(4):
+        set_gradients(plain, seed=step)
+        theirs.step()
+    for step in range(2, 4):
+        set_gradients(module, seed=step)
+        optimizer.step()
+    check_alike(module, plain)
+
+
+@pytest.mark.parametrize(("stage", "other"), [(3, 3), (3, 0), (1, 2)])
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(
+    workers2: Workers, workers3: Workers, tmp_path: Path, stage: int, other: int
+) -> None:
+    workers2.run(save, str(tmp_path / "it"), stage)
+    workers3.run(load, str(tmp_path / "it"), other)
+    workers2.run(load, str(tmp_path / "it"), other)
+
+
+# ------------------------------------------------------------------------------------------------------ owners
+
+
+def test_no_owner_has_much_more_than_its_share() -> None:
+    for seed in range(50):
+        draws = random.Random(seed)
+        shapes = [[draws.choice([1, 64, 256, 1024]) for _ in range(draws.choice([1, 2, 2, 3]))] for _ in range(60)]
+        for ranks in (2, 3, 8):
+            owners = assign(shapes, ranks)
+            for of in (matrix_cost, lambda shape: float(torch.Size(shape).numel())):
+                loads = [sum(of(s) for s, o in zip(shapes, owners, strict=True) if o == rank) for rank in range(ranks)]
+                largest = max(map(of, shapes))
+                assert max(loads) <= 1.1 * sum(loads) / ranks + largest, f"seed {seed}, {ranks} ranks"
+
+
+def exchange(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(5, 3), (7,), (2, 3, 4), (1,), (11, 2)]
+    module = nn.ParameterList([nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes])
+    wholes = [p.detach().clone() for p in module]
+    zerofx.shard(module, stage=3)
+    parameters: Any = list(module)
+    owners = Owners(parameters)
+    owned = [i for i, p in enumerate(parameters) if owners.owns(p)]
+    found = owners.gather([p.like(p._local) for p in parameters])
+    assert len(found) == len(owned)
+    for i, whole in zip(owned, found, strict=True):
+        assert torch.equal(whole, wholes[i])
+    slices = owners.scatter([whole * 2 for whole in found], parameters)
+    for p, part in zip(parameters, slices, strict=True):
+        assert torch.equal(part, p._local * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_owners_gather_and_scatter_is_whole_and_in_place(
+    workers2: Workers, workers3: Workers, dtype: torch.dtype
+) -> None:
+    for workers in (workers2, workers3):
+        workers.run(exchange, dtype)
+
+
+def offloaded(path: str) -> None:
+    module = sharded(3, offload=path)
+    set_gradients(module, seed=0)
+    optimizer = Rows(module.parameters())
+    with pytest.raises(TypeError, match="Rows over group .*whose optimizer state is in a file"):
+        optimizer.step()
+    assert by_owner(optimizer) is None
+
+
+def test_state_in_a_file_is_refused_to_owners(workers2: Workers, tmp_path: Path) -> None:
+    workers2.run(offloaded, str(tmp_path))
