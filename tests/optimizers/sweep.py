@@ -126,7 +126,9 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, parts: list[slice], 
                 raise
             optimizer.step(closure)
     with torch.no_grad():
-        return [p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p.detach().clone() for p in net.parameters()]
+        return [
+            p.full_tensor() if isinstance(p, zerofx.ShardedTensor) else p.detach().clone() for p in net.parameters()
+        ]
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.optim.Optimizer]]:
@@ -165,9 +167,7 @@ def compare(name: str, stage: int) -> tuple[str, str]:
         same = all(torch.equal(a, b) and bool(a.isfinite().all()) for x in told for a, b in zip(x, got, strict=True))
         moved = any(not torch.equal(a, b) for a, b in zip(got, start, strict=True))
         return ("random", "all ranks agree") if same and moved else ("wrong", "ranks differ, or nothing moved")
-    worst = max(
-        float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(got, expected, strict=True)
-    )
+    worst = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(got, expected, strict=True))
     moved = max(float((a - b).abs().max()) for a, b in zip(expected, start, strict=True))
     if worst > 1e-5:
         return "wrong", f"by {worst:.1e}; one process moved by {moved:.1e}"

@@ -82,7 +82,7 @@ def owned(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with names in the place of numbers; parameters without a state have none here.
 
-    What an optimizer keeps besides, in its state under keys of its own or beside it, stays as it is. A collective, where
+    What an optimizer keeps besides, in its state under keys of its own or beside it, stays as it is. A collective where
     parameters have owners (`zerofx.runtime.optim.by_owner`).
     """
     name_of = {number: name for number, name, _ in owned(module, optimizer)}

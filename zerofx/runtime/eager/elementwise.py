@@ -71,6 +71,7 @@ METADATA = frozenset(
 )
 """Operations that never look at elements."""
 
+
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on arguments of which one is, or holds, a `ShardedTensor`. Their state is resident meanwhile.
 

@@ -45,8 +45,10 @@ def flat_view(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _product(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    one, other = args if len(args) == 2 and not kwargs else (None, None)
-    if not all(isinstance(x, ShardedTensor) and len(x._slot.shape) == 1 for x in (one, other)):
+    if len(args) != 2 or kwargs:
+        return NotImplemented
+    one, other = args
+    if not all(isinstance(x, ShardedTensor) and len(x._slot.shape) == 1 for x in args):
         return NotImplemented
     if one._group is not other._group or one._slot.offset != other._slot.offset or one._dtensor is not None:
         return NotImplemented

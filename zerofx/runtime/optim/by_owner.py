@@ -7,9 +7,9 @@
                         ▲ gradients and weights travel to owners  ▼ new weights travel to the slices
     to save or load     param_groups: all parameters, sharded     state: of all parameters, sharded
 
-So the update of a matrix is computed once, and its state is kept once: 1/M of both on each rank. An owner keeps the whole
-weights as well, 1/M of the model, so that only gradients and new weights travel. It is sound where the update of a
-parameter depends on no other parameter, which `zerofx.runtime.optim.probe` finds out.
+So the update of a matrix is computed once, and its state is kept once: 1/M of both on each rank. An owner keeps the
+whole weights as well, 1/M of the model, so that only gradients and new weights travel. It is sound where the update of
+a parameter depends on no other parameter, which `zerofx.runtime.optim.probe` finds out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import DisableTorchFunction, pytree
-from zerofx.runtime.optim.owners import Owners
+from zerofx.runtime.optim.owners import Owners, by_ranks
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write
 
 _STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, ByOwner] = weakref.WeakKeyDictionary()
@@ -44,7 +44,7 @@ def step_by_owner(optimizer: torch.optim.Optimizer, *, draws: bool = False) -> B
 
 
 def state_in_shards(optimizer: torch.optim.Optimizer) -> None:
-    """The state of ``optimizer`` is sharded as its parameters are, until it steps. A collective, where it has owners."""
+    """The state of ``optimizer`` is sharded as its parameters are, until it steps. With owners a collective."""
     if (steps := _STEPS.get(optimizer)) is not None:
         steps.shard_state(optimizer)
 
@@ -60,7 +60,7 @@ class ByOwner:
         self._random = _Random() if draws else None
         self._owners: Owners | None = None
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
-        self._versions: dict[ShardedParameter, int] = {}
+        self._versions: dict[Any, int] = {}
         self.lists: list[list[Any]] = []
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # some never call torch.optim.Optimizer's __init__
             optimizer.register_state_dict_pre_hook(state_in_shards)
@@ -103,7 +103,7 @@ class ByOwner:
             self._versions = {}
 
     def closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure`` for the optimizer to call in its step: the model has what weights it made, and it has gradients."""
+        """``closure`` as the step calls it: the model has the weights that it made, and it has the gradients."""
 
         @functools.wraps(closure)
         def wrapped() -> Any:
@@ -123,13 +123,14 @@ class ByOwner:
 
     @torch.no_grad()
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """`state_in_shards`: what is shaped as its parameter is sharded, all else is on every rank as its owner has it."""
+        """`state_in_shards`: what is shaped as its parameter is sharded; all else every rank has as the owner does."""
         self.end_failed(optimizer)
         if self._owners is None or not self._wholes_have_state(optimizer):
             return
         parameters = [p for p in self._parameters(optimizer) if p in self._owners]
-        for members in _by_ranks(parameters):
-            owned = {i: optimizer.state[p] for i, p in enumerate(members) if self._owners.owns(p) and p in optimizer.state}
+        for members in by_ranks(parameters):
+            mine = [i for i, p in enumerate(members) if self._owners.owns(p) and p in optimizer.state]
+            owned = {i: optimizer.state[members[i]] for i in mine}
             told = {i: _described(state, members[i]) for i, state in owned.items()}
             ranks = members[0]._group.sharing.optimizer
             everywhere = {i: state for part in ranks.all_gathered(told) for i, state in part.items()}
@@ -137,7 +138,7 @@ class ByOwner:
                 if i in everywhere:
                     optimizer.state[p] = self._sharded(everywhere[i], owned.get(i), p)
 
-    def _sharded(self, described: Any, state: Any, p: ShardedParameter) -> Any:
+    def _sharded(self, described: Any, state: Any, p: ShardedTensor) -> Any:
         """``described`` with a sharded tensor for each `_Slice`; ``state`` is what the owner has."""
         assert self._owners is not None
         leaves, tree = pytree.tree_flatten(described)
@@ -145,7 +146,8 @@ class ByOwner:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, _Slice):
                 like = p.like(p._local.to(leaf.dtype))
-                [part] = self._owners.scatter([] if state is None else [mine[i]], [like])
+                whole: Any = [] if state is None else [mine[i]]
+                [part] = self._owners.scatter(whole, [like])
                 leaves[i] = like.like(part)
             elif isinstance(leaf, torch.Tensor):
                 leaves[i] = leaf if state is None else mine[i]
@@ -171,18 +173,15 @@ class ByOwner:
         """Whether owners have it, on some rank: it is not in shards."""
         assert self._owners is not None
         sharded = [p for p in self._parameters(optimizer) if p in self._owners]
-        mine = any(
-            self._owners.owns(p) and not any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves(optimizer.state[p]))
-            for p in sharded
-            if p in optimizer.state
-        )
-        return any(any(members[0]._group.sharing.optimizer.all_gathered(mine)) for members in _by_ranks(sharded))
+        owned = [optimizer.state[p] for p in sharded if p in optimizer.state and self._owners.owns(p)]
+        mine = any(not any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves(state)) for state in owned)
+        return any(any(members[0]._group.sharing.optimizer.all_gathered(mine)) for members in by_ranks(sharded))
 
     def _gather_weights(self, parameters: list[ShardedParameter]) -> None:
         """Owners have them from the last step, unless some rank has written to its slice since."""
         assert self._owners is not None
-        written = []
-        for members in _by_ranks(parameters):
+        written: list[Any] = []
+        for members in by_ranks(parameters):
             flags = torch.tensor([self._versions.get(p) != p._local._version for p in members], dtype=torch.uint8)
             there = flags.to(members[0]._group.device)
             members[0]._group.sharing.optimizer.sum_(there, dist.ReduceOp.MAX)
@@ -252,7 +251,7 @@ class _Slice:
         self.dtype = dtype
 
 
-def _described(state: Any, p: ShardedParameter) -> Any:
+def _described(state: Any, p: ShardedTensor) -> Any:
     def describe(x: Any) -> Any:
         whole = isinstance(x, torch.Tensor) and x.shape == torch.Size(p._slot.shape) and x.dim() > 0
         return _Slice(x.dtype) if whole else x.detach().cpu() if isinstance(x, torch.Tensor) else x
@@ -264,12 +263,5 @@ def _is_sharded(p: Any) -> bool:
     return isinstance(p, ShardedParameter)
 
 
-def _plain(p: ShardedParameter) -> Any:
-    return p.like(p._local) if isinstance(p, ShardedParameter) else p
-
-
-def _by_ranks(parameters: list[ShardedParameter]) -> list[list[ShardedParameter]]:
-    found: dict[str, list[ShardedParameter]] = {}
-    for p in parameters:
-        found.setdefault(p._group.group_name, []).append(p)
-    return list(found.values())
+def _plain(p: ShardedTensor) -> Any:
+    return p.like(p._local)

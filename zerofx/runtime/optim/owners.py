@@ -67,7 +67,7 @@ class Owners:
             RuntimeError: one stands for a part of a `DTensor`: no rank has the rest of it.
         """
         self._owner: dict[Key, int] = {}
-        for members in _by_ranks(parameters):
+        for members in by_ranks(parameters):
             for p in members:
                 if p._dtensor is not None:
                     p._refuse(
@@ -88,95 +88,95 @@ class Owners:
     def gather(self, tensors: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         """The whole tensors, plain, of those of ``tensors`` that this rank owns, in their order. A collective."""
         wholes: dict[int, torch.Tensor] = {}
-        for members in _by_ranks(tensors, by_dtype=True):
-            group, me = members[0]._group, members[0]._group.rank
-            to = [self._owner[_key(x)] for x in members]
-            ranks = range(group.layout.world_size)
+        for members in by_ranks(tensors, by_dtype=True):
+            route = _Route(members, [self._owner[_key(x)] for x in members])
             with resident_of(members):
-                parts = [x._local.to(group.device) for r in ranks for x, owner in zip(members, to, strict=True) if owner == r]
-            sizes = [sum(x._local.numel() for x, owner in zip(members, to, strict=True) if owner == r) for r in ranks]
-            mine = [x for x, owner in zip(members, to, strict=True) if owner == me]
-            pieces = [[group_of.piece(slot, r) for group_of, slot in map(_layout_of, mine)] for r in ranks]
-            received = _exchange(members, parts, sizes, [sum(p.length for p in row) for row in pieces])
-            for x in mine:
-                wholes[id(x)] = torch.empty(x._slot.numel, dtype=x._local.dtype, device=group.device)
-            at = 0
-            for row in pieces:
-                for x, piece in zip(mine, row, strict=True):
-                    wholes[id(x)].narrow(0, piece.in_parameter, piece.length).copy_(
-                        received.narrow(0, at, piece.length)
-                    )
-                    at += piece.length
+                slices = [x._local.to(route.device) for x in route.by_owner]
+            received = route.exchange(slices, route.slices, route.owned)
+            for x in route.mine:
+                wholes[id(x)] = torch.empty(x._slot.numel, dtype=x._local.dtype, device=route.device)
+            for part, piece in zip(received.split([p.length for _, p in route.pieces]), route.pieces, strict=True):
+                x, at = piece
+                wholes[id(x)].narrow(0, at.in_parameter, at.length).copy_(part)
         return [wholes[id(x)].view(x._slot.shape) for x in tensors if id(x) in wholes]
 
     def scatter(self, wholes: Sequence[torch.Tensor], like: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         """This rank's slice of each whole tensor. A collective.
 
         Args:
-            wholes: of those of ``like`` that this rank owns, in their order, in their shapes and of one dtype on all
-                ranks, which is that of ``like``.
+            wholes: of those of ``like`` that this rank owns, in their order and in their shapes; they are cast to the
+                dtype of ``like``.
             like: what the slices are laid out as; the same on every rank.
 
         Returns:
             one slice for each of ``like``: 1-D, on the group's device.
         """
         owned = iter(wholes)
-        of = {id(x): next(owned) for x in like if self.owns(x)}
+        whole_of = {id(x): next(owned) for x in like if self.owns(x)}
         slices: dict[int, torch.Tensor] = {}
-        for members in _by_ranks(like, by_dtype=True):
-            group, me = members[0]._group, members[0]._group.rank
-            ranks = range(group.layout.world_size)
-            mine = [x for x in members if id(x) in of]
-            parts, sizes = [], []
-            for r in ranks:
-                row = [(x, layout.piece(slot, r)) for x, (layout, slot) in zip(mine, map(_layout_of, mine), strict=True)]
-                flats = [of[id(x)].to(group.device, x._local.dtype).reshape(-1) for x, _ in row]
-                parts += [f.narrow(0, p.in_parameter, p.length) for f, (_, p) in zip(flats, row, strict=True)]
-                sizes.append(sum(p.length for _, p in row))
-            to = [self._owner[_key(x)] for x in members]
-            coming = [[x for x, owner in zip(members, to, strict=True) if owner == r] for r in ranks]
-            received = _exchange(members, parts, sizes, [sum(x._local.numel() for x in row) for row in coming])
-            at = 0
-            for x in (x for row in coming for x in row):
-                slices[id(x)] = received.narrow(0, at, x._local.numel())
-                at += x._local.numel()
+        for members in by_ranks(like, by_dtype=True):
+            route = _Route(members, [self._owner[_key(x)] for x in members])
+            flat = {id(x): whole_of[id(x)].to(route.device, x._local.dtype).reshape(-1) for x in route.mine}
+            parts = [flat[id(x)].narrow(0, p.in_parameter, p.length) for x, p in route.pieces]
+            received = route.exchange(parts, route.owned, route.slices)
+            for x, part in zip(route.by_owner, received.split([x._local.numel() for x in route.by_owner]), strict=True):
+                slices[id(x)] = part
         return [slices[id(x)] for x in like]
+
+
+class _Route:
+    """What of some tensors of one dtype travels between this rank and each other.
+
+    Attributes:
+        by_owner: all of them, those of rank 0 first.
+        slices: how many elements of this rank's slices belong to the tensors of each rank.
+        mine: those that this rank owns.
+        pieces: of these, the part that each rank has a slice of, rank 0's first.
+        owned: how many elements of them each rank has.
+    """
+
+    def __init__(self, members: Sequence[ShardedTensor], owners: Sequence[int]) -> None:
+        self._group = members[0]._group
+        self._name, self._dtype = members[0]._slot.name, members[0]._local.dtype
+        self._nbytes = sum(x._slot.numel for x in members) * self._dtype.itemsize
+        ranks = range(self._group.layout.world_size)
+        of = [[x for x, owner in zip(members, owners, strict=True) if owner == rank] for rank in ranks]
+        self.by_owner = [x for row in of for x in row]
+        self.slices = [sum(x._local.numel() for x in row) for row in of]
+        self.mine = of[self._group.rank]
+        self.pieces = [(x, x._group.layout.piece(x._slot, rank)) for rank in ranks for x in self.mine]
+        self.owned = [sum(x._group.layout.piece(x._slot, rank).length for x in self.mine) for rank in ranks]
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
+
+    def exchange(self, parts: list[torch.Tensor], sizes: list[int], coming: list[int]) -> torch.Tensor:
+        """Send ``parts`` side by side, ``sizes`` elements to each rank; what comes of each, side by side."""
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self.device)
+        if self._group.layout.world_size == 1:
+            return sent
+        received = torch.empty(sum(coming), dtype=self._dtype, device=self.device)
+        what, by = "an optimizer's step by owners", self._dtype.itemsize
+        told = alone(self._group.group_name, what, "all-to-all", self._name, self._nbytes, self._dtype)
+        with common(self._group.family.turns, what), told:
+            dist.all_to_all_single(
+                received.view(torch.uint8),  # as bytes: gloo does not know every dtype
+                sent.view(torch.uint8),
+                [n * by for n in coming],
+                [n * by for n in sizes],
+                group=self._group.process_group,
+            )
+        return received
 
 
 def _key(tensor: ShardedTensor) -> Key:
     return tensor._group, tensor._slot
 
 
-def _layout_of(tensor: ShardedTensor) -> tuple:
-    return tensor._group.layout, tensor._slot
-
-
-def _by_ranks(tensors: Iterable[ShardedTensor], *, by_dtype: bool = False) -> list[list[ShardedTensor]]:
+def by_ranks(tensors: Iterable[ShardedTensor], *, by_dtype: bool = False) -> list[list[ShardedTensor]]:
     """``tensors`` that are divided over the same ranks together, and that are of one dtype."""
     found: dict[tuple, list[ShardedTensor]] = {}
     for x in tensors:
         found.setdefault((x._group.group_name, x._local.dtype if by_dtype else None), []).append(x)
     return list(found.values())
-
-
-def _exchange(
-    members: Sequence[ShardedTensor], parts: list[torch.Tensor], sizes: list[int], coming: list[int]
-) -> torch.Tensor:
-    """Send ``parts`` side by side, ``sizes`` elements to each rank; what comes of each, side by side."""
-    group, dtype = members[0]._group, members[0]._local.dtype
-    sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=group.device)
-    if group.layout.world_size == 1:
-        return sent
-    received = torch.empty(sum(coming), dtype=dtype, device=group.device)
-    name, nbytes = members[0]._slot.name, sum(x._slot.numel for x in members) * dtype.itemsize
-    what = "an optimizer's step by owners"
-    with common(group.family.turns, what), alone(group.group_name, what, "all-to-all", name, nbytes, dtype):
-        by = dtype.itemsize  # as bytes: gloo does not know every dtype
-        dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            [n * by for n in coming],
-            [n * by for n in sizes],
-            group=group.process_group,
-        )
-    return received

@@ -25,9 +25,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -158,7 +159,7 @@ def _run(optimizer: Optimizer, small: dict[Any, nn.Parameter], closure: bool) ->
     starts = {p: _whole(x).clone() for p, x in small.items()}
     torch.manual_seed(0)
     random.seed(0)
-    step = getattr(type(stand_in).step, "__wrapped__", type(stand_in).step)  # not our own hooks
+    step: Any = getattr(type(stand_in).step, "__wrapped__", type(stand_in).step)  # not our own hooks
 
     def gradients(scale: float, number: int) -> torch.Tensor:
         """Of one direction, with noise: what estimates a distance (Defazio and Mishchenko 2023) is to see one."""
@@ -172,8 +173,7 @@ def _run(optimizer: Optimizer, small: dict[Any, nn.Parameter], closure: bool) ->
 
     for number, scale in enumerate(SCALES):
         gradients(scale, number)
-        args: tuple[Callable[[], Any], ...] = ((lambda s=scale, n=number: gradients(s, n)),) if closure else ()
-        step(stand_in, *args)
+        step(stand_in, *([functools.partial(gradients, scale, number)] if closure else []))
     numbers = {id(x): _numbers_of(group) for group in stand_in.param_groups for x in group["params"]}
     return {
         p: [_whole(x) - starts[p], *_tensors_of(stand_in.state.get(x, {})), *numbers[id(x)]] for p, x in small.items()
@@ -183,7 +183,7 @@ def _run(optimizer: Optimizer, small: dict[Any, nn.Parameter], closure: bool) ->
 def _tensors_of(state: Any) -> list[torch.Tensor]:
     """What it is made of, as tensors; numbers are some."""
     leaves = [x for x in pytree.tree_leaves(state) if isinstance(x, (torch.Tensor, float, int))]
-    return [x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in leaves if not isinstance(x, ShardedTensor)]
+    return [torch.as_tensor(x) for x in leaves if not isinstance(x, ShardedTensor)]
 
 
 def _numbers_of(group: dict[str, Any]) -> list[torch.Tensor]:
@@ -223,7 +223,7 @@ def _copied(optimizer: Optimizer, parameters: dict[Any, Any], memo: dict[int, An
             state[key] = _copy_of(value, memo)
     for p, x in parameters.items():
         if p in optimizer.state:
-            state[x] = pytree.tree_map(lambda v, x=x, p=p: _small_state(v, p, x, memo), optimizer.state[p])
+            state[x] = pytree.tree_map(functools.partial(_small_state, memo, p, x), optimizer.state[p])
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             new.__dict__[name] = memo[id(value)] if id(value) in memo else _copied(value, parameters, memo)
@@ -234,7 +234,7 @@ def _copied(optimizer: Optimizer, parameters: dict[Any, Any], memo: dict[int, An
     return new
 
 
-def _small_state(value: Any, p: Any, small: Any, memo: dict[int, Any]) -> Any:
+def _small_state(memo: dict[int, Any], p: Any, small: Any, value: Any) -> Any:
     """State that was there before the first step, of the size of the stand-in: one value for all elements."""
     if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim():
         local = value._local if isinstance(value, ShardedTensor) else value
