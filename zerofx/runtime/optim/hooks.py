@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerofx._torch import DisableTorchFunction
 from zerofx.runtime.eager.unshard import not_elementwise
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.muon import Muon
 from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
@@ -56,7 +57,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     check_home(optimizer)
     names = [cls.__name__ for cls in type(optimizer).__mro__]  # a subclass is as little elementwise
     uses = next((_WHOLE_TENSOR_OPTIMIZERS[name] for name in names if name in _WHOLE_TENSOR_OPTIMIZERS), None)
-    if uses is not None:
+    if uses is not None and not isinstance(optimizer, Muon):  # which brings whole matrices together
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, ShardedTensor):
