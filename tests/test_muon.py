@@ -49,7 +49,9 @@ def matrices_of(parameters: list[Any]) -> list[dict[str, Any]]:
     return [{"params": parameters, "use_muon": True}]
 
 
-def train(optimizers: list[torch.optim.Optimizer], parameters: list[nn.Parameter], steps: int = 3, seed: int = 1) -> None:
+def train(
+    optimizers: list[torch.optim.Optimizer], parameters: list[nn.Parameter], steps: int = 3, seed: int = 1
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for p in parameters:
@@ -73,11 +75,15 @@ def names_of(optimizer: zerofx.Muon, module: nn.Module) -> list[str]:
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_matrices_are_those_of_torch(nesterov: bool, adjust: str | None, decay: float) -> None:
-    ours, theirs = tensors(SHAPES), tensors(SHAPES)
     options: dict[str, Any] = dict(lr=0.02, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust, weight_decay=decay)
-    train([zerofx.Muon(matrices_of(ours), **options)], ours)
-    train([torch.optim.Muon(theirs, **options)], theirs)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    # In a batch a product of bfloat16 may be rounded otherwise, which the iteration amplifies.
+    for shapes, atol in (([(6, 10), (8, 4), (8, 8)], 0.0), (SHAPES, 0.05 * 0.02)):
+        ours, theirs = tensors(shapes), tensors(shapes)
+        for seed in range(3):
+            train([zerofx.Muon(matrices_of(ours), **options)], ours, seed=seed)
+            train([torch.optim.Muon(theirs, **options)], theirs, seed=seed)
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=0.0, atol=atol)
 
 
 @needs_torch_muon
@@ -359,7 +365,7 @@ def test_a_closure_is_called_with_gradients() -> None:
         loss.backward()
         return loss
 
-    losses = [float(optimizer.step(closure)) for _ in range(5)]
+    losses = [optimizer.step(closure).item() for _ in range(5)]
     assert losses[-1] < losses[0]
 
 
@@ -433,14 +439,14 @@ def test_a_scaler_unscales_and_skips() -> None:
 @pytest.mark.parametrize("options", [{}, {"ns_coefficients": "polar_express", "adjust_lr_fn": "match_rms_adamw"}])
 def test_a_model_trains_in_float32(options: dict[str, Any]) -> None:
     module, x = model()
-    optimizer = zerofx.Muon(module, lr=0.02, iteration_dtype=torch.float32, max_grad_norm=1.0, **options)
-    first = float(module(x))
+    optimizer = zerofx.Muon(module, lr=0.02, adamw_lr=0.02, iteration_dtype=torch.float32, max_grad_norm=1.0, **options)
+    first = module(x).item()
     for _ in range(60):
         optimizer.zero_grad()
         loss = module(x)
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.3 * first
+    assert loss.item() < 0.3 * first
 
 
 @pytest.mark.parametrize(
@@ -451,7 +457,7 @@ def test_a_model_trains_in_float32(options: dict[str, Any]) -> None:
         ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
         ({"eps": 0.0}, "eps=0.0: expected a number above 0"),
         ({"ns_steps": 0}, "ns_steps=0: expected a whole number from 1 to 99"),
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms': expected \"original\", \"match_rms_adamw\" or None"),
+        ({"adjust_lr_fn": "rms"}, 'adjust_lr_fn=\'rms\': expected "original", "match_rms_adamw" or None'),
         ({"iteration_dtype": torch.float16}, "iteration_dtype=torch.float16: expected torch.bfloat16 or torch.float32"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: expected a number above 0, or None"),
         ({"adamw_lr": -1.0}, "adamw_lr=-1.0"),
@@ -460,7 +466,7 @@ def test_a_model_trains_in_float32(options: dict[str, Any]) -> None:
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1.0, 2.0\): expected three"),
         ({"splits": {"*.weight": 3}}, r"splits={'\*.weight': 3}: 'layers.0.weight' has 8 rows: expected a number"),
         ({"splits": {"layers.0.weight": [4, 3]}}, r"splits={'layers.0.weight': \[4, 3\]}: .* has 8 rows"),
-        ({"splits": {"*.qkv.*": 3}}, r"splits='\*.qkv.\*' is the name of no parameter: .* names like 'embedding.weight'"),
+        ({"splits": {"*.qkv.*": 3}}, r"splits='\*.qkv.\*' is the name of no parameter: .* names like 'token'"),
         ({"others": ["layer.*"]}, r"others='layer.\*' is the name of no parameter"),
         ({"matrices": "haed.weight"}, "matrices='haed.weight' is the name of no parameter"),
     ],
@@ -476,8 +482,13 @@ def test_bad_groups_are_refused() -> None:
         zerofx.Muon(module.parameters())
     with pytest.raises(ValueError, match="in a group with use_muon=True: expected real matrices"):
         zerofx.Muon(matrices_of([module.norm.weight]))
-    with pytest.raises(ValueError, match="zerofx.Muon: momentum=-1: expected"):
+    with pytest.raises(ValueError, match=r"zerofx\.Muon: momentum=-1: expected"):
         zerofx.Muon([{"params": [module.lm_head.weight], "use_muon": True, "momentum": -1}])
+    part = nn.Parameter(torch.randn(4, 4))
+    part._dtensor = object()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="is a DTensor, of which this rank has a part: expected whole matrices"):
+        zerofx.Muon([("up.weight", part)])
+    zerofx.Muon([("up.weight", part)], others=["up.*"])
     with pytest.raises(ValueError, match="empty parameter list"):
         zerofx.Muon([])
     with pytest.raises(TypeError, match="ordered collections"):

@@ -113,7 +113,11 @@ class Rule:
         if parameter.ndim < 2:
             return False
         name = self.name_of(parameter)
+        _, rows, columns = matrix_shape(parameter.shape, parameter in self._convolutions)
+        one_row = min(rows, columns) < 2  # as a class token has it: there are no singular values to make alike
         if name is None:
+            if one_row:
+                return False
             raise ValueError(
                 f"zerofx.Muon: a parameter of shape {tuple(parameter.shape)} without a name: expected to know whether "
                 "it is an embedding's or the output's, which AdamW is for. Pass the module, "
@@ -123,10 +127,7 @@ class Rule:
             return False
         if _matches(name, self.matrices):
             return True
-        _, rows, columns = matrix_shape(parameter.shape, parameter in self._convolutions)
-        if parameter in self._tables or min(rows, columns) < 2:  # one row (a class token) has no singular values to even
-            return False
-        return not _is_table(name)
+        return not (one_row or parameter in self._tables or _is_table(name))
 
     def form_of(self, parameter: torch.Tensor) -> Form:
         """How ``parameter``, which is a matrix, is orthogonalized.
@@ -144,8 +145,8 @@ class Rule:
         sizes = (rows // given,) * given if isinstance(given, int) and given > 0 else given
         if isinstance(sizes, int) or sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(
-                f"splits={{{pattern!r}: {given!r}}}: {name!r} has {rows} rows: expected a number of blocks that divides "
-                "it, or the rows of each block, which add up to it."
+                f"splits={{{pattern!r}: {given!r}}}: {name!r} has {rows} rows: expected a number of blocks that "
+                "divides it, or the rows of each block, which add up to it."
             )
         return Form(flat, tuple(sizes))
 

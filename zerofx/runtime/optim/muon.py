@@ -156,6 +156,12 @@ class Muon(torch.optim.Optimizer):
                     f"zerofx.Muon: {self._rule.name_of(p) or 'a parameter'!r} of shape {tuple(p.shape)} and {p.dtype} "
                     "in a group with use_muon=True: expected real matrices. Put it into a group with use_muon=False."
                 )
+            if use and getattr(p, "_dtensor", None) is not None:
+                raise ValueError(
+                    f"zerofx.Muon: {self._rule.name_of(p) or 'a parameter'!r} is a DTensor, of which this rank has a "
+                    "part: expected whole matrices, for a part's singular values are others. Name it in others=, "
+                    "and AdamW is for it."
+                )
 
     def _add(self, use_muon: bool, parameters: Sequence[Any], options: dict[str, Any]) -> None:
         """One group, of one kind, with the options of that kind alone: those of torch's optimizer of that kind."""
@@ -181,7 +187,7 @@ class Muon(torch.optim.Optimizer):
             self._adamw.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Returns what ``closure``, which computes the loss anew, returns.
 
         Raises:
@@ -246,8 +252,10 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
+            assert parameter.grad is not None
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        return state["momentum_buffer"]  # type: ignore[no-any-return]
+        buffer: torch.Tensor = state["momentum_buffer"]
+        return buffer
 
     def _ratios(self, parameter: torch.Tensor, group: dict[str, Any]) -> list[float]:
         """What ``lr`` is multiplied with, for each block."""

@@ -118,7 +118,7 @@ def triples_of(coefficients: Coefficients, steps: int) -> list[Triple]:
             f'ns_coefficients={coefficients!r}: expected three numbers, three for each step, or one of "quintic" and '
             '"polar_express".'
         )
-    triples: list[Triple] = [tuple(map(float, x)) for x in given]  # type: ignore[arg-type,misc,union-attr]
+    triples: list[Triple] = [tuple(map(float, x)) for x in given]  # type: ignore[arg-type,misc]
     return [triples[min(i, len(triples) - 1)] for i in range(steps)]
 
 
