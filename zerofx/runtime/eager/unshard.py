@@ -101,8 +101,8 @@ def not_elementwise(optimizer: str, func_name: str, parameter: str) -> str:
     return (
         f"{optimizer} is not elementwise: it uses {func_name!r} on {parameter!r}. A rank holds a flat slice of each "
         "parameter, which need not be whole rows, so only optimizers that treat every element by itself (SGD, Adam, "
-        "AdamW, Adagrad, RMSprop, NAdam, RAdam, Adadelta, Adamax, ASGD, Rprop) work on it. Use one of these; zerofx.Muon, for Muon; or "
-        "stage=0, in which every rank has whole parameters and any optimizer works."
+        "AdamW, Adagrad, RMSprop, NAdam, RAdam, Adadelta, Adamax, ASGD, Rprop) work on it. Use one of these; "
+        "zerofx.Muon, for Muon; or stage=0, in which every rank has whole parameters and any optimizer works."
     )
 
 

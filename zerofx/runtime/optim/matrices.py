@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from zerofx.runtime.optim.orthogonalize import matrix_shape
 
@@ -89,7 +88,7 @@ class Rule:
         for m in module.modules():
             if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
                 self._tables.add(m.weight)
-            elif isinstance(m, _ConvNd):
+            elif isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)):
                 self._convolutions.add(m.weight)
             elif callable(head := getattr(m, "get_output_embeddings", None)):  # a model of transformers
                 self._tables.update(getattr(head(), "parameters", tuple)())
