@@ -461,7 +461,7 @@ def offloaded(path: str) -> None:
     module = sharded(3, offload=path)
     set_gradients(module, seed=0)
     optimizer = Rows(module.parameters())
-    with pytest.raises(TypeError, match="Rows over group .*whose optimizer state is in a file"):
+    with pytest.raises(TypeError, match=r"Rows over group .*whose optimizer state is in a file"):
         optimizer.step()
     assert by_owner(optimizer) is None
 

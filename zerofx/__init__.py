@@ -37,6 +37,7 @@ from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::r
 from zerofx.passes.own import Pass
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.muon import Muon
 from zerofx.runtime.optim.step import step_in_backward
 from zerofx.runtime.ranks.agree import OutOfStepError
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor
@@ -51,6 +52,7 @@ __all__ = [
     "Memory",
     "MemorySummary",
     "MixedPrecision",
+    "Muon",
     "Offload",
     "OffloadError",
     "OutOfStepError",

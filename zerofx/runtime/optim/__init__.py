@@ -1,19 +1,27 @@
 """Optim: the optimizer's step over shards.
 
-============  ==================================================================
-adamw         `zerofx.AdamW`
-spans         flat runs of shards, instead of one parameter after another
-loaded        state that was loaded becomes parts of these runs
-through_file  state that passes through memory, chunk by chunk
-through_host  state in the host's memory, which gradients and weights pass by
-moments       moments in 32, 16 or 8 bits
-device_step   the step in Triton kernels
-step          `zerofx.step_in_backward`
-moved         what an update moves through a file
-hooks         what every optimizer is asked before a step
-============  ==================================================================
+=============  ==================================================================
+adamw          `zerofx.AdamW`
+spans          flat runs of shards, instead of one parameter after another
+loaded         state that was loaded becomes parts of these runs
+through_file   state that passes through memory, chunk by chunk
+through_host   state in the host's memory, which gradients and weights pass by
+moments        moments in 32, 16 or 8 bits
+device_step    the step in Triton kernels
+muon           `zerofx.Muon`
+matrices       which parameters are matrices to it, and their blocks
+orthogonalize  Newton-Schulz on plain tensors
+owners         whole parameters, each on one rank
+by_owner       an optimizer's own step on whole parameters, each on one rank
+probe          whether an optimizer works on slices, by owners, or not at all
+step           `zerofx.step_in_backward`
+moved          what an update moves through a file
+hooks          what every optimizer is asked before a step
+=============  ==================================================================
 
 Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
 
-    kernels, state ◀── spans ◀── moments, through_file, through_host ◀── loaded, device_step ◀── adamw ◀── step
+    kernels, state ◀── spans ◀── moments, through_file, through_host ◀── loaded, device_step ◀── adamw ◀── step, muon
+    orthogonalize ◀── matrices ◀── muon
+    owners ◀── by_owner, muon ◀── hooks ──▶ probe
 """

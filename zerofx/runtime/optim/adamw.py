@@ -48,7 +48,7 @@ from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.kernels.device import runs_triton
 from zerofx.runtime.optim import moments as _moments
-from zerofx.runtime.optim.loaded import adopt
+from zerofx.runtime.optim.loaded import adopt, load_as_saved
 from zerofx.runtime.optim.spans import Member, Part, Run, Span, find_runs, find_spans, ranks_of, resident
 from zerofx.runtime.optim.through_file import through_file
 from zerofx.runtime.optim.through_host import through_host
@@ -137,13 +137,21 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        self.step_all(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return loss
+
+    @torch.no_grad()
+    def step_all(self, scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
+        """One update of everything, without what is asked around a step: for an optimizer that this is a part of.
+
+        Args:
+            scale: what gradients are divided by.
+            found_inf: whether to change nothing.
+        """
         if self._spans is None:
             self._flatten()
         assert self._spans is not None
         self._update(self._spans, scale, found_inf)
-        return loss
 
     @torch.no_grad()
     def step_group(self, group: ShardGroup) -> None:
@@ -384,15 +392,7 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``, but moments and masters keep the dtype that this optimizer has for them."""
-        flat = {*_moments.MOMENTS, "master", "remainder"}  # torch would copy them to the parameters' device and dtype
-        states = {index: {k: v for k, v in of.items() if k not in flat} for index, of in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": states})
-        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, p in zip(saved, mine, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if name in flat:
-                    self.state[p][name] = value
+        load_as_saved(self, state_dict, {*_moments.MOMENTS, "master", "remainder"})
         self._flatten()
 
 

@@ -17,6 +17,7 @@ from zerofx._torch import DisableTorchFunction
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.by_owner import by_owner, step_by_owner
+from zerofx.runtime.optim.muon import Muon
 from zerofx.runtime.optim.probe import Way, probe
 from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import check, stepped
@@ -28,9 +29,9 @@ from zerofx.runtime.state.state_file import StateFile
 _optim = torch.optim
 _ELEMENTWISE = {
     *(_optim.Adadelta, _optim.Adagrad, _optim.Adam, _optim.Adamax, _optim.AdamW, _optim.ASGD, _optim.NAdam),
-    *(_optim.RAdam, _optim.RMSprop, _optim.Rprop, _optim.SGD, AdamW),
+    *(_optim.RAdam, _optim.RMSprop, _optim.Rprop, _optim.SGD, AdamW, Muon),
 }
-"""Those of which it is known; others are probed. A subclass is another."""
+"""Those of which it is known, and `Muon`, which has owners of its own; others are probed. A subclass is another."""
 
 _ways: weakref.WeakKeyDictionary[torch.optim.Optimizer, Way] = weakref.WeakKeyDictionary()
 

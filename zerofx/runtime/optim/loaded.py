@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,6 +12,21 @@ from zerofx.kernels.split import join, split
 from zerofx.runtime.optim import moments as _moments
 from zerofx.runtime.optim.spans import Member, Span
 from zerofx.runtime.state.parameter import ShardedTensor
+
+
+def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], names: Collection[str]) -> None:
+    """``Optimizer.load_state_dict``, but state of these ``names`` is as it was saved.
+
+    It would be copied to the parameters' device and dtype, and then to where it lives.
+    """
+    states = {index: {k: v for k, v in of.items() if k not in names} for index, of in state_dict["state"].items()}
+    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": states})
+    saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    mine = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, p in zip(saved, mine, strict=True):
+        for name, value in state_dict["state"].get(index, {}).items():
+            if name in names:
+                optimizer.state[p][name] = value
 
 
 def adopt(span: Span, member: Member, state: dict[str, Any]) -> None:

@@ -85,38 +85,44 @@ class Owners:
         """Whether this rank owns the parameter of ``tensor``: itself, a gradient or state of it."""
         return self._owner[_key(tensor)] == tensor._group.rank
 
-    def gather(self, tensors: Sequence[ShardedTensor]) -> list[torch.Tensor]:
-        """The whole tensors, plain, of those of ``tensors`` that this rank owns, in their order. A collective."""
+    def gather(self, tensors: Sequence[ShardedTensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """The whole tensors, plain, of those of ``tensors`` that this rank owns, in their order. A collective.
+
+        Args:
+            dtype: what they are cast to before they travel; None: they are as they are.
+        """
         wholes: dict[int, torch.Tensor] = {}
         for members in by_ranks(tensors, by_dtype=True):
-            route = _Route(members, [self._owner[_key(x)] for x in members])
+            route = _Route(members, [self._owner[_key(x)] for x in members], dtype)
             with resident_of(members):
-                slices = [x._local.to(route.device) for x in route.by_owner]
+                slices = [x._local.to(route.device, route.dtype) for x in route.by_owner]
             received = route.exchange(slices, route.slices, route.owned)
             for x in route.mine:
-                wholes[id(x)] = torch.empty(x._slot.numel, dtype=x._local.dtype, device=route.device)
+                wholes[id(x)] = torch.empty(x._slot.numel, dtype=route.dtype, device=route.device)
             for part, piece in zip(received.split([p.length for _, p in route.pieces]), route.pieces, strict=True):
                 x, at = piece
                 wholes[id(x)].narrow(0, at.in_parameter, at.length).copy_(part)
         return [wholes[id(x)].view(x._slot.shape) for x in tensors if id(x) in wholes]
 
-    def scatter(self, wholes: Sequence[torch.Tensor], like: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+    def scatter(
+        self, wholes: Sequence[torch.Tensor], like: Sequence[ShardedTensor], dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
         """This rank's slice of each whole tensor. A collective.
 
         Args:
-            wholes: of those of ``like`` that this rank owns, in their order and in their shapes; they are cast to the
-                dtype of ``like``.
+            wholes: of those of ``like`` that this rank owns, in their order and in their shapes.
             like: what the slices are laid out as; the same on every rank.
+            dtype: what they are cast to before they travel; None: that of ``like``.
 
         Returns:
-            one slice for each of ``like``: 1-D, on the group's device.
+            one slice for each of ``like``: 1-D, of ``dtype``, on the group's device.
         """
         owned = iter(wholes)
         whole_of = {id(x): next(owned) for x in like if self.owns(x)}
         slices: dict[int, torch.Tensor] = {}
         for members in by_ranks(like, by_dtype=True):
-            route = _Route(members, [self._owner[_key(x)] for x in members])
-            flat = {id(x): whole_of[id(x)].to(route.device, x._local.dtype).reshape(-1) for x in route.mine}
+            route = _Route(members, [self._owner[_key(x)] for x in members], dtype)
+            flat = {id(x): whole_of[id(x)].to(route.device, route.dtype).reshape(-1) for x in route.mine}
             parts = [flat[id(x)].narrow(0, p.in_parameter, p.length) for x, p in route.pieces]
             received = route.exchange(parts, route.owned, route.slices)
             for x, part in zip(route.by_owner, received.split([x._local.numel() for x in route.by_owner]), strict=True):
@@ -128,6 +134,7 @@ class _Route:
     """What of some tensors of one dtype travels between this rank and each other.
 
     Attributes:
+        dtype: in which they travel.
         by_owner: all of them, those of rank 0 first.
         slices: how many elements of this rank's slices belong to the tensors of each rank.
         mine: those that this rank owns.
@@ -135,10 +142,10 @@ class _Route:
         owned: how many elements of them each rank has.
     """
 
-    def __init__(self, members: Sequence[ShardedTensor], owners: Sequence[int]) -> None:
-        self._group = members[0]._group
-        self._name, self._dtype = members[0]._slot.name, members[0]._local.dtype
-        self._nbytes = sum(x._slot.numel for x in members) * self._dtype.itemsize
+    def __init__(self, members: Sequence[ShardedTensor], owners: Sequence[int], dtype: torch.dtype | None) -> None:
+        self._group, self._name = members[0]._group, members[0]._slot.name
+        self.dtype: torch.dtype = dtype or members[0]._local.dtype
+        self._nbytes = sum(x._slot.numel for x in members) * self.dtype.itemsize
         ranks = range(self._group.layout.world_size)
         of = [[x for x, owner in zip(members, owners, strict=True) if owner == rank] for rank in ranks]
         self.by_owner = [x for row in of for x in row]
@@ -153,12 +160,12 @@ class _Route:
 
     def exchange(self, parts: list[torch.Tensor], sizes: list[int], coming: list[int]) -> torch.Tensor:
         """Send ``parts`` side by side, ``sizes`` elements to each rank; what comes of each, side by side."""
-        sent = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self.device)
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device=self.device)
         if self._group.layout.world_size == 1:
             return sent
-        received = torch.empty(sum(coming), dtype=self._dtype, device=self.device)
-        what, by = "an optimizer's step by owners", self._dtype.itemsize
-        told = alone(self._group.group_name, what, "all-to-all", self._name, self._nbytes, self._dtype)
+        received = torch.empty(sum(coming), dtype=self.dtype, device=self.device)
+        what, by = "an optimizer's step by owners", self.dtype.itemsize
+        told = alone(self._group.group_name, what, "all-to-all", self._name, self._nbytes, self.dtype)
         with common(self._group.family.turns, what), told:
             dist.all_to_all_single(
                 received.view(torch.uint8),  # as bytes: gloo does not know every dtype
