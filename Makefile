@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
 .PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench docs pictures
-.PHONY: gpu gpus cuda-dry clean
+.PHONY: gpu gpus cuda-dry optimizers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -50,6 +50,10 @@ fuzz: $(VENV)/dev.stamp  ## random models against one process, for ten minutes: 
 
 zoo: $(VENV)/dev.stamp  ## train every model of tests/zoo, write docs/zoo.md
 	$(BIN)/python -m tests.zoo $(ARGS)
+
+optimizers: $(VENV)/dev.stamp  ## every optimizer of pytorch_optimizer, torch.optim and transformers, sharded and in one process
+	$(BIN)/python -m pip install -q pytorch_optimizer
+	$(BIN)/python -m tests.optimizers.sweep $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ ondemand      one parameter at a time: its slices gathered, its gradient reduced
 unshard       the whole tensor for one operation
 writes        writes that are not slice by slice
 norms         norms of many tensors with one all-reduce
+reductions    numbers of a whole tensor: sums, extremes, dot products
 leaf          modules that are gathered whole when they are entered
 whole         whole weights for a while: `zerofx.unsharded`
 ============  ==================================================================
@@ -14,4 +15,5 @@ Imports `zerofx.runtime.state` and what is below it::
 
     state ◀── ondemand ◀── whole ◀── leaf
     state ◀── norms, ondemand ◀── unshard, whole ◀── writes ◀── elementwise
+    state ◀── norms ◀── reductions ◀── elementwise
 """

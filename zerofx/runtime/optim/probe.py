@@ -34,9 +34,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx._torch import pytree
+from zerofx._torch import TorchDispatchMode, pytree
 from zerofx.model.layout import make_layout
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.ranks.sharing import OneGroup
