@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,8 @@ SMOOTHED = 20
 """Steps whose mean loss is drawn: single batches differ more than optimizers do."""
 
 
-def run(args: argparse.Namespace, moments: str, seed: int) -> dict[str, Any]:
-    """Train; the loss of every step, and the held-out loss at the end."""
-    text, held_out = load_text(None)
-    torch.manual_seed(seed)
-    model = GPT(args.layers, args.dim, args.heads, args.context)
-    optimizer = zerofx.AdamW(
+def adamw(args: argparse.Namespace, moments: str, seed: int, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return zerofx.AdamW(
         model.parameters(),
         lr=args.lr,
         betas=(0.9, args.beta2),
@@ -50,6 +47,14 @@ def run(args: argparse.Namespace, moments: str, seed: int) -> dict[str, Any]:
         moments=MOMENTS[moments],
         seed=seed,
     )
+
+
+def run(args: argparse.Namespace, name: str, seed: int, make: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    """Train; the loss of every step, and the held-out loss at the end."""
+    text, held_out = load_text(None)
+    torch.manual_seed(seed)
+    model = GPT(args.layers, args.dim, args.heads, args.context)
+    optimizer = make(args, name, seed, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(  # as in the example
         optimizer, lambda step: min(10 * (step + 1) / args.steps, (1 + math.cos(math.pi * step / args.steps)) / 2)
     )
@@ -134,7 +139,7 @@ def main() -> int:
     if result.get("settings", settings) != settings:
         parser.error(f"{args.out} has runs with other settings, {result['settings']}: give another --out, or remove it")
     for seed, moments in [] if args.plot else [(seed, moments) for seed in args.seeds for moments in args.moments]:
-        result["runs"][f"{moments}/{seed}"] = run(args, moments, seed)
+        result["runs"][f"{moments}/{seed}"] = run(args, moments, seed, adamw)
         result["runs"] = dict(sorted(result["runs"].items(), key=lambda item: item[0].split("/")[::-1]))
         result |= {"settings": settings, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
         result["text"] = f"the standard library of Python {sysconfig.get_python_version()}"

@@ -16,7 +16,7 @@ import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
 from zerofx.integrations.states import full_optimizer_state
-from zerofx.runtime.optim.by_owner import by_owner
+from zerofx.runtime.optim.by_owner import by_owner, wholes_of
 from zerofx.runtime.optim.hooks import way_of
 from zerofx.runtime.optim.owners import Owners, assign, matrix_cost
 
@@ -133,7 +133,9 @@ def train(name: str, stage: int) -> float:
         theirs.step()
     assert way_of(mine).kind == "owner"
     check_alike(module, plain)
-    assert [p for group in mine.param_groups for p in group["params"]] != []
+    summary = zerofx.memory_summary(module, mine).nbytes["optimizer state"]
+    held = [x for state in mine.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    assert summary == sum(x.nbytes for x in [*held, *wholes_of(mine)])
     assert all(p in set(module.parameters()) for group in mine.param_groups for p in group["params"])
     return elements(mine) / elements(theirs)
 

@@ -23,7 +23,7 @@ kept gathered    stage 3, whole groups that a forward left for its backward (``m
 gradients        ``.grad``
 kept gradients   what `zerofx.no_sync` keeps back, whole
 cut off          with ``Wire(error_feedback=True)``, what codes cut off of the last gradients
-optimizer state  all tensors in ``optimizer.state``: moments, masters, counters
+optimizer state  all tensors in ``optimizer.state``: moments, masters, counters; whole weights of an owner
 buffers          the module's own buffers
 activations      what forward has saved for backward, where there is an ``activation_budget``, or
                  ``partition_activations``
@@ -47,6 +47,7 @@ from zerofx.compiler.api import _groups
 from zerofx.model.offload import STATE
 from zerofx.model.units import format_bytes
 from zerofx.runtime.eager.leaf import groups_of_leaves
+from zerofx.runtime.optim.by_owner import wholes_of
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -117,7 +118,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
         "kept gradients": [group.gradients.kept() for group in groups],
         "cut off": [group.gradients.rest for group in groups],
-        "optimizer state": [] if optimizer is None else list(optimizer.state.values()),
+        "optimizer state": [] if optimizer is None else [*optimizer.state.values(), *wholes_of(optimizer)],
         "buffers": list(module.buffers()),
         "activations": [family.footprint.saved_now() for family in dict.fromkeys(group.family for group in groups)],
     }

@@ -43,6 +43,12 @@ def step_by_owner(optimizer: torch.optim.Optimizer, *, draws: bool = False) -> B
     return _STEPS[optimizer]
 
 
+def wholes_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The whole weights that this rank keeps as their owner."""
+    steps = _STEPS.get(optimizer)
+    return [] if steps is None else list(steps.wholes.values())
+
+
 def state_in_shards(optimizer: torch.optim.Optimizer) -> None:
     """The state of ``optimizer`` is sharded as its parameters are, until it steps. With owners a collective."""
     if (steps := _STEPS.get(optimizer)) is not None:
@@ -53,13 +59,14 @@ class ByOwner:
     """What is kept from step to step of one optimizer.
 
     Attributes:
+        wholes: of parameters that this rank owns, the whole ones that the optimizer sees.
         lists: in a step, all parameters of each group of the optimizer; empty outside of one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, draws: bool) -> None:
         self._random = _Random() if draws else None
         self._owners: Owners | None = None
-        self._wholes: dict[ShardedParameter, nn.Parameter] = {}
+        self.wholes: dict[ShardedParameter, nn.Parameter] = {}
         self._versions: dict[Any, int] = {}
         self.lists: list[list[Any]] = []
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # some never call torch.optim.Optimizer's __init__
@@ -72,19 +79,19 @@ class ByOwner:
         parameters = self._parameters(optimizer)
         if self._owners is None or any(p not in self._owners for p in parameters):
             self.shard_state(optimizer)
-            self._owners, self._wholes, self._versions = Owners(parameters), {}, {}
+            self._owners, self.wholes, self._versions = Owners(parameters), {}, {}
         self._own_state(optimizer, parameters)
         mine = [p for p in parameters if self._owners.owns(p)]
         for p in mine:
-            if p not in self._wholes:
-                self._wholes[p] = nn.Parameter(torch.empty(0, dtype=p.dtype, device=p._group.device), p.requires_grad)
+            if p not in self.wholes:
+                self.wholes[p] = nn.Parameter(torch.empty(0, dtype=p.dtype, device=p._group.device), p.requires_grad)
         self._gather_weights(parameters)
         self._gather_gradients(parameters)
         self.lists = [group["params"][:] for group in optimizer.param_groups]
         self._show_wholes(optimizer)
         for p in mine:
             if p in optimizer.state:
-                optimizer.state[self._wholes[p]] = optimizer.state.pop(p)
+                optimizer.state[self.wholes[p]] = optimizer.state.pop(p)
         if self._random is not None and parameters:
             self._random.begin(parameters[0]._group.sharing.everyone.rank)
 
@@ -93,7 +100,7 @@ class ByOwner:
         """The new weights are in the slices again, and ``optimizer`` has all its parameters. A collective."""
         self._put_back(optimizer)
         self._scatter_weights(self._parameters(optimizer))
-        for whole in self._wholes.values():
+        for whole in self.wholes.values():
             whole.grad = None
 
     def end_failed(self, optimizer: torch.optim.Optimizer) -> None:
@@ -188,7 +195,7 @@ class ByOwner:
             written += [p for p, flag in zip(members, there.tolist(), strict=True) if flag]
         mine = [p for p in written if self._owners.owns(p)]
         for p, whole in zip(mine, self._owners.gather([_plain(p) for p in written]), strict=True):
-            self._wholes[p].data = whole
+            self.wholes[p].data = whole
 
     def _gather_gradients(self, parameters: list[ShardedParameter]) -> None:
         assert self._owners is not None
@@ -198,11 +205,11 @@ class ByOwner:
         wholes = iter(self._owners.gather([gradients[p] for p in trained]))  # type: ignore[misc]
         for p in parameters:
             if self._owners.owns(p):
-                self._wholes[p].grad = next(wholes) if gradients[p] is not None else None
+                self.wholes[p].grad = next(wholes) if gradients[p] is not None else None
 
     def _scatter_weights(self, parameters: list[ShardedParameter]) -> None:
         assert self._owners is not None
-        wholes = [self._wholes[p].detach() for p in parameters if self._owners.owns(p)]
+        wholes = [self.wholes[p].detach() for p in parameters if self._owners.owns(p)]
         for p, part in zip(parameters, self._owners.scatter(wholes, [_plain(p) for p in parameters]), strict=True):
             p._local.copy_(part)
             count_write(p)
@@ -210,7 +217,7 @@ class ByOwner:
 
     def _show_wholes(self, optimizer: torch.optim.Optimizer) -> None:
         for group, params in zip(optimizer.param_groups, self.lists, strict=True):
-            group["params"][:] = [self._wholes.get(p, p) for p in params if p in self._wholes or not _is_sharded(p)]
+            group["params"][:] = [self.wholes.get(p, p) for p in params if p in self.wholes or not _is_sharded(p)]
 
     def _show_shards(self, optimizer: torch.optim.Optimizer) -> None:
         for group, params in zip(optimizer.param_groups, self.lists, strict=True):
@@ -221,7 +228,7 @@ class ByOwner:
         self.lists = []
         if self._random is not None:
             self._random.end()
-        for p, whole in self._wholes.items():
+        for p, whole in self.wholes.items():
             if whole in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(whole)
 
