@@ -219,7 +219,7 @@ class _Arriving:
         self.flat: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
         self._works: list[dist.Work] = []
-        self._copies = False  # the buffer is the replica, to be left as it is
+        self._replica: torch.Tensor | None = None
         group = batch.group
         if group is None:
             return
@@ -227,7 +227,7 @@ class _Arriving:
         with common(group.family.turns, _WHAT), torch.no_grad():
             if self._takes_replica(group):
                 group.weights.refresh()
-                self.flat, self._copies = group.weights.replica if self._receives(group) else None, True
+                self._replica = group.weights.replica
                 return
             with group.home.only(group.shard):
                 sent = group.shard.detach().to(batch.sent)
@@ -283,11 +283,12 @@ class _Arriving:
         flat, self.flat, group = self.flat, None, self.batch.group
         if group is None:
             return self._of_each(lambda x, _: self._as_plain(x))
+        if self._replica is not None:
+            replica = torch.ops._c10d_functional.wait_tensor(self._replica)  # on every rank: some send as they wait
+            flat = replica.to(self.batch.sent, copy=True) if self._receives(group) else None
         if flat is None:
             return deque()
-        if self._copies:
-            flat = torch.ops._c10d_functional.wait_tensor(flat).to(self.batch.sent, copy=True)
-        elif self._everywhere and not _is_in_order(group):
+        if self._replica is None and self._everywhere and not _is_in_order(group):
             chunks = flat.chunk(group.layout.world_size)
             flat = torch.cat([chunks[group.rank_at(place)] for place in range(len(chunks))])
         layout = group.layout
