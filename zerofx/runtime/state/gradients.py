@@ -44,8 +44,9 @@ class Members:
         self._parameters[slot] = weakref.ref(parameter)
 
     def live(self, slot: Slot) -> Any:
-        """The parameter of ``slot``; None where nothing holds it any more."""
-        return self._parameters[slot]()
+        """The parameter of ``slot``; None where nothing holds it any more, or a copy has left it out."""
+        reference = self._parameters.get(slot)
+        return None if reference is None else reference()
 
     def get(self, slot: Slot) -> Any:
         """The parameter of ``slot``, which must be alive."""
