@@ -373,7 +373,7 @@ def test_copies_of_tensor_parallel_modules(make_workers: Callable[[int], Workers
 def check_refused(folder: str) -> None:
     way_out = r"inside of `with zerofx.unsharded\(module, writeback=False\):`, where it is an ordinary module"
     for options, said in (({"offload": folder}, "offload="), ({"one_copy": True}, "one_copy=True")):
-        model, plain = twins("mlp", **options)
+        model, _ = twins("mlp", **options)
         with pytest.raises(RuntimeError, match=f"copy.deepcopy of a MLP that was sharded with {said}.*{way_out}"):
             copy.deepcopy(model)
         with zerofx.unsharded(model, writeback=False):
@@ -381,16 +381,16 @@ def check_refused(folder: str) -> None:
         assert {type(p) for p in ordinary.parameters()} == {nn.Parameter}
         step(zerofx.compile(ordinary, executor="eager"), "mlp", torch.optim.SGD(ordinary.parameters()), 0, sharded=True)
     for stage in (0, 3):
-        model, plain = twins("mlp", stage=stage)
+        model, _ = twins("mlp", stage=stage)
         with zerofx.unsharded(model.second, writeback=False):
-            with pytest.raises(RuntimeError, match="of which 'second.weight' is whole for now, and other weights are"):
+            with pytest.raises(RuntimeError, match=r"of which 'second.weight' is whole for now, and other weights are"):
                 copy.deepcopy(model)
             ordinary = copy.deepcopy(model.second)
         assert {type(p) for p in ordinary.parameters()} == {nn.Parameter}
         with zerofx.unsharded(model, writeback=False):
             thawed = pickle.loads(pickle.dumps(copy.deepcopy(model)))
         assert {type(p) for p in thawed.parameters()} == {nn.Parameter} and "__deepcopy__" not in vars(thawed)
-    with pytest.raises(RuntimeError, match="copy the module that holds it, or `parameter.full_tensor"):
+    with pytest.raises(RuntimeError, match=r"copy the module that holds it, or `parameter.full_tensor"):
         copy.deepcopy(model.get_parameter("first.weight"))
 
 

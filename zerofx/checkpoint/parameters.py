@@ -5,9 +5,9 @@
     rank 0's program     takes layer 0          takes layer 1          takes layer 2
     on the wire          layer 1, layer 2       layer 2, layer 3       layer 3
 
-Each group travels as it lies: every rank sends its shard, cast first where that makes it shorter, and a weight is a view
-of what arrives. So there is one collective for a group, however many parameters it has. What comes next is on its way
-while the program reads what is there.
+Each group travels as it lies: every rank sends its shard, cast first where that makes it shorter, and a weight is a
+view of what arrives. So there is one collective for a group, however many parameters it has. What comes next is on its
+way while the program reads what is there.
 
 A group's replica is taken where it holds what is asked for (stages 1 and 2): it is refreshed, if a step has written the
 shards since, and the next forward finds it so. In stage 0 nothing travels.
@@ -29,7 +29,6 @@ from zerofx._torch import DTensorLayout, is_dtensor
 from zerofx.checkpoint.ranks import Ranks, compare_steps, steps_of
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.state import unwrapped
-from zerofx.model.layout import Slot
 from zerofx.passes import pairwise
 from zerofx.passes.own import nearest
 from zerofx.passes.travel import travel_of
@@ -60,11 +59,11 @@ def full_parameters(
         for name, weight in zerofx.full_parameters(model, dtype=torch.bfloat16):
             engine.update_weight(name, weight)
 
-    Every rank iterates, to the end or to the same place. Names are those of ``module.state_dict()``; a tied weight comes
-    under each of its names. A group's weights come together, in the order of ``state_dict()``.
+    Every rank iterates, to the end or to the same place. Names are those of ``module.state_dict()``; a tied weight
+    comes under each of its names. A group's weights come together, in the order of ``state_dict()``.
 
-    A tensor is plain, on the module's device, and yours: nothing writes to it later. It is a view of its group's buffer.
-    So that buffer is free once you have let go of all of its weights; ``clone()`` one that you keep alone.
+    A tensor is plain, on the module's device, and yours: nothing writes to it later. It is a view of its group's
+    buffer. So that buffer is free once you have let go of all of its weights; ``clone()`` one that you keep alone.
 
     Args:
         module: sharded in any stage, or a submodule of one.
@@ -237,7 +236,7 @@ class _Arriving:
             self._start(group, self._sent)
 
     def _receives(self, group: ShardGroup) -> bool:
-        """Whether this rank has the buffer. Of tensor-parallel ranks each has its part: all that are at rank 0's place."""
+        """Whether this rank has the buffer. Each tensor-parallel rank has its part: all that are at rank 0's place."""
         replicas = None if group.sharing.divides_between else group.sharing.replicas
         return self._everywhere or (group.rank == 0 and (replicas is None or replicas.rank == 0))
 
@@ -269,8 +268,8 @@ class _Arriving:
             if self.flat is not None:
                 placed = {group.rank_at(i): part for i, part in enumerate(self.flat.chunk(size))}
                 parts = [placed[rank].view(torch.uint8) for rank in range(size)]  # as bytes: gloo lacks dtypes
-            to = {"group": group.process_group, "group_dst": group.rank_at(0)}
-            works = [dist.gather(sent.view(torch.uint8), parts, **to, async_op=True)]
+            sent, to = sent.view(torch.uint8), group.rank_at(0)
+            works = [dist.gather(sent, parts, group=group.process_group, group_dst=to, async_op=True)]
             for watcher in pairwise.WATCHERS:
                 works = watcher.under_watch(works, group.group_name)
             self._works = works

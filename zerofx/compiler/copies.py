@@ -93,8 +93,8 @@ def _check(module: nn.Module, families: list[Family]) -> None:
             option = "one_copy=True" if family.one_copy else f"offload={str(offload.folder)!r}"  # type: ignore[union-attr]
             raise RuntimeError(
                 f"{what} that was sharded with {option}: a copy would need memory, or files, that all ranks make "
-                "together. Copy it inside of `with zerofx.unsharded(module, writeback=False):`, where it is an ordinary "
-                "module, and give the copy to zerofx.compile with options of its own."
+                "together. Copy it inside of `with zerofx.unsharded(module, writeback=False):`, where it is an "
+                "ordinary module, and give the copy to zerofx.compile with options of its own."
             )
 
 
@@ -111,7 +111,7 @@ def _alike(family: Family, groups: list[ShardGroup]) -> Family:
 
 
 def _finish(family: Family, module: nn.Module, new: nn.Module, memo: dict[int, Any]) -> None:
-    """What a conversion does last (`zerofx.compiler.shard`), as far as ``new``, a copy of ``module``, has not got it."""
+    """What a conversion does last (`zerofx.compiler.shard`), as far as ``new``, a copy of ``module``, lacks it."""
     made: Family = memo[id(family)]
     made.casts = copy.deepcopy(family.casts, memo)
     recipe: Recipe = family.recipe
