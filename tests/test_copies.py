@@ -172,6 +172,29 @@ def test_a_module_that_is_not_compiled_is_copied_too(workers2: Workers, stage: i
     workers2.run(check_own_ways, stage, True)
 
 
+def check_by_backend() -> None:
+    batch, plain = models.make_batch("mlp", 3), models.build("mlp")
+    how = {"backend": "zerofx", "options": {"executor": "eager", "groups": EACH_GROUP}}
+    wrapped = torch.compile(models.build("mlp"), **how)  # type: ignore[call-overload]
+    model = models.build("mlp")
+    model.compile(**how)
+    for m in (wrapped, model):
+        before = models.loss_of(m, batch)  # sharded as its first graph arrives
+        twin = copy.deepcopy(m)
+        assert not set(map(id, groups_of(twin))) & set(map(id, groups_of(m))) and groups_of(twin)
+        if m is model:
+            twin.compile(**how)
+        torch.testing.assert_close(models.loss_of(twin, batch), before)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        step(twin, "mlp", optimizer, 1, sharded=True)
+        assert len(zerofx.graphs(twin)) >= 1
+        torch.testing.assert_close(models.loss_of(m, batch), models.loss_of(plain, batch))
+
+
+def test_modules_of_the_backend_are_copied_and_compiled_in_the_same_way(workers2: Workers) -> None:
+    workers2.run(check_by_backend)
+
+
 class ActorCritic(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
 import inspect
 import threading
@@ -105,7 +106,9 @@ def around_copies(copied: Callable[[nn.Module, dict[int, Any], Callable[[], nn.M
         own = next((vars(cls)["__deepcopy__"] for cls in behind if "__deepcopy__" in vars(cls)), None)
 
         def by_parts() -> nn.Module:
-            made: nn.Module = copy._reconstruct(self, memo, *self.__reduce_ex__(4))  # type: ignore[attr-defined]
+            reduce = copyreg.dispatch_table.get(type(self))
+            parts: Any = self.__reduce_ex__(4) if reduce is None else reduce(self)
+            made: nn.Module = self if isinstance(parts, str) else copy._reconstruct(self, memo, *parts)  # type: ignore
             return made
 
         return copied(self, memo, by_parts if own is None else lambda: own(self, memo))
