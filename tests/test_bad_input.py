@@ -243,7 +243,6 @@ def test_a_module_is_sharded_once(fake_world: Callable[..., None]) -> None:
 REFUSALS: dict[str, Callable[[Any, Any], Any]] = {
     "register_hook": lambda module, weight: weight.register_hook(print),
     "data of another shape": lambda module, weight: setattr(weight, "data", torch.zeros(3)),
-    "deepcopy of a module": lambda module, weight: copy.deepcopy(module),
     "deepcopy of a parameter": lambda module, weight: copy.deepcopy(weight),
     "pickle": lambda module, weight: pickle.dumps(weight),
     "torch.save": lambda module, weight: torch.save(module.state_dict(), io.BytesIO()),

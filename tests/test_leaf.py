@@ -310,9 +310,14 @@ def check_odd(stage: int) -> None:
             torch.testing.assert_close(module(x[0], True), plain(x[0], True))
         twin, thawed = copy.deepcopy(module), pickle.loads(pickle.dumps(module, protocol=2))
     assert not log.calls
-    for m in [twin, thawed, copy.deepcopy(module)] if stage == 0 else [twin, thawed]:
+    for m in (twin, thawed):
         assert type(m.odd) is Odd and all(type(p) is nn.Parameter for p in m.parameters())
         torch.testing.assert_close(m(x[0], True), plain(x[0], True))
+    alike = copy.deepcopy(module)  # outside it is sharded, and its leaf is one
+    assert type(alike.odd) is not Odd and isinstance(alike.odd, Odd)
+    torch.testing.assert_close(alike(x[rank], True), plain(x[rank], True))
+    alike(x[rank], True).backward()
+    assert all(p.grad is not None for p in alike.parameters() if p.requires_grad)
     weight = torch.randn(10, 10).requires_grad_()
     outs = [torch.func.functional_call(m, {"odd.linear.bias": weight[0]}, (x[rank], True)) for m in (module, plain)]
     torch.testing.assert_close(*outs)

@@ -17,7 +17,15 @@ Under a trainer of others, ``zerofx.integrations`` has what takes these steps; i
 """
 
 from zerofx import features as _features
-from zerofx.checkpoint import CheckpointError, export_safetensors, full_state_dict, latest, load, save
+from zerofx.checkpoint import (
+    CheckpointError,
+    export_safetensors,
+    full_parameters,
+    full_state_dict,
+    latest,
+    load,
+    save,
+)
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
 from zerofx.inspect.memory import MemorySummary, memory_summary
@@ -69,6 +77,7 @@ __all__ = [
     "drop_kept",
     "dry_run",
     "export_safetensors",
+    "full_parameters",
     "full_state_dict",
     "graphs",
     "latest",

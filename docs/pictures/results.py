@@ -163,6 +163,25 @@ def checkpoints() -> str:
     return table(["", "zerofx", "FSDP2 with torch.distributed.checkpoint"], rows)
 
 
+def whole_weights() -> str:
+    found = read("full_parameters-cpu")["contenders"]
+    said = {
+        "zerofx": "`zerofx.full_parameters`",
+        "zerofx bf16": "the same in bf16",
+        "zerofx rank 0": "the same to rank 0 alone",
+        "zerofx full_state_dict": "`zerofx.full_state_dict`",
+        "fsdp2 full_tensor": "FSDP2, `full_tensor()` of each weight",
+        "fsdp2 full_tensor bf16": "the same in bf16",
+        "fsdp2 state dict": "FSDP2, `get_model_state_dict`, whole",
+    }
+    rows = []
+    for name, what in said.items():
+        row = found[name]
+        times = [f"{row[key] * 1e3:.0f}" for key in ("median_s", "min_s", "max_s")]
+        rows.append([what, f"{times[0]} ms ({times[1]} to {times[2]})", f"{row['times_as_long_as_zerofx']:.2f}"])
+    return table(["", "median (least to most)", "× zerofx"], rows)
+
+
 def readme() -> str:
     """The README's results."""
     command = "benchmarks/two_hosts.py --models {} --rates {}"
@@ -201,7 +220,7 @@ def readme() -> str:
     return table(["what", "zerofx", "best peer", "ratio", "command: `python ...`"], rows)
 
 
-TABLES = [readme, links, compiled, one_host, stages, peaks, budgets, optimizers, compiling, checkpoints]
+TABLES = [readme, links, compiled, one_host, stages, peaks, budgets, optimizers, compiling, checkpoints, whole_weights]
 # Colours of matplotlib that stand for those of `drawing.COLOURS`, so that a figure follows the page's theme.
 HUES = {"zerofx": "#0000f1", "FSDP2": "#0000f2", "DeepSpeed": "#0000f3", "DDP": "#0000f4", "other": "#0000f5"}
 

@@ -161,12 +161,34 @@ def check_late_mark() -> None:
     with pytest.raises(ValueError, match=r"sharded already: expected one call for each module, the whole model's last"):
         fully_shard(net)
     with pytest.raises(RuntimeError, match=r"a copy of a ZeroNet that was given to fully_shard: it is not sharded"):
-        copy.deepcopy(marked(Net()))(torch.ones(1, 6))
+        copy.copy(marked(Net()))(torch.ones(1, 6))
     net = Net()
     fully_shard(net.layers[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     fully_shard(net, zerofx=EAGER)
     with pytest.raises(ValueError, match=r"mp_policy\.param_dtype=torch\.bfloat16 for 'layers\.0' and None for the"):
         list(net.parameters())
+
+
+def check_copy() -> None:
+    """Of a marked model: that counts as a use. The copy has casts of its own."""
+    torch.manual_seed(dist.get_rank())
+    net = Net()
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    fully_shard(net.layers[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    fully_shard(net, mp_policy=policy, zerofx=EAGER)
+    twin, x = copy.deepcopy(net), torch.ones(2, 6)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    before = net(x)
+    assert torch.equal(twin(x), before)
+    twin(x).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(net(x), before) and not torch.equal(twin(x), before)
+    with zerofx.unsharded(twin, writeback=False), torch.no_grad():
+        assert twin(x).dtype == twin.layers[0](x).dtype == torch.float32
+
+
+def test_a_copy_of_a_marked_model_is_sharded_alike(workers2: Workers) -> None:
+    workers2.run(check_copy)
 
 
 def test_marks_that_do_not_make_one_model_are_refused(workers2: Workers) -> None:

@@ -127,6 +127,7 @@ from zerofx._torch.tensors import (
     StorageWeakRef,
     TorchDispatchMode,
     adapt_arguments,
+    around_copies,
     before_conversions,
     call_plainly,
     fake_mode,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import copyreg
 import functools
 import inspect
 import threading
@@ -90,6 +92,28 @@ def before_conversions(check: Callable[[nn.Module, Callable[[torch.Tensor], torc
             here.inside = False
 
     nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def around_copies(copied: Callable[[nn.Module, dict[int, Any], Callable[[], nn.Module]], nn.Module]) -> None:
+    """Have ``copied(module, memo, copy)`` asked for what ``copy.deepcopy`` makes of a module; ``copy()`` makes it.
+
+    Modules have no ``__deepcopy__`` of their own, and so `copy` takes them apart and puts them together again (2.11,
+    2.13, 2.15). A subclass that has one is copied by that.
+    """
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        behind = type(self).__mro__[type(self).__mro__.index(nn.Module) + 1 :]
+        own = next((vars(cls)["__deepcopy__"] for cls in behind if "__deepcopy__" in vars(cls)), None)
+
+        def by_parts() -> nn.Module:
+            reduce = copyreg.dispatch_table.get(type(self))
+            parts: Any = self.__reduce_ex__(4) if reduce is None else reduce(self)
+            made: nn.Module = self if isinstance(parts, str) else copy._reconstruct(self, memo, *parts)  # type: ignore
+            return made
+
+        return copied(self, memo, by_parts if own is None else lambda: own(self, memo))
+
+    nn.Module.__deepcopy__ = __deepcopy__  # type: ignore[attr-defined]
 
 
 def watch_arguments(check: Callable[[Any], None], mapped: Callable[[Any], Any]) -> None:

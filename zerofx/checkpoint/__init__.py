@@ -16,6 +16,7 @@ sources       what can be loaded: four formats in one view
 restore       what goes where
 loading       from a folder to states
 export        unsharded weights
+parameters    the same on their way to another program, a group at a time
 pretrained    save_pretrained of a sharded model of transformers
 deepspeed     ZeRO's checkpoints
 ============  ======================================================================================
@@ -27,7 +28,17 @@ Imports `zerofx.runtime` and what is below it::
 
 from zerofx.checkpoint.export import export_safetensors, full_state_dict
 from zerofx.checkpoint.loading import latest, load
+from zerofx.checkpoint.parameters import full_parameters
 from zerofx.checkpoint.ranks import CheckpointError
 from zerofx.checkpoint.saving import Saving, save
 
-__all__ = ["CheckpointError", "Saving", "export_safetensors", "full_state_dict", "latest", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "Saving",
+    "export_safetensors",
+    "full_parameters",
+    "full_state_dict",
+    "latest",
+    "load",
+    "save",
+]

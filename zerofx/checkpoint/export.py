@@ -56,17 +56,15 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
 
 def _full_state_dict(module: nn.Module, ranks: Ranks, rank0_only: bool) -> dict[str, Any]:
     wait_for_pending(ranks)
-    full: dict[int, torch.Tensor] = {}
+    full: dict[int, torch.Tensor | None] = {}  # a tied weight is sent once, by each rank
     result: dict[str, Any] = {}
 
     def brought(_: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in full:
-            whole = gathered_value(plain(value), everywhere=not rank0_only)
-            if whole is not None:
-                full[id(value)] = whole
-        return full.get(id(value))
+            full[id(value)] = gathered_value(plain(value), everywhere=not rank0_only)
+        return full[id(value)]
 
     for name, value in unwrapped(module).state_dict(keep_vars=True).items():
         result[name] = mapped(value, brought)  # extra state may be tensors in containers

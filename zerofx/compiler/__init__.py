@@ -6,6 +6,7 @@ options       their options, checked
 checks        what is checked before a module is sharded
 apart         DTensors on other dimensions: this rank's part of each is what is sharded
 shard         a module is sharded, group by group
+copies        deep copies of it are sharded alike
 initialize    values for modules of the meta device
 wrappers      wrappers that would train the module in parallel once more
 backend       the ``torch.compile`` backend

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,10 +39,19 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
     if fullgraph and checked.leaf_modules is not None:
         raise ValueError("fullgraph=True with leaf_modules: leaf modules run outside of any graph. Leave one out.")
     groups = shard_module(module, checked)
-    compile_module(module, backend=Backend(checked), dynamic=dynamic, fullgraph=fullgraph)
-    if (turns := groups[0].family.turns if groups else None) is not None:
-        end_forwards(module, turns)
+    compiled = functools.partial(_compile, options=checked, dynamic=dynamic, fullgraph=fullgraph)
+    compiled(module)
+    for family in {group.family for group in groups}:
+        family.recipe = replace(family.recipe, compiled=compiled)
     return module
+
+
+def _compile(module: nn.Module, *, options: Options, dynamic: bool | None, fullgraph: bool) -> None:
+    """Have ``module``, which is sharded, compiled when it is called."""
+    compile_module(module, backend=Backend(options), dynamic=dynamic, fullgraph=fullgraph)
+    turns = next((group.family.turns for group in groups_of(module)), None)
+    if turns is not None:
+        end_forwards(module, turns)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from zerofx.checkpoint import load
 from zerofx.checkpoint.pretrained import save_whole
 from zerofx.compiler.apart import Apart
 from zerofx.compiler.checks import Planned, plan_alike
+from zerofx.compiler.copies import Recipe
 from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
 from zerofx.compiler.shadow import take_turns
@@ -113,6 +115,7 @@ class _Conversion:
         self.family = Family(
             options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, offload
         )
+        self.family.recipe = Recipe(options, weakref.ref(module))
         memory = Memory.of(options.memory)
         self.family.footprint.limit = None if memory is None else memory.nbytes
         self.places: dict[Any, list[Place]] = places_of(module) if self.on_meta else {}

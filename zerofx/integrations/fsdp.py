@@ -15,6 +15,7 @@ marked module is sharded and compiled, with all marks in it, as soon as somebody
 
     model.parameters()           for the optimizer
     model(x), model.state_dict(), model.load_state_dict(...)
+    copy.deepcopy(model)         the copy is sharded alike
     model.to_empty(device=...)   of a model on the meta device, which is initialised then
 """
 
@@ -37,7 +38,7 @@ from zerofx._torch import backend_name, call_instead
 from zerofx.compiler.api import compile
 from zerofx.integrations.states import checked_options
 from zerofx.model.grouping import Grouping
-from zerofx.model.precision import MixedPrecision, cast_floats
+from zerofx.model.precision import Casts, MixedPrecision, cast_floats
 from zerofx.runtime.state.group import groups_of
 
 
@@ -183,7 +184,7 @@ def _use(module: nn.Module) -> None:
 def _refuse_forward(module: nn.Module, args: Any) -> NoReturn:
     raise RuntimeError(
         f"a copy of a {type(module).__name__} that was given to fully_shard: it is not sharded, and its gradients "
-        "would not be averaged. Copy a model before fully_shard."
+        "would not be averaged. Copy a model before fully_shard, or by copy.deepcopy, which shards it."
     )
 
 
@@ -250,18 +251,25 @@ def _precision(policy: MixedPrecisionPolicy) -> MixedPrecision:
 
 def _cast_at(module: nn.Module, precision: MixedPrecision, family: Any) -> None:
     """Inputs and outputs of a layer are cast where FSDP2 would: the whole model's casts are zerofx's own."""
-
-    def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        on = family.casts is not None and family.casts.on
-        return cast_floats((args, kwargs), precision.param_dtype) if on else (args, kwargs)
-
-    def outputs(_: nn.Module, args: Any, result: Any) -> Any:
-        return cast_floats(result, precision.output_dtype) if family.casts is not None and family.casts.on else result
-
+    casts = _LayerCasts(precision, family.casts)
     if precision.param_dtype is not None and precision.cast_forward_inputs:
-        module.register_forward_pre_hook(inputs, with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
     if precision.output_dtype is not None:
-        module.register_forward_hook(outputs)
+        module.register_forward_hook(casts.outputs)
+
+
+class _LayerCasts:
+    """The hooks of a layer. They cast while those of the whole model do; a copy's look at the copied model's."""
+
+    def __init__(self, precision: MixedPrecision, whole: Casts | None) -> None:
+        self.precision, self.whole = precision, whole
+
+    def inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        on = self.whole is not None and self.whole.on
+        return cast_floats((args, kwargs), self.precision.param_dtype) if on else (args, kwargs)
+
+    def outputs(self, _: nn.Module, args: Any, result: Any) -> Any:
+        return cast_floats(result, self.precision.output_dtype) if self.whole is not None and self.whole.on else result
 
 
 class ZeroModule(nn.Module):

@@ -69,6 +69,9 @@ class RowCopy(Weights):
     def mark_fresh(self) -> None:
         self._refreshed = self.shard._version
 
+    def _held(self) -> list[torch.Tensor]:
+        return [self.copy, self.shard]
+
     def refresh(self, *, inside: bool = False) -> None:
         """Start to bring the copy up to date, if the shard was written since; ``wait_tensor`` of it waits for it.
 

@@ -58,7 +58,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
                 model.embedding.weight[0] = 0
         with zerofx.unsharded(model, writeback=False):
             text = model.generate(prompt)                   # not a single collective: prompts may differ by rank
-            plain = copy.deepcopy(model)                    # an ordinary module
+            plain = copy.deepcopy(model)                    # an ordinary module; outside it is a sharded one
         with zerofx.unsharded([p, q]) as (whole_p, whole_q):
             ...
 
@@ -81,7 +81,7 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
     """
     places = places_of(what)
     sharded = [p for p in places if isinstance(p, (ShardedParameter, ReplicatedParameter))]
-    if not sharded and not any(isinstance(p, WholeParameter) or hasattr(p, _WHOLE) for p in places):
+    if not sharded and not any(map(is_whole, places)):
         raise ValueError(f"no parameter of this {type(what).__name__} is sharded: call zerofx.compile on it first.")
     watched = set().union(*(p._group.sharing.watched for p in sharded if p._group.family.stage))
     turns = next((p._group.family.turns for p in sharded if p._group.family.stage), None)
@@ -113,6 +113,11 @@ def unsharded(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writeb
 
 _WHOLE = "_zerofx_whole"
 """What a whole parameter has that is a DTensor: a subclass of that cannot be had."""
+
+
+def is_whole(parameter: Any) -> bool:
+    """Whether it stands in the place of a sharded parameter."""
+    return isinstance(parameter, WholeParameter) or hasattr(parameter, _WHOLE)
 
 
 def whole_of(parameter: ShardedParameter | ReplicatedParameter) -> nn.Parameter:

@@ -44,9 +44,9 @@ class Members:
         self._parameters[slot] = weakref.ref(parameter)
 
     def live(self, slot: Slot) -> Any:
-        """The parameter of ``slot``; None where nothing holds it any more, or ``slot`` is of a view."""
-        found = self._parameters.get(slot)
-        return None if found is None else found()
+        """The parameter of ``slot``; None where nothing holds it, a copy has left it out, or ``slot`` is of a view."""
+        reference = self._parameters.get(slot)
+        return None if reference is None else reference()
 
     def get(self, slot: Slot) -> Any:
         """The parameter of ``slot``, which must be alive."""

@@ -67,6 +67,7 @@ class Family:
             (`zerofx.compiler.initialize`).
         published: what a user's passes published when their graphs ran last, by name.
         footprint: what the module's graphs leave in memory between forward and backward.
+        recipe: how the module was sharded and compiled (`zerofx.compiler.copies`).
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Family:
         self.rewritable: bool = False
         self.published: dict[str, torch.Tensor] = {}
         self.footprint: Footprint = Footprint()
+        self.recipe: Any = None
         self._groups: list[weakref.ref[ShardGroup]] = []
         self._numbered: tuple[int, dict[tuple[str, Slot], int]] = 0, {}
 
@@ -137,6 +139,14 @@ class Family:
         return OnDisk(
             str(file.path), file.holds - {"activation"}, frozenset(self.in_file), len(self._groups), offload.choice
         )
+
+    def alike(self) -> Family:
+        """The family of a copy of the module: the same options, and nothing of what has happened."""
+        copy = Family(self.stage, self.precision, self.buckets, self.one_copy, self.wire, self.offload)
+        copy.on_host, copy.staging = set(self.on_host), self.staging  # the host steps one module at a time
+        copy.footprint.limit, copy.footprint.apart = self.footprint.limit, self.footprint.apart
+        copy.recipe = self.recipe
+        return copy
 
     def add(self, group: ShardGroup) -> None:
         """``group`` is the next of the module's."""
@@ -252,8 +262,19 @@ class ShardGroup:
         self.steps: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
-        """The group itself: a copy of a sharded tensor is one more tensor of the same group."""
+        """The group itself: a copy of a sharded tensor is one more tensor of the same group.
+
+        Where the module is copied, ``memo`` has the copy of the group.
+        """
         return self
+
+    def alike(self, family: Family) -> ShardGroup:
+        """The group of a copy of the module: this rank's shard is a copy of its shard. Nothing is sent."""
+        copy = ShardGroup(self.layout, self.sharing, self.device, family)
+        copy.dtensors, copy.steps = dict(self.dtensors), self.steps
+        if family.stage:
+            copy.weights.take(self.weights)
+        return copy
 
     @property
     def group_name(self) -> str:

@@ -18,7 +18,8 @@ anything else                         the full tensor is gathered first, differe
 ====================================  ==============================================================================
 
 The full-shape tensor's own memory is freed, and some kernels read freed memory without asking. So no operation
-reaches one except through this table, and what would go around it (``.data =``, pickling, deepcopy) is refused.
+reaches one except through this table, and what would go around it (``.data =``, pickling) is refused. A deep copy of a
+module is sharded alike (`zerofx.compiler.copies`).
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class ShardedTensor(torch.Tensor):
         with self._group.home.only(self._local):
             memo[id(self)] = copied = self.like(self._local.clone())
         copied._compute_dtype = self._compute_dtype
+        copied._group = copy.deepcopy(self._group, memo)  # the copy's, where its module is copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -150,8 +152,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        way_out = "copy the module before zerofx.compile or zerofx.shard, or inside of `with zerofx.unsharded(module):`"
-        self._refuse("copy.deepcopy", way_out)
+        self._refuse("copy.deepcopy", "copy the module that holds it, or `parameter.full_tensor()`")
 
 
 class PlainlyCopied(nn.Parameter):
@@ -360,6 +361,19 @@ def replicate_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) 
     """Turn ``parameter`` into a `ReplicatedParameter` in place: nothing but its class changes."""
     _become(parameter, ReplicatedParameter, group, slot)
     parameter._group, parameter._slot = group, slot  # type: ignore[attr-defined]
+
+
+def copy_parameter(parameter: ShardedParameter | ReplicatedParameter, group: ShardGroup) -> nn.Parameter:
+    """The parameter of the same slot in ``group``, a copy of the parameter's own: its slice is there."""
+    slot = parameter._slot
+    if isinstance(parameter, ReplicatedParameter):
+        replicate_parameter(made := parameter.plain(), group, slot)
+        return made
+    made = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
+    made.data = made.new_empty(slot.shape)
+    made.untyped_storage().resize_(0)
+    adopt_shell(made, group, slot)
+    return made
 
 
 def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -> None:

@@ -147,6 +147,23 @@ class Weights:
     def mark_fresh(self) -> None:
         """The replica holds what the shards hold."""
 
+    def take(self, other: Weights) -> None:
+        """Hold what ``other`` holds, which is of the same case: shard and replica, and whether that is up to date."""
+        version, replayed = other.shard._version, other.replayed  # replays write, and count nothing
+        was_fresh, had_stepped = (not replayed and version == seen for seen in (other._refreshed, other._stepped))
+        other.land()
+        with torch.no_grad(), self.home.resident(), other.home.resident():
+            for mine, theirs in zip(self._held(), other._held(), strict=True):
+                mine.copy_(torch.ops._c10d_functional.wait_tensor(theirs))
+        if was_fresh:
+            self.mark_fresh()
+        elif had_stepped:
+            self._stepped = self.shard._version
+
+    def _held(self) -> list[torch.Tensor]:
+        """What is this rank's own of these weights, the shard last."""
+        return [self.shard] if self.own_replica is None else [self.own_replica, self.shard]
+
     def before_step(self) -> None:
         """An optimizer is about to write the shard."""
 

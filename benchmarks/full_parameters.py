@@ -1,0 +1,177 @@
+"""Time to hand whole weights to another program, zerofx beside FSDP2: one run, interleaved.
+
+    python benchmarks/full_parameters.py                       # 2 gloo ranks, one core each, 12 layers of width 512
+    python benchmarks/full_parameters.py --device cuda --world 8 --layers 32 --dim 4096 --heads 32
+
+All hold the same model, sharded over the same ranks, in float32. On each rank that gets weights there is an engine with
+tensors of its own, and each weight is copied into its tensor there, as trainers of reinforcement learning do after a
+step. In every round each contender does it once, in an order that rotates. The time is that of the slowest rank. What
+the engines have got is compared with the weights at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+import zerofx  # noqa: E402
+from benchmarks.optimizer import paired  # noqa: E402
+from benchmarks.step import join, now, over_ranks, processor  # noqa: E402
+from tests.models import GPT  # noqa: E402
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+def of_full_tensor(model: nn.Module, dtype: torch.dtype | None = None) -> Weights:
+    """FSDP2, one weight after the other; cast first, where that is asked for."""
+    for name, p in model.state_dict().items():
+        yield name, (p if dtype is None else p.to(dtype)).full_tensor()
+
+
+def of_state_dict(model: nn.Module) -> Weights:
+    """FSDP2's whole state dict, on every rank."""
+    yield from get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).items()
+
+
+def of_full_state_dict(model: nn.Module) -> Weights:
+    """zerofx's."""
+    yield from zerofx.full_state_dict(model, rank0_only=False).items()
+
+
+def of_full_tensor_in_bf16(model: nn.Module) -> Weights:
+    return of_full_tensor(model, torch.bfloat16)
+
+
+def of_full_parameters(**options: Any) -> Callable[[nn.Module], Weights]:
+    return lambda model: zerofx.full_parameters(model, **options)
+
+
+CONTENDERS: dict[str, Callable[[nn.Module], Weights]] = {
+    "zerofx": of_full_parameters(),
+    "zerofx bf16": of_full_parameters(dtype=torch.bfloat16),
+    "zerofx rank 0": of_full_parameters(ranks=0),
+    "zerofx full_state_dict": of_full_state_dict,
+    "fsdp2 full_tensor": of_full_tensor,
+    "fsdp2 full_tensor bf16": of_full_tensor_in_bf16,
+    "fsdp2 state dict": of_state_dict,
+}
+
+
+def build(args: argparse.Namespace, device: torch.device) -> GPT:
+    torch.manual_seed(0)
+    with device:
+        return GPT(args.layers, args.dim, args.heads, args.vocab, 64)
+
+
+def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
+    """One rank: lets the contenders take turns, and rank 0 writes what came of it."""
+    device = join(rank, args, rendezvous)
+    plain, ours, theirs = (build(args, device) for _ in range(3))
+    ours = zerofx.shard(ours)  # type: ignore[assignment]
+    for block in theirs.blocks:
+        fully_shard(block)  # type: ignore[arg-type]
+    fully_shard(theirs)
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    in_bf16 = {name: p.bfloat16() for name, p in wanted.items()}
+    engines = {True: {n: torch.empty_like(p) for n, p in in_bf16.items()}}
+    engines[False] = {n: torch.empty_like(p) for n, p in wanted.items()}
+    times: dict[str, list[float]] = {name: [] for name in args.contenders}
+    gc.collect()
+    gc.freeze()
+    for round_ in range(-args.warmup, args.rounds):
+        for i in range(len(args.contenders)):
+            name = args.contenders[(i + round_) % len(args.contenders)]
+            engine = engines["bf16" in name]
+            dist.barrier()
+            start = now(device)
+            for weight, value in CONTENDERS[name](ours if name.startswith("zerofx") else theirs):
+                engine[weight].copy_(value)
+            if round_ >= 0:
+                times[name].append(now(device) - start)
+            if round_ < 0 and (rank == 0 or "rank 0" not in name):
+                for weight, value in (in_bf16 if "bf16" in name else wanted).items():
+                    assert torch.equal(engine[weight], value), (name, weight)
+                    engine[weight].zero_()
+    result = {
+        name: over_ranks(torch.tensor(values, device=device), dist.ReduceOp.MAX) for name, values in times.items()
+    }
+    if rank == 0:
+        nbytes = sum(p.nbytes for p in wanted.values())
+        Path(answer).write_text(json.dumps({"times": result, "nbytes": nbytes, "parameters": len(wanted)}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time to hand whole weights to another program, beside FSDP2.")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), type=lambda text: text.split(","))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    defaults = {"world": 2, "rounds": 15, "warmup": 2, "layers": 12, "dim": 512, "heads": 8, "vocab": 4096}
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/full_parameters-<device>.json")
+    args = parser.parse_args()
+    if not set(args.contenders) <= set(CONTENDERS):
+        parser.error(f"the contenders are {', '.join(CONTENDERS)}")
+    args.warmup = max(1, args.warmup)  # what is brought is compared then
+    return args
+
+
+def main() -> int:
+    args = parsed()
+    out = args.out or ROOT / "benchmarks" / "results" / f"full_parameters-{args.device}.json"
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
+        found = json.loads(answer.read_text())
+    rows = {}
+    base = args.contenders[0]
+    for name, times in found["times"].items():
+        rows[name] = {
+            **{"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "n": len(times)},
+            f"times_as_long_as_{base}": paired(times, found["times"][base]),
+        }
+    print(f"{'contender':24} {'median ms':>9} {'min':>8} {'max':>8} {'/ ' + base:>12}")
+    for name, row in sorted(rows.items(), key=lambda item: item[1]["median_s"]):
+        line = f"{name:24} {1e3 * row['median_s']:9.1f} {1e3 * row['min_s']:8.1f} {1e3 * row['max_s']:8.1f}"
+        print(f"{line} {row[f'times_as_long_as_{base}']:12.2f}")
+    result = {
+        "contenders": rows,
+        "parameters": found["parameters"],
+        "nbytes": found["nbytes"],
+        "command": " ".join(["python benchmarks/full_parameters.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "processor": processor(args.device),
+        "load_average": os.getloadavg()[0],
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
