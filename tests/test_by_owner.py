@@ -52,6 +52,14 @@ class Rows(torch.optim.Optimizer):
         return loss
 
 
+class Parent(Rows):
+    """Its step has hooks of its own once one was made."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 class Dependent(torch.optim.Optimizer):
     """All gradients together decide about the step; ``how`` they are looked at."""
 
@@ -228,6 +236,21 @@ def train_with_what_changes() -> None:
 
 def test_parameter_groups_may_be_added_and_schedulers_used(workers2: Workers) -> None:
     workers2.run(train_with_what_changes)
+
+
+def train_by_parent() -> None:
+    Rows(nn.Linear(2, 2).parameters())
+    module, plain = sharded(3), Net()
+    mine, theirs = Parent(groups_of(module)), Parent(groups_of(plain))
+    for step in range(2):
+        set_gradients(module, plain, seed=step)
+        mine.step()
+        theirs.step()
+    check_alike(module, plain)
+
+
+def test_a_step_that_calls_the_step_of_its_parent_is_one_step(workers2: Workers) -> None:
+    workers2.run(train_by_parent)
 
 
 def train_with_closure(stage: int) -> None:

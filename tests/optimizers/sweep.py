@@ -185,7 +185,7 @@ def sweep(names: Iterable[str], worlds: Iterable[int], stages: Iterable[int]) ->
                 try:
                     results = workers.run(compare, name, stage, timeout=180)
                 except AssertionError as e:
-                    results = [("error", str(e)[-600:])]
+                    results = [("error", str(e))]
                 kinds = {kind for kind, _ in results}
                 result = results[0] if len(kinds) == 1 else ("error", f"ranks differ: {results}")
                 found.setdefault(name, {})[f"{world} ranks, stage {stage}"] = result

@@ -15,6 +15,7 @@ warm                 AOTAutograd's cache of graphs that were compiled
 autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
 tensors              tensors, the memory behind them, and who gets to see them
+optimizers           an optimizer's step, and its hooks
 distributed          process groups, their backends, and what waits in them
 dtensor              DTensors, and this rank's parts of them
 checkpoint           the files of torch.distributed.checkpoint
@@ -118,6 +119,7 @@ from zerofx._torch.inductor import (
     taken_apart,
     write_code,
 )
+from zerofx._torch.optimizers import step_of, steps_running
 from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, saving_also, without_code
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofx._torch import DisableTorchFunction
+from zerofx._torch import DisableTorchFunction, steps_running
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.by_owner import by_owner, step_by_owner
 from zerofx.runtime.optim.muon import Muon
-from zerofx.runtime.optim.probe import Way, probe
+from zerofx.runtime.optim.probe import Way, is_probing, probe
 from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import check, stepped
 from zerofx.runtime.state.group import ShardGroup
@@ -46,6 +46,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     Raises:
         OffloadError: on every rank, where activations could not be written or read on one of them.
     """
+    if is_probing():
+        return args, kwargs
     _refuse_replaced(optimizer)
     say_so_of(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -64,7 +66,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     way = way_of(optimizer, closure=closure is not None)
     if way.kind is None:
         raise NotElementwise(type(optimizer).__name__, way.operation, way.why)
-    if way.kind == "owner":
+    if way.kind == "owner" and steps_running(optimizer) == 1:
         _check_memory(optimizer, groups)
         steps = step_by_owner(optimizer, draws=way.draws)
         steps.begin(optimizer)
@@ -168,7 +170,9 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     Raises:
         OffloadError: on every rank, where state could not be read or written on one of them.
     """
-    if (steps := by_owner(optimizer)) is not None:
+    if is_probing():
+        return
+    if (steps := by_owner(optimizer)) is not None and steps_running(optimizer) == 1:
         steps.end(optimizer)
     everything = _groups_in(optimizer)
     groups = [shards for shards in everything if shards.family.stage]

@@ -35,7 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zerofx._torch import TorchDispatchMode, pytree
+from zerofx._torch import TorchDispatchMode, pytree, step_of
 from zerofx.model.layout import make_layout
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.ranks.sharing import OneGroup
@@ -77,8 +77,21 @@ def probe(optimizer: Optimizer, *, closure: bool) -> Way:
     Args:
         closure: whether its step is given one.
     """
-    with _random_states_kept(), torch.no_grad(), _PerOperationRandom() as drawn:
-        return replace(_probe(optimizer, closure), draws=drawn.some)
+    eager = torch.compiler.set_stance("force_eager")  # what the optimizer compiles, it compiles for its own parameters
+    with _random_states_kept(), torch.no_grad(), eager, _PerOperationRandom() as drawn:
+        _probing.append(optimizer)
+        try:
+            return replace(_probe(optimizer, closure), draws=drawn.some)
+        finally:
+            _probing.pop()
+
+
+_probing: list[Optimizer] = []
+
+
+def is_probing() -> bool:
+    """Whether a step that runs now is of a copy: an optimizer's step may call that of its parent, which has hooks."""
+    return bool(_probing)
 
 
 def _probe(optimizer: Optimizer, closure: bool) -> Way:
@@ -156,9 +169,9 @@ def _run(optimizer: Optimizer, small: dict[Any, nn.Parameter], closure: bool) ->
     """What a few steps of a copy of ``optimizer`` on ``small`` make of these: by parameter weights and state."""
     stand_in = copied(optimizer, small)
     starts = {p: _whole(x).clone() for p, x in small.items()}
-    torch.manual_seed(0)
+    _seed(0)
     random.seed(0)
-    step: Any = getattr(type(stand_in).step, "__wrapped__", type(stand_in).step)  # not our own hooks
+    step = step_of(stand_in)  # not our own hooks
 
     def gradients(scale: float, number: int) -> torch.Tensor:
         """Of one direction, with noise: what estimates a distance (Defazio and Mishchenko 2023) is to see one."""
@@ -284,8 +297,15 @@ class _PerOperationRandom(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.some = True
             sizes = [tuple(x.shape) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-            torch.manual_seed(sum(map(ord, f"{func}{sizes}")))
+            _seed(sum(map(ord, f"{func}{sizes}")))
         return func(*args, **(kwargs or {}))
+
+
+def _seed(seed: int) -> None:
+    """As ``torch.manual_seed``, which keeps a list of its calls for devices that are not in use yet."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerofx._torch import DisableTorchFunction, post_accumulate_hooks, profiler_is_on
+from zerofx._torch import DisableTorchFunction, post_accumulate_hooks, profiler_is_on, step_of
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.hooks import check_home, way_of
 from zerofx.runtime.state.group import Family, ShardGroup
@@ -157,11 +157,10 @@ class Stepper:
         """The step of an optimizer that knows no groups, as if it had no other parameters."""
         param_groups = self.optimizer.param_groups
         everything = [param_group["params"] for param_group in param_groups]
-        step = type(self.optimizer).step
         try:
             for i, param_group in enumerate(param_groups):
                 param_group["params"] = members.get(i, [])
-            getattr(step, "__wrapped__", step)(self.optimizer)  # hooks of the step run once, as the block ends
+            step_of(self.optimizer)(self.optimizer)  # hooks of the step run once, as the block ends
         finally:
             for param_group, params in zip(param_groups, everything, strict=True):
                 param_group["params"] = params
