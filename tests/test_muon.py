@@ -122,7 +122,7 @@ def test_equal_shapes_are_one_batch() -> None:
 def test_a_batch_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [torch.randn(6, 10) for _ in range(5)]
     whole = orthogonalize(matrices)
-    monkeypatch.setattr("zerofx.runtime.optim.orthogonalize._BATCH", 130)
+    monkeypatch.setattr("zerofx.runtime.optim.orthogonalize._BATCH_ON_CPU", 130)
     assert all(torch.equal(a, b) for a, b in zip(orthogonalize(matrices), whole, strict=True))
 
 

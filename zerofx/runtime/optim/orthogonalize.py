@@ -54,8 +54,9 @@ POLAR_EXPRESS: tuple[Triple, ...] = (
 )
 NAMED: dict[str, tuple[Triple, ...]] = {"quintic": (QUINTIC,), "polar_express": POLAR_EXPRESS}
 
-_BATCH = 1 << 26
-"""Elements of a batch: beyond that a product keeps any device busy, and a batch would only take memory."""
+_BATCH, _BATCH_ON_CPU = 1 << 26, 1 << 17
+"""Elements of a batch: beyond that a product keeps the device busy, and a batch takes memory. On a CPU time as well:
+eight matrices of 512 x 512 in bfloat16 take 187 ms in one batch and 161 ms one by one, 32 of 64 x 64 take 3 and 14."""
 
 
 def orthogonalize(
@@ -83,7 +84,8 @@ def orthogonalize(
         batches.setdefault((x.device, x.shape[-2:]), []).append(i)
     results: list[torch.Tensor | None] = [None] * len(wide)
     for together in batches.values():
-        for some in _cut(together, [wide[i].numel() for i in together]):
+        most = _BATCH_ON_CPU if wide[together[0]].is_cpu else _BATCH
+        for some in _cut(together, [wide[i].numel() for i in together], most):
             values = _iterate([wide[i].to(dtype) for i in some], triples, eps)
             for i, value in zip(some, values, strict=True):
                 results[i] = _like(value, matrices[i])
@@ -134,14 +136,14 @@ def _like(value: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return (value.mT if rows > columns else value).reshape(matrix.shape)
 
 
-def _cut(indices: list[int], sizes: list[int]) -> list[list[int]]:
-    """``indices`` in batches of at most `_BATCH` elements, or of one."""
+def _cut(indices: list[int], sizes: list[int], most: int) -> list[list[int]]:
+    """``indices`` in batches of at most ``most`` elements, or of one."""
     batches: list[list[int]] = []
     room = 0
     for index, size in zip(indices, sizes, strict=True):
         if size > room or not batches:
             batches.append([])
-            room = _BATCH
+            room = most
         batches[-1].append(index)
         room -= size
     return batches
