@@ -201,6 +201,22 @@ def test_weights_that_are_written_between_steps_are_gathered_anew(workers2: Work
     workers2.run(written)
 
 
+def draw_on_mesh() -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module = sharded(3, mesh=mesh)
+    optimizer = Rows(module.parameters(), "random")
+    for step in range(2):
+        set_gradients(module, seed=step)
+        optimizer.step()
+    return [p.full_tensor() for p in module.parameters()]
+
+
+def test_replicas_draw_the_same_random_numbers(make_workers: Callable[[int], Workers]) -> None:
+    first, *others = make_workers(4).run(draw_on_mesh)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 def train_on_mesh(stage: int) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     module, plain = sharded(stage, mesh=mesh), Net()
@@ -398,6 +414,7 @@ def save(path: str, stage: int) -> None:
     for step in range(2):
         set_gradients(module, seed=step)
         optimizer.step()
+    optimizer.state_dict()
     zerofx.save(path, module, optimizer)
     set_gradients(module, seed=2)
     optimizer.step()  # state goes back to its owners
@@ -430,6 +447,30 @@ def load(path: str, stage: int) -> None:
         set_gradients(module, seed=step)
         optimizer.step()
     check_alike(module, plain)
+
+
+def save_of_mixed_shapes(path: str) -> None:
+    """Adafactor's state of a bias is shaped as the bias, that of a matrix is not as the matrix."""
+    module, plain = sharded(3), Net()
+    mine, theirs = (torch.optim.Adafactor(groups_of(m), lr=0.1) for m in (module, plain))
+    for step in range(3):
+        set_gradients(module, plain, seed=step)
+        mine.step()
+        theirs.step()
+        for _ in range(2):
+            whole = full_optimizer_state(mine)
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(whole["state"], theirs.state_dict()["state"], rtol=1e-5, atol=1e-7)
+    zerofx.save(path, module, mine)
+    zerofx.load(path, module, mine)
+    set_gradients(module, plain, seed=3)
+    mine.step()
+    theirs.step()
+    check_alike(module, plain)
+
+
+def test_state_of_other_shapes_than_its_parameter_is_saved_as_often_as_asked(workers2: Workers, tmp_path: Path) -> None:
+    workers2.run(save_of_mixed_shapes, str(tmp_path / "it"))
 
 
 @pytest.mark.parametrize(("stage", "other"), [(3, 3), (3, 0), (1, 2)])

@@ -26,6 +26,7 @@ from torch import nn
 
 from zerofx._torch import DisableTorchFunction, pytree
 from zerofx.runtime.optim.owners import Owners, by_ranks
+from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write
 
 _STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, ByOwner] = weakref.WeakKeyDictionary()
@@ -76,7 +77,7 @@ class ByOwner:
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters and gradients of ``optimizer`` are whole, on their owners, until `end`. A collective."""
         self.end_failed(optimizer)
-        parameters = self._parameters(optimizer)
+        parameters = [p for p in self._parameters(optimizer) if p.requires_grad]
         if self._owners is None or any(p not in self._owners for p in parameters):
             self.shard_state(optimizer)
             self._owners, self.wholes, self._versions = Owners(parameters), {}, {}
@@ -93,13 +94,13 @@ class ByOwner:
             if p in optimizer.state:
                 optimizer.state[self.wholes[p]] = optimizer.state.pop(p)
         if self._random is not None and parameters:
-            self._random.begin(parameters[0]._group.sharing.everyone.rank)
+            self._random.begin(parameters[0]._group.sharing)
 
     @torch.no_grad()
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """The new weights are in the slices again, and ``optimizer`` has all its parameters. A collective."""
         self._put_back(optimizer)
-        self._scatter_weights(self._parameters(optimizer))
+        self._scatter_weights([p for p in self._parameters(optimizer) if p.requires_grad])
         for whole in self.wholes.values():
             whole.grad = None
 
@@ -114,7 +115,7 @@ class ByOwner:
 
         @functools.wraps(closure)
         def wrapped() -> Any:
-            parameters = [p for params in self.lists for p in params if _is_sharded(p)]
+            parameters = [p for params in self.lists for p in params if _is_sharded(p) and p.requires_grad]
             with torch.no_grad():
                 self._scatter_weights(parameters)
                 for group in {p._group: None for p in parameters}:
@@ -132,12 +133,11 @@ class ByOwner:
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
         """`state_in_shards`: what is shaped as its parameter is sharded; all else every rank has as the owner does."""
         self.end_failed(optimizer)
-        if self._owners is None or not self._wholes_have_state(optimizer):
+        if self._owners is None:
             return
-        parameters = [p for p in self._parameters(optimizer) if p in self._owners]
-        for members in by_ranks(parameters):
-            mine = [i for i, p in enumerate(members) if self._owners.owns(p) and p in optimizer.state]
-            owned = {i: optimizer.state[members[i]] for i in mine}
+        for members in by_ranks(p for p in self._parameters(optimizer) if p in self._owners):
+            states = {i: optimizer.state[p] for i, p in enumerate(members) if p in optimizer.state}
+            owned = {i: s for i, s in states.items() if self._owners.owns(members[i]) and not _in_shards(s)}
             told = {i: _described(state, members[i]) for i, state in owned.items()}
             ranks = members[0]._group.sharing.optimizer
             everywhere = {i: state for part in ranks.all_gathered(told) for i, state in part.items()}
@@ -175,14 +175,6 @@ class ByOwner:
                 optimizer.state[p] = pytree.tree_unflatten(leaves, tree)
             else:
                 del optimizer.state[p]
-
-    def _wholes_have_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether owners have it, on some rank: it is not in shards."""
-        assert self._owners is not None
-        sharded = [p for p in self._parameters(optimizer) if p in self._owners]
-        owned = [optimizer.state[p] for p in sharded if p in optimizer.state and self._owners.owns(p)]
-        mine = any(not any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves(state)) for state in owned)
-        return any(any(members[0]._group.sharing.optimizer.all_gathered(mine)) for members in by_ranks(sharded))
 
     def _gather_weights(self, parameters: list[ShardedParameter]) -> None:
         """Owners have them from the last step, unless some rank has written to its slice since."""
@@ -237,15 +229,15 @@ class ByOwner:
 
 
 class _Random:
-    """Each rank draws numbers of its own in a step, and all have drawn one, the same, behind it."""
+    """Each owner draws numbers of its own in a step; behind it, every rank has drawn one."""
 
     def __init__(self) -> None:
         self._kept = contextlib.ExitStack()
 
-    def begin(self, rank: int) -> None:
-        seed = int(torch.randint(2**31, ()))
+    def begin(self, sharing: Sharing) -> None:
+        seed = sharing.everyone.all_gathered(int(torch.randint(2**31, ())))[0]
         self._kept.enter_context(torch.random.fork_rng())
-        torch.manual_seed(seed + rank)
+        torch.manual_seed(seed + sharing.optimizer.rank)  # replicas draw the same
 
     def end(self) -> None:
         self._kept.close()
@@ -264,6 +256,10 @@ def _described(state: Any, p: ShardedTensor) -> Any:
         return _Slice(x.dtype) if whole else x.detach().cpu() if isinstance(x, torch.Tensor) else x
 
     return pytree.tree_map(describe, state)
+
+
+def _in_shards(state: Any) -> bool:
+    return any(isinstance(x, ShardedTensor) for x in pytree.tree_leaves(state))
 
 
 def _is_sharded(p: Any) -> bool:

@@ -48,8 +48,8 @@ SCALES = (1.0, 1.0, 1e-3, 30.0, 1.0)
 SMALL = 1024
 """Elements of a parameter that is looked at in its own shape."""
 
-OF_A_KIND = 6
-"""How many parameters of one group and number of dimensions are looked at."""
+AT_AN_END = 3
+"""How many parameters of one group and number of dimensions are looked at: of the first, and of the last."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -114,8 +114,9 @@ def _probe(optimizer: Optimizer, closure: bool) -> Way:
 
 def _depend(optimizer: Optimizer, chosen: list[Any], together: dict[Any, list[torch.Tensor]], closure: bool) -> bool:
     """Whether half of the parameters are updated otherwise than ``together`` with the others."""
-    for bit, side in itertools.product(range((len(chosen) - 1).bit_length()), (0, 1)):
-        half = [p for i, p in enumerate(chosen) if i >> bit & 1 == side]
+    bits = range((len(chosen) - 1).bit_length())
+    halves = [[p for i, p in enumerate(chosen) if i >> bit & 1 == side] for bit in bits for side in (0, 1)]
+    for half in [*halves, chosen[:1]]:  # one alone, as a rank may have it: other groups are empty
         try:
             apart = _run(optimizer, _whole_ones(chosen, half), closure)
         except Exception:  # it does not work without the others
@@ -129,11 +130,12 @@ def _chosen(optimizer: Optimizer) -> list[Any]:
     """Some parameters of each group and number of dimensions."""
     found: list[Any] = []
     for group in optimizer.param_groups:
-        kinds: collections.Counter[int] = collections.Counter()
+        kinds: dict[int, list[Any]] = {}
         for p in group["params"]:
-            kinds[p.dim()] += 1
-            if kinds[p.dim()] <= OF_A_KIND and p.requires_grad:
-                found.append(p)
+            if p.requires_grad:
+                kinds.setdefault(p.dim(), []).append(p)
+        for of_a_kind in kinds.values():
+            found += of_a_kind if len(of_a_kind) <= 2 * AT_AN_END else of_a_kind[:AT_AN_END] + of_a_kind[-AT_AN_END:]
     return found
 
 
