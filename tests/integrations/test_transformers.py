@@ -104,6 +104,21 @@ def test_the_line_of_the_documentation_trains_with_inductor(workers2: Workers, t
     close(found[0], expected[0])
 
 
+@pytest.mark.slow
+def test_adafactor_trains_and_goes_on_from_a_checkpoint_as_with_ddp(workers2: Workers, tmp_path: Path) -> None:
+    option = 'learning_rate=0.002,\n    optim="adafactor",'
+    texts = [plain("trainer"), converted("trainer", {IMPORT: with_options(3)})]
+    theirs, ours = (text.replace("learning_rate=0.02,", option) for text in texts)
+    assert option in theirs
+    expected = workers2.run(run_script, theirs, str(tmp_path / "ddp"), timeout=250)
+    found = workers2.run(run_script, ours, str(tmp_path / "zerofx"), timeout=250)
+    close(found[0]["losses"], expected[0]["losses"])
+    resumed = workers2.run(
+        run_script, ours, str(tmp_path / "again"), str(tmp_path / "zerofx/checkpoint-10"), timeout=250
+    )
+    assert resumed[0]["losses"] == found[0]["losses"]
+
+
 def documentation() -> str:
     (page,) = Path(zerofx.__file__).parent.parent.joinpath("docs").rglob("integrations.md")
     return page.read_text()

@@ -2,9 +2,9 @@
 
 ::
 
-    optimizer ──copy, its parameters replaced by small ones──▶  sharded, on one pretended rank   every operation fits?
-                                                                whole, all of them together      ┐ the same numbers?
-                                                                whole, half of them at a time    ┘
+    optimizer ──copy, its parameters replaced by small ones──▶  whole, all of them together      ┐
+                                                                sharded, on one pretended rank   │ every operation fits?
+                                                                whole, half of them at a time    ┘ the same numbers?
 
 ========================================  =====================  ==============================================
 operations                                 the update of one       way
@@ -81,7 +81,7 @@ def probe(optimizer: Optimizer, *, closure: bool) -> Way:
     with _random_states_kept(), torch.no_grad(), eager, _PerOperationRandom() as drawn:
         _probing.append(optimizer)
         try:
-            return replace(_probe(optimizer, closure), draws=drawn.some)
+            return replace(_Trial(optimizer, closure).way(), draws=drawn.some)
         finally:
             _probing.pop()
 
@@ -94,36 +94,57 @@ def is_probing() -> bool:
     return bool(_probing)
 
 
-def _probe(optimizer: Optimizer, closure: bool) -> Way:
-    chosen = _chosen(optimizer)
-    try:
-        _run(optimizer, _sharded_ones(chosen), closure)
-        return Way("slices")
-    except NotElementwise as e:
-        operation = e.operation
-    except Exception as e:  # of the optimizer's own code, which may do anything
-        operation = f"what raises {type(e).__name__} ({e})"
-    try:
-        together = _run(optimizer, _whole_ones(chosen), closure)
-    except Exception as e:
-        return Way(None, operation, f"and its step on a few small parameters raises {type(e).__name__} ({e})")
-    if _depend(optimizer, chosen, together, closure):
-        return Way(None, operation, "while the update of one parameter depends on others")
-    return Way("owner", operation)
+class _Trial:
+    """Copies of one optimizer step on small parameters.
 
+    Attributes:
+        keeps_state: whether copies begin with the state that the optimizer has. It may be of the sizes of its own
+            parameters, as it was loaded. But some make state as they are made.
+    """
 
-def _depend(optimizer: Optimizer, chosen: list[Any], together: dict[Any, list[torch.Tensor]], closure: bool) -> bool:
-    """Whether half of the parameters are updated otherwise than ``together`` with the others."""
-    bits = range((len(chosen) - 1).bit_length())
-    halves = [[p for i, p in enumerate(chosen) if i >> bit & 1 == side] for bit in bits for side in (0, 1)]
-    for half in [*halves, chosen[:1]]:  # one alone, as a rank may have it: other groups are empty
+    def __init__(self, optimizer: Optimizer, closure: bool) -> None:
+        self._optimizer, self._closure = optimizer, closure
+        self._chosen = _chosen(optimizer)
+        self.keeps_state = False
+
+    def way(self) -> Way:
         try:
-            apart = _run(optimizer, _whole_ones(chosen, half), closure)
-        except Exception:  # it does not work without the others
-            return True
-        if not _agree(together, apart):
-            return True
-    return False
+            together = self._run(_whole_ones(self._chosen))
+        except Exception as e:  # of the optimizer's own code, which may do anything
+            failed = e
+            self.keeps_state = True
+            try:
+                together = self._run(_whole_ones(self._chosen))
+            except Exception:
+                why = f"and its step on a few small parameters raises {type(failed).__name__} ({failed})"
+                return Way(None, "something", why)
+        try:
+            self._run(_sharded_ones(self._chosen))
+            return Way("slices")
+        except NotElementwise as e:
+            operation = e.operation
+        except Exception as e:
+            operation = f"what raises {type(e).__name__} ({e})"
+        if self._depend(together):
+            return Way(None, operation, "while the update of one parameter depends on others")
+        return Way("owner", operation)
+
+    def _depend(self, together: dict[Any, list[torch.Tensor]]) -> bool:
+        """Whether half of the parameters are updated otherwise than ``together`` with the others."""
+        chosen = self._chosen
+        bits = range((len(chosen) - 1).bit_length())
+        halves = [[p for i, p in enumerate(chosen) if i >> bit & 1 == side] for bit in bits for side in (0, 1)]
+        for half in [*halves, chosen[:1]]:  # one alone, as a rank may have it: other groups are empty
+            try:
+                apart = self._run(_whole_ones(chosen, half))
+            except Exception:  # it does not work without the others
+                return True
+            if not _agree(together, apart):
+                return True
+        return False
+
+    def _run(self, small: dict[Any, nn.Parameter]) -> dict[Any, list[torch.Tensor]]:
+        return _run(self._optimizer, small, self._closure, keeps_state=self.keeps_state)
 
 
 def _chosen(optimizer: Optimizer) -> list[Any]:
@@ -167,9 +188,11 @@ def _sharded_ones(chosen: list[Any]) -> dict[Any, nn.Parameter]:
     return found
 
 
-def _run(optimizer: Optimizer, small: dict[Any, nn.Parameter], closure: bool) -> dict[Any, list[torch.Tensor]]:
+def _run(
+    optimizer: Optimizer, small: dict[Any, nn.Parameter], closure: bool, *, keeps_state: bool
+) -> dict[Any, list[torch.Tensor]]:
     """What a few steps of a copy of ``optimizer`` on ``small`` make of these: by parameter weights and state."""
-    stand_in = copied(optimizer, small)
+    stand_in = _copied(optimizer, small, {id(p): x for p, x in small.items()}, keeps_state)
     starts = {p: _whole(x).clone() for p, x in small.items()}
     _seed(0)
     random.seed(0)
@@ -211,16 +234,11 @@ def _number(optimizer: Optimizer, p: Any) -> int:
     return next(i for i, x in enumerate(every) if x is p)
 
 
-def copied(optimizer: Optimizer, parameters: dict[Any, Any]) -> Optimizer:
+def _copied(optimizer: Optimizer, parameters: dict[Any, Any], memo: dict[int, Any], keeps_state: bool) -> Optimizer:
     """A copy of ``optimizer`` whose parameters are ``parameters[p]``, or left out; hooks are not copied.
 
     Modules are shared, and what cannot be copied is.
     """
-    memo: dict[int, Any] = {id(p): x for p, x in parameters.items()}
-    return _copied(optimizer, parameters, memo)
-
-
-def _copied(optimizer: Optimizer, parameters: dict[Any, Any], memo: dict[int, Any]) -> Optimizer:
     new = object.__new__(type(optimizer))
     memo[id(optimizer)] = new
     groups = []
@@ -232,15 +250,15 @@ def _copied(optimizer: Optimizer, parameters: dict[Any, Any], memo: dict[int, An
         groups.append(made)
     memo[id(optimizer.param_groups)] = groups
     state = memo[id(optimizer.state)] = collections.defaultdict(dict)
-    for key, value in optimizer.state.items():
+    for key, value in optimizer.state.items() if keeps_state else ():
         if not isinstance(key, torch.Tensor):
             state[key] = _copy_of(value, memo)
-    for p, x in parameters.items():
+    for p, x in parameters.items() if keeps_state else ():
         if p in optimizer.state:
             state[x] = pytree.tree_map(functools.partial(_small_state, memo, p, x), optimizer.state[p])
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
-            new.__dict__[name] = memo[id(value)] if id(value) in memo else _copied(value, parameters, memo)
+            new.__dict__[name] = memo[id(value)] if id(value) in memo else _copied(value, parameters, memo, keeps_state)
         elif name.endswith("_hooks"):
             new.__dict__[name] = collections.OrderedDict()
         elif name != "step":  # schedulers put one of their own there
@@ -296,7 +314,7 @@ class _PerOperationRandom(TorchDispatchMode):
     some = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
             self.some = True
             sizes = [tuple(x.shape) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             _seed(sum(map(ord, f"{func}{sizes}")))
