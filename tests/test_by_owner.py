@@ -385,6 +385,33 @@ def test_every_rank_goes_the_same_way(workers2: Workers) -> None:
     assert one == {**expected, "Adafactor": "owner"}
 
 
+def explain() -> dict[str, str]:
+    module = sharded(3)
+    matrices = [p for p in module.parameters() if p.dim() == 2 and p.requires_grad]
+    made = {
+        "AdamW": torch.optim.AdamW(module.parameters()),
+        "Adafactor": torch.optim.Adafactor(module.parameters()),
+        "Muon": zerofx.Muon([{"params": matrices, "use_muon": True}]),
+        "Dependent": Dependent(matrices, "rows"),
+    }
+    return {name: zerofx.explain_optimizer(optimizer) for name, optimizer in made.items()}
+
+
+def test_explain_optimizer_says_how_it_steps_and_who_owns_what(workers2: Workers) -> None:
+    one, other = workers2.run(explain)
+    assert one == other
+    assert one["AdamW"] == "AdamW steps on flat slices: element by element, or by numbers of whole parameters."
+    head, first, second = one["Adafactor"].splitlines()
+    assert head.startswith("Adafactor steps each parameter whole, on its owner: it uses '")
+    elements = [int(line.split(" elements")[0].split(",", 1)[1].replace(",", "")) for line in (first, second)]
+    assert first.startswith("rank 0 ") and "layers." in first and second.startswith("rank 1 ")
+    assert sum(elements) == sum(p.numel() for p in Net().parameters() if p.requires_grad)
+    assert one["Muon"].startswith(
+        "Muon orthogonalizes each matrix whole, on its owner; all else is on flat slices.\nrank 0"
+    )
+    assert one["Dependent"].startswith("Dependent is refused: it uses 'reshape' while the update of one parameter")
+
+
 def fail() -> None:
     module, plain = sharded(3), Net()
     mine, theirs = Rows(module.parameters()), Rows(plain.parameters())

@@ -45,6 +45,7 @@ from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::r
 from zerofx.passes.own import Pass
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.explained import explain_optimizer
 from zerofx.runtime.optim.muon import Muon
 from zerofx.runtime.optim.step import step_in_backward
 from zerofx.runtime.ranks.agree import OutOfStepError
@@ -76,6 +77,7 @@ __all__ = [
     "compile",
     "drop_kept",
     "dry_run",
+    "explain_optimizer",
     "export_safetensors",
     "full_parameters",
     "full_state_dict",

@@ -13,6 +13,7 @@ matrices       which parameters are matrices to it, and their blocks
 orthogonalize  Newton-Schulz on plain tensors
 owners         whole parameters, each on one rank
 by_owner       an optimizer's own step on whole parameters, each on one rank
+explained      how an optimizer steps, in words
 probe          whether an optimizer works on slices, by owners, or not at all
 step           `zerofx.step_in_backward`
 moved          what an update moves through a file
@@ -24,4 +25,5 @@ Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
     kernels, state ◀── spans ◀── moments, through_file, through_host ◀── loaded, device_step ◀── adamw ◀── step, muon
     orthogonalize ◀── matrices ◀── muon
     owners ◀── by_owner, muon ◀── hooks ──▶ probe
+    hooks ◀── step, explained
 """

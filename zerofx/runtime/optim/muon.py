@@ -268,7 +268,7 @@ class Muon(torch.optim.Optimizer):
         results = dict(zip(here, self._of_wholes([parameters[i] for i in here], [updates[i] for i in here], group)))
         away = [i for i, update in enumerate(updates) if isinstance(update, ShardedTensor)]
         if away:
-            owners = self._have_owners()
+            owners = self.owners()
             slices: list[Any] = [updates[i] for i in away]
             mine = [parameters[i] for i, update in zip(away, slices, strict=True) if owners.owns(update)]
             done = self._of_wholes(mine, owners.gather(slices, self.iteration_dtype), group)
@@ -276,7 +276,8 @@ class Muon(torch.optim.Optimizer):
             results.update((i, x.like(part)) for i, x, part in zip(away, slices, parts, strict=True))
         return [results[i] for i in range(len(updates))]
 
-    def _have_owners(self) -> Owners:
+    def owners(self) -> Owners:
+        """Who orthogonalizes which of the sharded matrices."""
         if self._owners is None:
             matrices = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
             self._owners = Owners([p for p in matrices if isinstance(p, ShardedTensor)], operations)

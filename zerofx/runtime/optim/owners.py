@@ -81,9 +81,13 @@ class Owners:
     def __contains__(self, tensor: ShardedTensor) -> bool:
         return _key(tensor) in self._owner
 
+    def owner_of(self, tensor: ShardedTensor) -> int:
+        """The place, among those that it is divided over, of the rank that owns the parameter of ``tensor``."""
+        return self._owner[_key(tensor)]
+
     def owns(self, tensor: ShardedTensor) -> bool:
         """Whether this rank owns the parameter of ``tensor``: itself, a gradient or state of it."""
-        return self._owner[_key(tensor)] == tensor._group.rank
+        return self.owner_of(tensor) == tensor._group.rank
 
     def gather(self, tensors: Sequence[ShardedTensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """The whole tensors, plain, of those of ``tensors`` that this rank owns, in their order. A collective.

@@ -1,0 +1,54 @@
+"""How an optimizer steps on sharded parameters, in words: `explain_optimizer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerofx.runtime.optim.hooks import way_of
+from zerofx.runtime.optim.muon import Muon
+from zerofx.runtime.optim.owners import Owners, by_ranks
+from zerofx.runtime.state.parameter import ShardedParameter
+
+_SHOWN = 3
+
+
+def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """How ``optimizer`` steps on sharded parameters, and who owns what. A collective, ahead of the first step.
+
+    ::
+
+        >>> print(zerofx.explain_optimizer(optimizer))
+        Adafactor steps each parameter whole, on its owner: it uses 'mean'.
+        rank 0      3 parameters,        24,640 elements (50 %): up.weight, 2.down.weight, norm.weight
+        rank 1      2 parameters,        24,576 elements (50 %): down.weight, 2.up.weight
+
+    Ranks are places among those that the parameters are divided over.
+    """
+    name = type(optimizer).__name__
+    groups = [group for group in optimizer.param_groups if not isinstance(optimizer, Muon) or group["use_muon"]]
+    sharded: list[Any] = [p for group in groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    if isinstance(optimizer, Muon):
+        owners: Owners = optimizer.owners()
+        head = f"{name} orthogonalizes each matrix whole, on its owner; all else is on flat slices."
+    else:
+        way = way_of(optimizer)
+        if way.kind is None:
+            return f"{name} is refused: it uses {way.operation} {way.why}."
+        if way.kind == "slices":
+            return f"{name} steps on flat slices: element by element, or by numbers of whole parameters."
+        sharded = [p for p in sharded if p.requires_grad]
+        owners = Owners(sharded)
+        head = f"{name} steps each parameter whole, on its owner: it uses {way.operation}."
+    lines = [head]
+    for members in by_ranks(sharded):
+        total = sum(p.numel() for p in members)
+        for rank in range(members[0]._group.layout.world_size):
+            mine = [p for p in members if owners.owner_of(p) == rank]
+            elements = sum(p.numel() for p in mine)
+            names = [p._slot.name for p in mine[:_SHOWN]] + ["..."] * (len(mine) > _SHOWN)
+            share = 100 * elements / max(1, total)
+            count = f"{len(mine):4} parameter{'s' if len(mine) != 1 else ' '}"
+            lines.append(f"rank {rank:<3} {count}, {elements:13,} elements ({share:.0f} %): {', '.join(names)}")
+    return "\n".join(lines)
