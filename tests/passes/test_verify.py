@@ -163,8 +163,9 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
             tried.add(name)
             # A graph that updates its groups hands gradients to updates, not to its caller: those are looked at first.
             # Codes that are read in front of their wait, or as a weight, are found by their rule: the reader is wrong.
-            as_codes = mutant.rule in ("wait", "slice") and "codes" in name
-            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + ["wire"] * as_codes
+            # A group that is saved in codes is another value than the output was, which is looked at first.
+            as_codes = {"wait": ["wire"], "slice": ["wire"], "saved": ["value"]}.get(mutant.rule, [])
+            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + as_codes * ("codes" in name)
             if not found.startswith(tuple(f"{rule}: " for rule in right)):
                 wrong.append(f"{mutant.name} {place} in {name}: {found}")
         if len(tried) == most:

@@ -112,7 +112,8 @@ class Muon(torch.optim.Optimizer):
             adamw_lr = lr if adjust_lr_fn == "match_rms_adamw" else 3e-4
         decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
         self._adamw_defaults = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay}
-        self.max_grad_norm, self.iteration_dtype = max_grad_norm, iteration_dtype
+        self.max_grad_norm: float | None = max_grad_norm
+        self.iteration_dtype: torch.dtype = iteration_dtype
         _check({name: getattr(self, name) for name in _OPTIONS})
         _check(defaults)
         _check({f"adamw_{name}": value for name, value in self._adamw_defaults.items()})
