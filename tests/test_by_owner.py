@@ -239,14 +239,15 @@ def train_with_what_changes() -> None:
     for net in (module, plain):
         first, *others = list(net.parameters())
         optimizer = Rows([first])
-        optimizers.append((optimizer, others))
+        optimizers.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), others))
     for step in range(4):
         set_gradients(module, plain, seed=step)
-        for optimizer, others in optimizers:
+        for optimizer, scheduler, others in optimizers:
             if step == 2:
                 optimizer.add_param_group({"params": others, "lr": 0.2})
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)
             optimizer.step()
+            scheduler.step()
+    assert optimizers[0][0].param_groups[0]["lr"] == 0.1 / 2**4
     check_alike(module, plain)
 
 

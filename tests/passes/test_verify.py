@@ -164,7 +164,8 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
             # A graph that updates its groups hands gradients to updates, not to its caller: those are looked at first.
             # Codes that are read in front of their wait, or as a weight, are found by their rule: the reader is wrong.
             # A group that is saved in codes is another value than the output was, which is looked at first.
-            as_codes = {"wait": ["wire"], "slice": ["wire"], "saved": ["value"]}.get(mutant.rule, [])
+            as_codes = ["wire"] * (mutant.rule in ("wait", "slice"))
+            as_codes += ["value"] * (mutant.name == "a_whole_group_is_saved")
             right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + as_codes * ("codes" in name)
             if not found.startswith(tuple(f"{rule}: " for rule in right)):
                 wrong.append(f"{mutant.name} {place} in {name}: {found}")

@@ -69,6 +69,7 @@ class ByOwner:
         self._owners: Owners | None = None
         self.wholes: dict[ShardedParameter, nn.Parameter] = {}
         self._versions: dict[Any, int] = {}
+        self._sharded_since_step = False
         self.lists: list[list[Any]] = []
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # some never call torch.optim.Optimizer's __init__
             optimizer.register_state_dict_pre_hook(state_in_shards)
@@ -82,6 +83,7 @@ class ByOwner:
             self.shard_state(optimizer)
             self._owners, self.wholes, self._versions = Owners(parameters), {}, {}
         self._own_state(optimizer, parameters)
+        self._sharded_since_step = False
         mine = [p for p in parameters if self._owners.owns(p)]
         for p in mine:
             if p not in self.wholes:
@@ -133,8 +135,9 @@ class ByOwner:
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
         """`state_in_shards`: what is shaped as its parameter is sharded; all else every rank has as the owner does."""
         self.end_failed(optimizer)
-        if self._owners is None:
+        if self._owners is None or self._sharded_since_step:  # zerofx.save asks, and so does state_dict() in it
             return
+        self._sharded_since_step = True
         for members in by_ranks(p for p in self._parameters(optimizer) if p in self._owners):
             states = {i: optimizer.state[p] for i, p in enumerate(members) if p in optimizer.state}
             owned = {i: s for i, s in states.items() if self._owners.owns(members[i]) and not _in_shards(s)}

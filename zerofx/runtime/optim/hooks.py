@@ -37,7 +37,7 @@ _ways: weakref.WeakKeyDictionary[torch.optim.Optimizer, Way] = weakref.WeakKeyDi
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Before any optimizer's step: PyTorch's own that are not elementwise are refused before they change anything.
+    """Before any optimizer's step: one that needs whole parameters gets them, or is refused before it changes anything.
 
     So is a step while gradients are kept back: the optimizer would not see them. And one behind a collective that the
     watchdog has ended, or behind an activation that could not be read: nobody knows what is in the gradients. A closure
@@ -77,16 +77,18 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
 
 def way_of(optimizer: torch.optim.Optimizer, *, closure: bool = False) -> Way:
     """How ``optimizer`` steps on sharded parameters; the same on every rank. A collective, the first time."""
-    groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
-    if type(optimizer) in _ELEMENTWISE or not groups:
+    if type(optimizer) in _ELEMENTWISE:
         return Way("slices")
-    if optimizer not in _ways:
-        everyone = groups[0].sharing.everyone
-        way = everyone.all_gathered(probe(optimizer, closure=closure) if everyone.rank == 0 else None)[0]
-        if way.kind is None:
-            return way  # with a closure, or when it has another group, it may be another
+    if (known := _ways.get(optimizer)) is not None:
+        return known
+    groups = [shards for shards in _groups_in(optimizer) if shards.family.stage]
+    if not groups:
+        return Way("slices")
+    everyone = groups[0].sharing.everyone
+    way: Way = everyone.all_gathered(probe(optimizer, closure=closure) if everyone.rank == 0 else None)[0]
+    if way.kind is not None:  # one that is refused may be another with a closure, or with another group
         _ways[optimizer] = way
-    return _ways[optimizer]
+    return way
 
 
 def _check_memory(optimizer: torch.optim.Optimizer, groups: list[ShardGroup]) -> None:
