@@ -272,6 +272,35 @@ def test_parts_holders_and_optimizers_are_copied(workers2: Workers, stage: int) 
     workers2.run(check_parts, stage)
 
 
+def check_parametrized(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = ActorCritic()
+    nn.utils.parametrizations.weight_norm(plain.critic)
+    model = zerofx.compile(copy.deepcopy(plain), stage=stage, executor="eager", groups=EACH_GROUP)
+    both = copy.deepcopy(model)
+    x = torch.randn(5, 6)
+    for found in (model, both):
+        for got, wanted in zip(found(x), plain(x), strict=True):
+            torch.testing.assert_close(got, wanted)
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    sum(part.square().mean() for part in both(x)).backward()
+    optimizer.step()
+    same(model, plain)
+    assert not torch.equal(full(both.get_parameter("actor.weight")), plain.actor.weight)
+
+
+def test_a_parametrized_module_that_is_not_sharded_is_copied() -> None:
+    plain = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    made = copy.deepcopy(nn.Sequential(plain, plain))
+    assert made[0] is made[1] is not plain
+    torch.testing.assert_close(made.eval()(torch.ones(2, 4)), nn.Sequential(plain, plain).eval()(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parametrized_module_is_copied(workers2: Workers, stage: int) -> None:
+    workers2.run(check_parametrized, stage)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "leaf": {"leaf_modules": ["second"]},
     "leaves, kept": {"leaf_modules": [nn.Linear], "memory_budget": float("inf"), "stage": 1},

@@ -98,18 +98,23 @@ def around_copies(copied: Callable[[nn.Module, dict[int, Any], Callable[[], nn.M
     """Have ``copied(module, memo, copy)`` asked for what ``copy.deepcopy`` makes of a module; ``copy()`` makes it.
 
     Modules have no ``__deepcopy__`` of their own, and so `copy` takes them apart and puts them together again (2.11,
-    2.13, 2.15). A subclass that has one is copied by that.
+    2.13, 2.15). A subclass that has one is copied by that. A parametrized module refuses to be taken apart, and
+    ``torch.nn.utils.parametrize`` gives it a ``__deepcopy__`` only where it finds none: its attributes are copied.
     """
+    from torch.nn.utils.parametrize import is_parametrized
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         behind = type(self).__mro__[type(self).__mro__.index(nn.Module) + 1 :]
         own = next((vars(cls)["__deepcopy__"] for cls in behind if "__deepcopy__" in vars(cls)), None)
 
         def by_parts() -> nn.Module:
+            if is_parametrized(self):
+                memo[id(self)] = made = self.__new__(type(self))
+                made.__dict__ = copy.deepcopy(self.__dict__, memo)
+                return made
             reduce = copyreg.dispatch_table.get(type(self))
             parts: Any = self.__reduce_ex__(4) if reduce is None else reduce(self)
-            made: nn.Module = self if isinstance(parts, str) else copy._reconstruct(self, memo, *parts)  # type: ignore
-            return made
+            return self if isinstance(parts, str) else copy._reconstruct(self, memo, *parts)  # type: ignore
 
         return copied(self, memo, by_parts if own is None else lambda: own(self, memo))
 
