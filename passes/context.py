@@ -238,10 +238,6 @@ class Context:
     sync: Sync = "reduce"
     steps: bool = False
     """Backward: groups are updated in it, each as soon as its gradient is there (`zerofx.step_in_backward`)."""
-    param_dtype: torch.dtype | None = None
-    """What weights compute in (`zerofx.model.precision`); None: the parameters' dtype."""
-    reduce_dtype: torch.dtype | None = None
-    """What gradients are reduced in; None: the dtype backward returns them in."""
     memory_budget: float | None = None
     """Most gathered bytes live at any time; None: just enough for each gather to start two groups ahead, and
     a quarter of the largest group (`zerofx.passes.schedule`)."""

@@ -10,7 +10,7 @@ Parameters of one group are gathered together, where the first of them is needed
 
 In stages 1 and 2 each rank has a replica of the flat buffer, and with ``one_copy`` all have one in common. The input is
 the replica then, and there is no one to ask: the node is an unshard over one rank. Where replicas have another dtype
-than parameters (``ctx.param_dtype``), a cast to the parameter's dtype follows it, which `narrow` takes away again.
+than parameters (``layout.weight_dtype``), a cast to the parameter's dtype follows it, which `narrow` takes away again.
 
 A parameter that forward saves for backward is an input that the caller holds anyway: its output becomes None and
 ``ctx.found.saved_parameters`` says so. The shards' placeholders come after all others, in the order of first use.
@@ -57,7 +57,7 @@ def _gather_group(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[N
     """Bring the parameters of one group; returns the placeholder of its buffer, which comes behind ``last``."""
     sharded = ctx.gathers
     kind = "shard" if sharded else "replica"
-    dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
+    dtype = layout.dtype if sharded else layout.weight_dtype
     value = nodes[0].meta["val"].new_empty(layout.shard_numel if sharded else layout.numel, dtype=dtype)
     buffer = edit.placeholder(graph, f"{kind}_{layout.name}", value, Tag(kind, layout.name), last)
     ctx.found.shards.append(layout)

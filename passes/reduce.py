@@ -12,8 +12,8 @@ The gradient outputs become None because autograd would accumulate them into the
 the caller adds the extra outputs to sharded gradients instead. Each is a flat shard of its group (``S`` elements),
 zero outside of its parameter, so that the sum of a group's extra outputs is the group's gradient shard.
 
-The gradient is reduced in ``ctx.reduce_dtype``, if that is given; where backward computed it in that dtype and widened
-it afterwards, the cast is left out. The other ways of `zerofx.no_sync` (``ctx.sync``)::
+The gradient is reduced in its layout's ``gradient_dtype``, if there is one; where backward computed it in that dtype
+and widened it afterwards, the cast is left out. The other ways of `zerofx.no_sync` (``ctx.sync``)::
 
     "keep"     return dx, None, None, dw, db            gradients leave whole; the caller adds them up
     "merge"    dw = add(dw, kept_dw)                    what was kept comes back as inputs, and is reduced with
@@ -71,7 +71,7 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
         grad = outputs[i]
         if isinstance(grad, Node):
             check_dense(ref.slot.name, grad.meta["val"].layout)
-            found.append((ref, _in_reduce_dtype(gm.graph, ctx, grad, ref)))
+            found.append((ref, _in_reduce_dtype(gm.graph, grad, ref)))
             outputs[i] = None
     edit.set_output_values(gm.graph, outputs)
     if ctx.sync == "merge":
@@ -85,22 +85,23 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
 def give_gradients(gm: GraphModule, ctx: Context, values: list[Node]) -> int:
     """Return ``values`` besides what the graph returns; what ``take_gradients`` left out goes away."""
     edit.set_output_values(gm.graph, edit.output_values(gm.graph) + values)
-    if values and ctx.reduce_dtype is not None:
+    if values and any(ref.layout.gradient_dtype is not None for ref in ctx.gradients.values()):
         gm.graph.eliminate_dead_code()
     return edit.finish(gm, len(values))
 
 
-def _in_reduce_dtype(graph: Graph, ctx: Context, grad: Node, ref: ParameterRef) -> Node:
-    if ctx.reduce_dtype is None or grad.meta["val"].dtype == ctx.reduce_dtype:
+def _in_reduce_dtype(graph: Graph, grad: Node, ref: ParameterRef) -> Node:
+    dtype = ref.layout.gradient_dtype
+    if dtype is None or grad.meta["val"].dtype == dtype:
         return grad
     source = grad
-    while source.meta["val"].dtype != ctx.reduce_dtype and _is_widening(source):
+    while source.meta["val"].dtype != dtype and _is_widening(source):
         source = source.all_input_nodes[0]
-    if source.meta["val"].dtype == ctx.reduce_dtype:
+    if source.meta["val"].dtype == dtype:
         return source
     with graph.inserting_after(edit.after_inputs(grad)):
         tag = Tag("prepare", ref.layout.name)
-        return edit.insert(graph, edit.CAST, (grad, ctx.reduce_dtype), tag=tag, near=grad)
+        return edit.insert(graph, edit.CAST, (grad, dtype), tag=tag, near=grad)
 
 
 def _is_widening(node: Node) -> bool:

@@ -154,7 +154,7 @@ def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     states = [] if optimizer is None else list(optimizer.state.values())
     state = [x for values in states for x in values.values() if isinstance(x, torch.Tensor)]
     weights, master = nbytes(replicas, seen), nbytes(owned, seen)
-    if groups[0].family.precision.param_dtype is None:  # the model computes with what the optimizer updates
+    if groups[0].layout.param_dtype is None:  # the model computes with what the optimizer updates
         weights, master = weights + master, 0
     gradients = nbytes([p.grad for p in parameters if p.grad is not None] + kept, seen)
     master += nbytes([values["master"] for values in states if "master" in values], seen)  # zerofx.AdamW's

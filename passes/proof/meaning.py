@@ -105,9 +105,10 @@ class Numbering:
     def parameter(self, ref: ParameterRef, ctx: Context) -> Number:
         """Of a parameter where the model's own graph reads it."""
         number = self.stored(ref)
-        if ctx.stage and not ctx.gathers and ctx.param_dtype is not None:
-            number = self.cast(number, ref.layout.dtype, ctx.param_dtype)
-            number = self.cast(number, ctx.param_dtype, ref.layout.dtype)
+        layout = ref.layout
+        if ctx.stage and not ctx.gathers and layout.param_dtype is not None:
+            number = self.cast(number, layout.dtype, layout.param_dtype)
+            number = self.cast(number, layout.param_dtype, layout.dtype)
         return number
 
     def stored(self, ref: ParameterRef) -> Number:

@@ -256,8 +256,8 @@ class Outputs:
 
     def _prepared(self, ref: ParameterRef, number: Number, dtype: torch.dtype) -> Number:
         ctx = self.ctx
-        if ctx.reduce_dtype is not None:
-            number = self.numbering.cast(number, dtype, ctx.reduce_dtype)
+        if (reduced := ref.layout.gradient_dtype) is not None:
+            number = self.numbering.cast(number, dtype, reduced)
         if ctx.sync == "merge":
             number = self.numbering.call(_aten.add.Tensor, Numbered(number), Numbered(self.reader.kept(ref)))
         return number

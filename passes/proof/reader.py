@@ -89,9 +89,9 @@ class Reader(Known):
                 self.facts[node] = kept
 
     def _read_shard(self, layout: GroupLayout, node: Node) -> None:
-        ctx, sharded = self.ctx, self.ctx.gathers
+        sharded = self.ctx.gathers
         self.homes.setdefault(layout.name, []).append(node)
-        dtype = layout.dtype if sharded else ctx.param_dtype or layout.dtype
+        dtype = layout.dtype if sharded else layout.weight_dtype
         cast = (dtype,) if dtype != layout.dtype else ()
         layout = ask("held", self, layout) or layout
         self._sized(node, (layout.shard_numel if sharded else layout.numel,), dtype)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from tests.passes.graphs import Flats, Numbers, apply, gradients, run
 from zerofx import _torch
 from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.precision import MixedPrecision
 from zerofx.passes import PIPELINE, Context, ParameterRef
 from zerofx.passes.context import Found, Handover
 
@@ -134,7 +135,9 @@ def capture(
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
     refs, flats = {}, {}
-    for layout, parameters in plan_groups(model, world_size, grouping or Grouping(min_bytes=0)):
+    precision = MixedPrecision(context.pop("param_dtype", None), context.pop("reduce_dtype", None))
+    grouping = grouping or Grouping(min_bytes=0)
+    for layout, parameters in plan_groups(model, world_size, grouping, mixed_precision=precision):
         flats[layout] = torch.zeros(layout.numel, dtype=layout.dtype)
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             layout.view(flats[layout], slot).copy_(parameter.detach())

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from tests.passes.facts import made
 from zerofx import _torch
 from zerofx.model.layout import GroupLayout, make_layout
+from zerofx.model.precision import MixedPrecision
 from zerofx.passes import PIPELINE, Context, ParameterRef, Tag
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ class Sketch:
 
     def __init__(self, phase: str = "forward", *, world_size: int = 2, **context: Any) -> None:
         self.mode, self.graph = FakeTensorMode(), Graph()
+        self.dtypes = MixedPrecision(context.pop("param_dtype", None), context.pop("reduce_dtype", None))
         context = {"process_group": "pg", "executor": "eager", **context}
         self.ctx = made(phase=phase, **context)
         self.world_size, self.lines = world_size, {"placeholder": 100, "call_function": 0}
@@ -52,7 +54,7 @@ class Sketch:
 
     def group(self, group: str, dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> GroupLayout:
         """Lay out a group without placeholders; its parameters are in ``self.refs`` from now on."""
-        layout = make_layout(group, shapes.items(), dtype, self.world_size)
+        layout = make_layout(group, shapes.items(), dtype, self.world_size, precision=self.dtypes)
         self.refs |= {slot.name: ParameterRef(layout, slot) for slot in layout.slots}
         return layout
 

@@ -53,13 +53,13 @@ def autocast_forward(
 
 
 def with_replicas(gm: GraphModule, ctx: Context) -> Numbers:
-    """Values for a graph that no pass has touched, its replicas in ``ctx.param_dtype`` included.
+    """Values for a graph that no pass has touched, its replicas in ``layout.weight_dtype`` included.
 
     What the flat buffers hold was rounded before, so that the graph computes the same from either.
     """
     numbers = Numbers.random(gm, ctx)
     for layout, flat in numbers.flats.items():
-        replica = flat.to(ctx.param_dtype or layout.dtype)
+        replica = flat.to(layout.weight_dtype)
         numbers.inputs[f"replica_{layout.name}"] = replica
         numbers.flats[layout] = replica.to(layout.dtype)
     return numbers

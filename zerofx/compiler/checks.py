@@ -106,7 +106,7 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
-    planned = plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block)
+    planned = plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block, options.mixed_precision)
     if (offload := Offload.of(options.offload)) is not None:
         check_offload(offload, [layout for layout, _ in planned], device)
     return planned

@@ -20,13 +20,14 @@ from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
 from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
-from zerofx.model.precision import MixedPrecision
+from zerofx.model.policies import Policy, check_policies
+from zerofx.model.rules import Rule
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
 from zerofx.passes import pipeline
 from zerofx.passes.context import Buckets, Executor
 from zerofx.passes.own import Pass, nearest
-from zerofx.runtime.eager.leaf import LeafRule, check_rules
+from zerofx.runtime.eager.leaf import check_rules
 
 EXECUTORS = ("inductor", "eager")
 BUCKETS = ("group", "parameter", "all")
@@ -101,7 +102,8 @@ class Options:
             None for what the modules do by themselves. See `zerofx.compiler.initialize`.
         device: for a module on the meta device, the device it moves to. None: the accelerator, if there is one and the
             process group works with it; else the CPU.
-        mixed_precision: see `zerofx.model.precision`.
+        mixed_precision: a `zerofx.MixedPrecision`; or one for each part of the module, by module class and pattern of
+            names (`zerofx.model.policies`).
         wire: stages 1 to 3, what travels in codes of fewer bits; see `zerofx.model.wire`. None: all as it is.
         offload: stages 1 to 3, a folder for the optimizer's state, or a `zerofx.Offload` (docs/offload.md). In stage 0
             too, of activations alone. None: all is on the device.
@@ -122,7 +124,7 @@ class Options:
     partition_activations: DeviceMesh | dist.ProcessGroup | str | None = None
     memory: int | Memory | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
-    leaf_modules: Sequence[LeafRule] | None = None
+    leaf_modules: Sequence[Rule] | None = None
     lookups: bool = False
     one_copy: bool = False
     mesh: DeviceMesh | None = None
@@ -131,7 +133,7 @@ class Options:
     init_sync: bool = True
     init: Callable[[nn.Module], Any] | str | Path | None = None
     device: torch.device | str | None = None
-    mixed_precision: MixedPrecision | None = None
+    mixed_precision: Policy | None = None
     wire: Wire | None = None
     offload: Offload | str | Path | None = None
     buckets: Buckets = "group"
@@ -159,11 +161,7 @@ class Options:
             raise ValueError(f"lookups=True with {other}: no table is gathered there. Leave it out, or use stage=3.")
         if self.one_copy and self.stage != 3:
             raise ValueError(f"one_copy=True with stage={self.stage}: expected stage=3, which takes no longer with it.")
-        if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
-            raise ValueError(
-                f"mixed_precision={self.mixed_precision!r}: expected None, or a "
-                "zerofx.MixedPrecision, such as mixed_precision=zerofx.MixedPrecision(torch.bfloat16)."
-            )
+        check_policies(self.mixed_precision)
         self._check_wire()
         self._check_offload(Offload.of(self.offload))
         if self.init is not None and not callable(self.init) and not isinstance(self.init, (str, Path)):

@@ -78,7 +78,7 @@ class Pair:
     def context(self, gm: GraphModule, phase: Phase, sync: Sync = "reduce", steps: bool = False) -> Context:
         """For the passes of ``gm``, as AOTAutograd made it."""
         unit, family, output = self.unit, self.unit.family, gm.graph.output_node()
-        sharing, precision = unit.group.sharing, family.precision
+        sharing = unit.group.sharing
         returned = _torch.gradient_outputs(output) if phase == "backward" else {}
         gradients = {position: unit.sharded[i] for position, i in returned.items() if i in unit.sharded}
         second = sharing.replicas or sharing.secondary
@@ -107,8 +107,6 @@ class Pair:
             buckets=family.buckets,
             sync=sync,
             steps=steps,
-            param_dtype=precision.param_dtype,
-            reduce_dtype=precision.reduce_dtype or precision.param_dtype,
             memory_budget=self.memory_budget,
             elsewhere=self.elsewhere(phase),
             own=Pass.all_of(unit.options.passes),

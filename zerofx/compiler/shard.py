@@ -35,6 +35,7 @@ from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
+from zerofx.model.policies import Policies
 from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import Place, places_of
@@ -112,9 +113,7 @@ class _Conversion:
         self.sync = options.init_sync and sharing.everyone.size > 1
         self.kept: list[Any] = []
         offload = Offload.of(options.offload)
-        self.family = Family(
-            options.stage, options.mixed_precision, options.buckets, options.one_copy, options.wire, offload
-        )
+        self.family = Family(options.stage, options.buckets, options.one_copy, options.wire, offload)
         self.family.recipe = Recipe(options, weakref.ref(module))
         memory = Memory.of(options.memory)
         self.family.footprint.limit = None if memory is None else memory.nbytes
@@ -146,8 +145,7 @@ class _Conversion:
     def _memory(self, planned: Planned) -> Any:
         """What all groups get at once; see `Weights.allocate`."""
         case = weights_of(self.options.stage, self.options.one_copy, self.sharing)
-        dtype = self.family.precision.param_dtype
-        return case.allocate([(layout, dtype or layout.dtype) for layout, _ in planned], self.sharing)
+        return case.allocate([layout for layout, _ in planned], self.sharing)
 
     def _convert_group(self, layout: GroupLayout, parameters: list[nn.Parameter], memory: Any) -> ShardGroup:
         """Peak extra memory is this rank's shard: a parameter is freed when its slice was taken."""
@@ -190,7 +188,7 @@ class _Conversion:
         if options.stage == 0 and self.layouts:
             say_so(module)
         if options.mixed_precision is not None:
-            self.family.casts = options.mixed_precision.install(module)
+            self.family.casts = Policies(module, options.mixed_precision).install()
         for settle in SETTLED:
             settle()
 

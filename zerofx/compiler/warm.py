@@ -67,7 +67,7 @@ def tag_of(unit: Unit) -> str:
     what = (
         _source(),
         (options.stage, options.executor, options.memory_budget, options.lookups, options.one_copy, options.buckets),
-        (family.stage, family.precision, family.wire, sorted(family.on_host)),
+        (family.stage, family.wire, sorted(family.on_host)),
         None if disk is None else (sorted(disk.kinds), sorted(disk.groups)),
         (ranks, sharing.row_size, sharing.crosses, sharing.two_hops, sharing.divides_between),
         (groups, sorted(unit.names)),

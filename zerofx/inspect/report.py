@@ -131,8 +131,9 @@ def _facts(layouts: list[GroupLayout], trace: Trace, pretended: bool) -> str:
         facts.append(f"a step takes {format_bytes(divided.peak_bytes)}, {format_bytes(divided.at_rest)} of it at rest")
     if (there := context.facts(AtRest).on_disk) is not None:
         facts.append(escape(f"{there.names} of {there.which} in {there.path}"))
-    if context.param_dtype is not None:
-        facts.append(f"computes in {str(context.param_dtype).removeprefix('torch.')}")
+    if any(layout.param_dtype is not None for layout in layouts):
+        dtypes = {str(layout.weight_dtype).removeprefix("torch.") for layout in layouts}
+        facts.append(f"computes in {' and '.join(sorted(dtypes))}")
     return " · ".join([*facts, f"torch {escape(torch.__version__)}"])
 
 

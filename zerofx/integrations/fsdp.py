@@ -38,7 +38,7 @@ from zerofx._torch import backend_name, call_instead
 from zerofx.compiler.api import compile
 from zerofx.integrations.states import checked_options
 from zerofx.model.grouping import Grouping
-from zerofx.model.precision import Casts, MixedPrecision, cast_floats
+from zerofx.model.precision import MixedPrecision
 from zerofx.runtime.state.group import groups_of
 
 
@@ -76,7 +76,7 @@ def fully_shard(
         mesh: of one dimension, or of two (replicas, shards); the same for all modules of a model. None: all ranks.
         reshard_after_forward: False for all layers keeps all weights gathered from forward to backward. For some of
             them it is a hint that zerofx does not need: it keeps the last layers gathered as far as its budget goes.
-        mp_policy: of one ``param_dtype`` and ``reduce_dtype`` for all modules of a model.
+        mp_policy: the module's own; what is in it and not marked has the same.
         zerofx: further options of ``zerofx.compile``; those of the call for the whole model count.
 
     Returns:
@@ -206,8 +206,9 @@ def shard_marked(root: nn.Module, device: Any = None) -> None:
             options.setdefault("memory_budget", math.inf)
     elif whole.reshard_after_forward is False:
         options.setdefault("memory_budget", math.inf)
-    if whole.policy != MixedPrecisionPolicy():
-        options["mixed_precision"] = _precision(whole.policy)
+    if any(mark.policy != MixedPrecisionPolicy() for mark in marks.values()):
+        named = {name: marks[m] for name, m in root.named_modules() if m in marks}
+        options["mixed_precision"] = {name: _Policy.of(mark.policy) for name, mark in named.items()}
     if device is not None:
         options["device"] = device
     for m, mark in marks.items():
@@ -221,8 +222,6 @@ def shard_marked(root: nn.Module, device: Any = None) -> None:
             _MARKS[m] = mark
             _wait_for_call(m, mark)
         raise
-    for m, mark in layers.items():
-        _cast_at(m, _precision(mark.policy), groups_of(root)[0].family)
     for group in groups_of(root):
         group.family.sync = all(mark.sync for mark in marks.values())
 
@@ -231,45 +230,22 @@ def _check_alike(root: nn.Module, marks: dict[nn.Module, Mark]) -> None:
     """Raise where modules of one model ask for what holds for all of it, and differ."""
     whole, names = marks[root], {m: name for name, m in root.named_modules()}
     for module, mark in marks.items():
-        pairs = (
-            ("mesh", mark.mesh, whole.mesh),
-            ("mp_policy.param_dtype", mark.policy.param_dtype, whole.policy.param_dtype),
-            ("mp_policy.reduce_dtype", mark.policy.reduce_dtype, whole.policy.reduce_dtype),
-        )
-        for what, layers_own, of_whole in pairs:
-            if layers_own != of_whole:
-                raise ValueError(
-                    f"fully_shard: {what}={layers_own!r} for {names[module]!r} and {of_whole!r} for the whole "
-                    f"{type(root).__name__}: expected the same for all modules of a model. Keep what is to compute in "
-                    "another dtype in that dtype inside of its forward."
-                )
+        if mark.mesh != whole.mesh:
+            raise ValueError(
+                f"fully_shard: mesh={mark.mesh!r} for {names[module]!r} and {whole.mesh!r} for the whole "
+                f"{type(root).__name__}: expected the same for all modules of a model."
+            )
 
 
-def _precision(policy: MixedPrecisionPolicy) -> MixedPrecision:
-    return MixedPrecision(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
+class _Policy(MixedPrecision):
+    """A policy with FSDP2's casts: a layer's inputs and outputs are those of the layer, whatever is around it."""
 
+    @staticmethod
+    def of(policy: MixedPrecisionPolicy) -> MixedPrecision:
+        return _Policy(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
 
-def _cast_at(module: nn.Module, precision: MixedPrecision, family: Any) -> None:
-    """Inputs and outputs of a layer are cast where FSDP2 would: the whole model's casts are zerofx's own."""
-    casts = _LayerCasts(precision, family.casts)
-    if precision.param_dtype is not None and precision.cast_forward_inputs:
-        module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
-    if precision.output_dtype is not None:
-        module.register_forward_hook(casts.outputs)
-
-
-class _LayerCasts:
-    """The hooks of a layer. They cast while those of the whole model do; a copy's look at the copied model's."""
-
-    def __init__(self, precision: MixedPrecision, whole: Casts | None) -> None:
-        self.precision, self.whole = precision, whole
-
-    def inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        on = self.whole is not None and self.whole.on
-        return cast_floats((args, kwargs), self.precision.param_dtype) if on else (args, kwargs)
-
-    def outputs(self, _: nn.Module, args: Any, result: Any) -> Any:
-        return cast_floats(result, self.precision.output_dtype) if self.whole is not None and self.whole.on else result
+    def casts(self, computed: Any, around: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
+        return super().casts(self.param_dtype, None)
 
 
 class ZeroModule(nn.Module):

@@ -5,11 +5,11 @@ Automatic grouping reads module names alone, so it serves a model nobody prepare
 * a *block* is what stands at a number in a container: ``h.0``, ``encoder.layer.11``. The outermost number counts;
   ``layers.3.experts.5.w`` belongs to block ``layers.3``;
 * between blocks, what is left forms a group of its own, in registration order: embeddings before, head behind;
-* within those, one group per dtype and ``requires_grad``;
+* within those, one group per dtype, policy of mixed precision and ``requires_grad``;
 * neighbours of the same kind that are smaller than ``min_bytes`` together are merged, and what is larger than
   ``max_bytes`` is split between parameters. A parameter as large as that is alone in its group: its gradient is
   reduced from where it is, for there is nothing to pack it with;
-* what is in a leaf module (`zerofx.runtime.eager.leaf`) is neither: it has one group for itself per dtype and
+* what is in a leaf module (`zerofx.runtime.eager.leaf`) is neither: it has one group for itself per dtype, policy and
   ``requires_grad``.
 
 ``groups=`` overrides what a block is: module classes, or a function ``(name, module) -> bool``.
@@ -26,6 +26,8 @@ from torch import nn
 
 from zerofx._torch import held
 from zerofx.model.layout import GroupLayout, make_layout
+from zerofx.model.policies import Policies, Policy
+from zerofx.model.precision import MixedPrecision
 
 BlockRule = Callable[[str, nn.Module], bool]
 
@@ -67,6 +69,7 @@ class _Draft:
     dtype: torch.dtype
     requires_grad: bool
     leaf: str | None
+    dtypes: tuple[torch.dtype | None, torch.dtype | None]
     members: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
     @property
@@ -74,8 +77,8 @@ class _Draft:
         return sum(held(p).nbytes for _, p in self.members)
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool, str | None]:
-        return self.dtype, self.requires_grad, self.leaf
+    def kind(self) -> tuple[torch.dtype, bool, str | None, tuple[torch.dtype | None, torch.dtype | None]]:
+        return self.dtype, self.requires_grad, self.leaf, self.dtypes
 
 
 def plan_groups(
@@ -85,14 +88,16 @@ def plan_groups(
     leaves: Iterable[str] = (),
     backend: str = "",
     code_block: int = 1,
+    mixed_precision: Policy | None = None,
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
 
     A parameter that occurs under several names is taken once, under the first. ``leaves`` are names of leaf modules,
     ``backend`` is what collectives of the parameters run on. ``code_block`` is the ``block`` of `make_layout`.
+    ``mixed_precision`` is what a user gave.
     """
     drafts: list[_Draft] = []
-    block_of, leaves = _block_rule(module, grouping), tuple(leaves)
+    block_of, leaves, policies = _block_rule(module, grouping), tuple(leaves), Policies(module, mixed_precision)
     runs = 0
     last_block: str | None = None
     for name, parameter in module.named_parameters():
@@ -104,7 +109,8 @@ def plan_groups(
             key = f"\0{runs}"  # a run of parameters between blocks
         else:
             key = last_block = block
-        kind = (parameter.dtype, parameter.requires_grad, leaf)
+        policy = policies.of(name)
+        kind = (parameter.dtype, parameter.requires_grad, leaf, (policy.param_dtype, policy.reduce_dtype))
         draft = next((d for d in reversed(drafts) if d.block == key and d.kind == kind), None)
         if draft is None:
             drafts.append(draft := _Draft(key, *kind))
@@ -118,7 +124,8 @@ def plan_groups(
     for draft in drafts:
         name = _unique(_group_name(draft), taken)
         shapes = [(n, held(p).shape) for n, p in draft.members]
-        layout = make_layout(name, shapes, draft.dtype, world_size, draft.requires_grad, code_block)
+        precision = MixedPrecision(*draft.dtypes)
+        layout = make_layout(name, shapes, draft.dtype, world_size, draft.requires_grad, code_block, precision)
         planned.append((layout, [p for _, p in draft.members]))
     return planned
 

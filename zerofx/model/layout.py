@@ -1,8 +1,8 @@
 """Where each parameter lies in its group's flat buffer, and which part of it a rank holds.
 
-A *group* is the unit of communication: the parameters of one layer with one dtype and one ``requires_grad``. Laid
-end to end in registration order, each at an aligned offset, they form one flat buffer; the buffer is padded so that
-it divides by the world size, and rank r's *shard* is the r-th contiguous part of it::
+A *group* is the unit of communication: the parameters of one layer with one dtype, one policy of mixed precision and
+one ``requires_grad``. Laid end to end in registration order, each at an aligned offset, they form one flat buffer. The
+buffer is padded so that it divides by the world size, and rank r's *shard* is the r-th contiguous part of it::
 
     world size 2      | attn.weight (4x4)   | attn.bias (4) | norm (4) | padding |
     flat buffer       | 0 .............. 15 | 16 ....... 19 | 20 .. 23 | 24 . 31 |
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,15 @@ BLOCK = 256
 
 BLOCKED_NUMEL = 4096
 """Elements below which a parameter is not worth having blocks (the bound of Dettmers et al. 2022)."""
+
+
+class Precision(Protocol):
+    """`zerofx.model.precision.MixedPrecision`, or a layout."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,10 @@ class GroupLayout:
     slots: tuple[Slot, ...]
     numel: int
     """Elements of the flat buffer, padding included."""
+    param_dtype: torch.dtype | None = None
+    """What the model computes with them in, by the policy of their part (`zerofx.model.policies`); None: ``dtype``."""
+    reduce_dtype: torch.dtype | None = None
+    """What the same policy reduces their gradients in; None: see `gradient_dtype`."""
 
     def __post_init__(self) -> None:
         align = alignment(self.dtype)
@@ -112,6 +126,16 @@ class GroupLayout:
     @property
     def shard_numel(self) -> int:
         return self.numel // self.world_size
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """What the model computes with them in."""
+        return self.param_dtype or self.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """What graphs reduce their gradients in; None: the dtype in which backward returns them."""
+        return self.reduce_dtype or self.param_dtype
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +174,9 @@ def make_layout(
     world_size: int,
     requires_grad: bool = True,
     block: int = 1,
+    precision: Precision | None = None,
 ) -> GroupLayout:
-    """Lay ``(name, shape)`` parameters out in the given order; see the law above."""
+    """Lay ``(name, shape)`` parameters, which have the policy ``precision``, out in the given order; see the law."""
     named = [(n, tuple(shape)) for n, shape in parameters]
     align = alignment(dtype)
     plain = [math.lcm(align, own) for own in _own_blocks([math.prod(shape) for _, shape in named], block)]
@@ -161,8 +186,12 @@ def make_layout(
     for aligns in (list(map(math.lcm, rows, blocks)), rows, list(map(math.lcm, plain, blocks))):
         layout = _place(name, named, aligns, math.lcm(align, *aligns), dtype, world_size, requires_grad)
         if layout.padding <= ROW_PADDING * layout.numel:
-            return layout
-    return _place(name, named, plain, align, dtype, world_size, requires_grad)
+            break
+    else:
+        layout = _place(name, named, plain, align, dtype, world_size, requires_grad)
+    if precision is None:
+        return layout
+    return replace(layout, param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
 
 
 def excerpt(layout: GroupLayout, slots: Iterable[Slot]) -> tuple[list[range], GroupLayout]:

@@ -12,7 +12,8 @@ outputs   ``output_dtype``, else as computed  cast as the module returns
 buffers   their own                           never
 ========  ==================================  ========================================
 
-The fields are those of PyTorch's ``torch.distributed.fsdp.MixedPrecisionPolicy`` and mean the same.
+The fields are those of PyTorch's ``torch.distributed.fsdp.MixedPrecisionPolicy`` and mean the same. Parts of a module
+may have policies of their own (`zerofx.model.policies`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerofx._torch import pytree
 
@@ -34,7 +34,8 @@ class MixedPrecision:
         param_dtype: what the module computes in.
         reduce_dtype: what gradients are reduced in. None: ``param_dtype``; of a weight that is gathered outside of
             graphs its own dtype.
-        output_dtype: what floating-point outputs are cast to.
+        output_dtype: what floating-point outputs are cast to. None: those of a whole module stay as they are, those of
+            a part are cast to what the module around it computes in.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
     """
 
@@ -49,40 +50,28 @@ class MixedPrecision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}={dtype!r}): expected a floating-point torch.dtype, or None.")
 
-    def install(self, module: nn.Module) -> Casts:
-        """Have ``module`` cast what it is called with and what it returns, for as long as the result is `Casts.on`."""
-        casts = Casts(self)
-        if self.cast_forward_inputs and self.param_dtype is not None:
-            module.register_forward_pre_hook(casts.inputs, with_kwargs=True, prepend=True)
-        if self.output_dtype is not None:
-            module.register_forward_hook(casts.outputs)
-        return casts
+    def casts(
+        self, computed: torch.dtype | None, around: torch.dtype | None
+    ) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What inputs and outputs are cast to; None: they stay as they are.
 
-
-class Casts:
-    """The hooks of a module under mixed precision.
-
-    Attributes:
-        on: whether they cast. False while the module has its masters for weights (`zerofx.unsharded`).
-    """
-
-    def __init__(self, precision: MixedPrecision) -> None:
-        self.precision = precision
-        self.on = True
-
-    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The forward pre-hook."""
-        return cast_floats((args, kwargs), self.precision.param_dtype) if self.on else (args, kwargs)
-
-    def outputs(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """The forward hook."""
-        return cast_floats(outputs, self.precision.output_dtype) if self.on else outputs
+        Args:
+            computed: what the part that has this policy computes in; None: in several dtypes.
+            around: what the module around the part computes in; None: there is none, or it computes in several.
+        """
+        back = around if around != computed else None
+        return computed if self.cast_forward_inputs else None, self.output_dtype or back
 
 
 def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
-    """``values``, any nesting of containers, with every floating-point tensor in it cast to ``dtype``."""
+    """``values``, any nesting of containers, with every floating-point tensor in it cast to ``dtype``.
 
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    Containers without such a tensor of another dtype are the same objects: the module may write to them.
+    """
 
-    return pytree.tree_map(cast, values)
+    def differs(x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != dtype
+
+    if not any(differs(x) for x in pytree.tree_leaves(values)):
+        return values
+    return pytree.tree_map(lambda x: x.to(dtype) if differs(x) else x, values)

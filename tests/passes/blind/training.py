@@ -93,7 +93,7 @@ class TrainingStep:
         shards, replicas = {}, {}
         for name, layout in self.pair.layouts.items():
             shards[name] = flats[name].chunk(self.world_size)[rank].clone()
-            replicas[name] = flats[name].to(ctx.param_dtype or layout.dtype, copy=True)
+            replicas[name] = flats[name].to(layout.weight_dtype, copy=True)
         return _Rank(rank, shards, replicas, flats) if not ctx.stage else _Rank(rank, shards, replicas, {})
 
     def _forward(self) -> list[list[Any]]:

@@ -25,8 +25,8 @@ The graph asks for rows as soon as the indices are there, and ahead of other gat
 
 Sound because a row is looked up as it is, whoever does it: all ranks but those that have it say zero. The rows'
 gradients are added up in the order of ranks, and of indices, rather than by each rank first: the same sum, rounded
-otherwise; and in ``ctx.reduce_dtype``, if that is given. Sizes follow from the shape of the indices, which **has to be
-the same on all ranks**: so it is done if asked for (`LookupFacts`), and not where a size is a symbol.
+otherwise; and in the layout's ``gradient_dtype``, if there is one. Sizes follow from the shape of the indices, which
+**has to be the same on all ranks**: so it is done if asked for (`LookupFacts`), and not where a size is a symbol.
 
 Runs between ``reduce`` and ``group``. Leaves groups alone of which anything else is read, and gradients that are kept
 (`zerofx.no_sync`). Row-wise exchange is how recommendation models shard their tables (Naumov et al. 2019).

@@ -71,12 +71,10 @@ class InCommon(Replicated):
             )
 
     @classmethod
-    def allocate(
-        cls, layouts: Sequence[tuple[GroupLayout, torch.dtype]], sharing: Sharing
-    ) -> Sequence[torch.Tensor | None]:
+    def allocate(cls, layouts: Sequence[GroupLayout], sharing: Sharing) -> Sequence[torch.Tensor | None]:
         if sharing.weights.size == 1:
             return [None] * len(layouts)
-        return common_memory([layout.numel * dtype.itemsize for layout, dtype in layouts], sharing.weights)
+        return common_memory([layout.numel * layout.weight_dtype.itemsize for layout in layouts], sharing.weights)
 
     @property
     def own_replica(self) -> torch.Tensor | None:

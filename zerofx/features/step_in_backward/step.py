@@ -76,8 +76,8 @@ def _refreshed_here(ctx: Context, gradients: list[Node]) -> set[GroupLayout]:
     if ctx.stage == 3:
         return set()
     layouts = [reduction.layout for reduction in ctx.found.reductions if reduction.layout.world_size > 1]
-    weights = {layout: layout.numel * (ctx.param_dtype or layout.dtype).itemsize for layout in layouts}
-    reduced = sum(layout.numel * (ctx.reduce_dtype or layout.dtype).itemsize for layout in layouts)
+    weights = {layout: layout.numel * layout.weight_dtype.itemsize for layout in layouts}
+    reduced = sum(layout.numel * (layout.gradient_dtype or layout.dtype).itemsize for layout in layouts)
     left, chosen = (2 * sum(weights.values()) - reduced) / 3, set()
     for layout in layouts:
         left -= weights[layout]

@@ -128,6 +128,9 @@ class Formulas:
         known = {symbol: sympify(values[symbol.name]) for symbol in SYMBOLS if symbol.name in values}
         return replace(self, **{field.name: getattr(self, field.name).xreplace(known) for field in fields(self)})
 
+    def __add__(self: _Formulas, other: _Formulas) -> _Formulas:
+        return type(self)(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
+
 
 @dataclass(frozen=True)
 class Sizes(Formulas):
@@ -193,9 +196,6 @@ class Memory(Formulas):
         weights, master = (0, held.shards) if mixed or held.replicas else (held.shards, 0)
         columns = (held.replicas + weights, held.gradients + held.cut_off, master + held.masters, held.moments)
         return Memory(*map(sympify, columns))
-
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
 
     @property
     def total(self) -> Expr:

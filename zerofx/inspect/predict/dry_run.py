@@ -46,6 +46,7 @@ from zerofx.compiler.options import Options, check_places, check_scheme
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.offload import Offload
+from zerofx.model.policies import Policies
 from zerofx.passes import edit
 from zerofx.runtime.eager.ondemand import average_by_hook
 from zerofx.runtime.ranks.sharing import Sharing, pretended
@@ -212,13 +213,14 @@ def _shard(
     dtensors: dict[nn.Parameter, DTensorLayout],
 ) -> list[ShardGroup]:
     """What `zerofx.shard` does, with shards that are nowhere."""
-    precision, wire = options.mixed_precision, options.wire
+    wire = options.wire
     offload = Offload.of(options.offload)
-    groups, family = [], Family(options.stage, precision, options.buckets, options.one_copy, wire, offload)
+    groups, family = [], Family(options.stage, options.buckets, options.one_copy, wire, offload)
     nowhere = torch.device("meta")
     backend, block = sharing.weights.backend(nowhere), options.code_block
     ranks = sharing.optimizer.size
-    planned = plan_groups(module, ranks, Grouping.of(options.groups), backend=backend, code_block=block)
+    how: Any = {"backend": backend, "code_block": block, "mixed_precision": options.mixed_precision}
+    planned = plan_groups(module, ranks, Grouping.of(options.groups), **how)
     if offload is not None:
         check_offload(offload, [layout for layout, _ in planned], device)
         if offload.on_host and device.type != "cpu":
@@ -243,6 +245,6 @@ def _shard(
         if options.stage:
             group.weights.mark_fresh()
         groups.append(group)
-    if precision is not None:
-        precision.install(module)
+    if options.mixed_precision is not None:
+        Policies(module, options.mixed_precision).install()
     return groups

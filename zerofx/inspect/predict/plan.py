@@ -38,7 +38,7 @@ from zerofx.inspect.predict.run import Run, StageCost, numel_of
 from zerofx.inspect.predict.speed import Speed
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.offload import Offload
-from zerofx.model.precision import MixedPrecision
+from zerofx.model.policies import Policy
 from zerofx.model.sharding import SCHEMES, Sharding
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.model.wire import Wire
@@ -159,7 +159,7 @@ def plan(
     sharding: Sharding | None = None,
     stages: Iterable[int] = (0, 1, 2, 3),
     memory: float | None = None,
-    mixed_precision: MixedPrecision | None = None,
+    mixed_precision: Policy | None = None,
     groups: Any = None,
     wire: Wire | None = None,
     offload: Offload | str | Path | None = None,
@@ -212,13 +212,14 @@ def plan(
     """
     one_dimension = not isinstance(world_size, tuple)
     mesh = replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
-    if replicas > 1:
-        sharing = partial(pretended, replicas)
+    sharing = partial(pretended, replicas) if replicas > 1 else sharing
     _check_numbers(min(replicas, world_size), micro_batches, memory)
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
     _check(sharding, wire, replicas, world_size, one_dimension)
     filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth)
-    layouts = [x for x, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), code_block=block)]
+    layouts = [
+        x for x, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", block, mixed_precision)
+    ]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     speed = Speed.of(
@@ -236,7 +237,7 @@ def plan(
         sequence_length=sequence_length,
         flops_per_token=flops_per_token,
     )
-    run = Run(layouts, mixed_precision or MixedPrecision(), micro_batches, no_sync, wire, filed, speed)
+    run = Run(layouts, micro_batches, no_sync, wire, filed, speed)
     bare = replace(run, wire=wire if replicas == 1 else None, speed=None)
     least = None if memory is None else _least(lambda number: bare.in_stage(3, sharing(number)).needed < memory)
     if replicas == 1:

@@ -6,14 +6,16 @@ Bytes at rest are `zerofx.runtime.state.account`'s, without padding. On a mesh o
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from sympy import Integer, Max
+from sympy import Expr, Integer, Max, Rational
 
 from zerofx.inspect.predict import cost
 from zerofx.inspect.predict.schemes import Held, Mesh
@@ -21,7 +23,6 @@ from zerofx.inspect.predict.speed import Speed
 from zerofx.inspect.predict.wires import coded, crossing
 from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
-from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
 from zerofx.runtime.optim.through_file import BUFFERS
@@ -76,7 +77,6 @@ class Run:
     """
 
     layouts: list[GroupLayout]
-    precision: MixedPrecision
     micro_batches: int
     no_sync: bool
     wire: Wire | None
@@ -90,8 +90,20 @@ class Run:
 
     @cached_property
     def sizes(self) -> cost.Sizes:
-        """Bytes of elements."""
-        return cost.Sizes.of(self.precision, self.dtype)
+        """Bytes of an element, on average."""
+
+        def average(itemsize: Callable[[GroupLayout], int]) -> Expr:
+            return Rational(sum(itemsize(x) * numel_of([x]) for x in self.layouts), numel_of(self.layouts))
+
+        return cost.Sizes(average(lambda x: x.dtype.itemsize), average(_weight), average(_gradient))
+
+    @cached_property
+    def kinds(self) -> list[list[GroupLayout]]:
+        """The groups by their dtypes."""
+        found: dict[Any, list[GroupLayout]] = {}
+        for layout in self.layouts:
+            found.setdefault((layout.dtype, layout.weight_dtype, layout.gradient_dtype), []).append(layout)
+        return list(found.values())
 
     @cached_property
     def trained(self) -> list[GroupLayout]:
@@ -109,7 +121,7 @@ class Run:
         options: Any = dict(ranks=ranks, no_sync=self.no_sync, frozen=(numel_of(self.frozen), len(self.frozen)))
         numbers: dict[str, float] = {"N": numel_of(self.trained), "n": len(self.trained), "k": self.micro_batches}
         wire = self.wire.in_stage(stage) if self.wire else None
-        travels = coded(self.layouts, wire, self.sizes, self.precision, sharing.weights.size)
+        travels = coded(self.layouts, wire, self.sizes, sharing.weights.size)
         traffic, time = cost.traffic(stage, travels.sizes, **options).at(**numbers), None
         memory, files = self._at_rest(stage, sharing)
         if (speed := self._speed()) is not None:
@@ -130,13 +142,13 @@ class Run:
             sharing = pretended(*mesh, sharding=sharding, two_hops=two_hops)
         memory, files = self._at_rest(stage, sharing)
         wire = self.wire.in_stage(stage) if self.wire else None
-        far = crossing(self.layouts, wire, self.sizes, self.precision, *mesh, sharding)
+        far = crossing(self.layouts, wire, self.sizes, *mesh, sharding)
         trained, frozen = (Held(numel_of(found), len(found)) for found in (self.trained, self.frozen))
         phases = Mesh(*mesh, sharding, sharing.two_hops).sent(stage, self.sizes, far, trained, frozen)
         reductions, time = 1 if self.no_sync else self.micro_batches, None
         if (speed := self._speed()) is not None:
             time = phases.time(speed, far, self.micro_batches, reductions, len(self.layouts))
-        left = trained.numel * int(self.sizes.weight) // mesh[1] if stage == 3 and sharding.has_secondary else 0
+        left = int(trained.numel * self.sizes.weight) // mesh[1] if stage == 3 and sharding.has_secondary else 0
         traffic = phases.traffic(self.micro_batches, reductions)
         return self._cost(stage, sharing, memory, files, traffic, time, left, sharding)
 
@@ -152,8 +164,8 @@ class Run:
         sharding: Sharding | None = None,
     ) -> StageCost:
         """``left``: bytes that forward leaves gathered beside."""
-        gathered = left + (_three(self.layouts, int(self.sizes.weight)) if stage == 3 else 0)
-        packed = _three(self.trained, int(self.sizes.gradient)) if stage else 0
+        gathered = left + (_three(self.layouts, _weight) if stage == 3 else 0)
+        packed = _three(self.trained, _gradient) if stage else 0
         passing = 0 if files is None else self._passing(stage, sharing, files)
         if time is not None and files is not None and self.speed is not None and self.speed.disk is not None:
             owned = numel_of(self.trained) / (sharing.optimizer.size if stage else 1)
@@ -168,10 +180,16 @@ class Run:
 
     def _at_rest(self, stage: int, sharing: Sharing) -> tuple[cost.Memory, cost.Filed | None]:
         """What is in memory, and with ``offload`` in a file, of which it says what passes through it, too."""
+        found = [self._kind_at_rest(kind, stage, sharing) for kind in self.kinds]
+        held, filed = (functools.reduce(operator.add, column) for column in zip(*found, strict=True))
+        return (held, None) if self.offload is None else (filed.left(held), filed)
+
+    def _kind_at_rest(self, kind: list[GroupLayout], stage: int, sharing: Sharing) -> tuple[cost.Memory, cost.Filed]:
+        """Of groups of the same dtypes."""
         shared = sharing, sharing.weights.size, sharing.copies
-        optimizer = state_of(self.dtype.itemsize)
-        terms = Terms.of(stage, self.dtype, self.precision, self.wire, *shared, optimizer=optimizer)
-        ranks, mixed = cost.Ranks.of(sharing), self.sizes.mixed
+        optimizer = state_of(kind[0].dtype.itemsize)
+        terms = Terms.of(stage, kind[0], self.wire, *shared, optimizer=optimizer)
+        ranks, mixed = cost.Ranks.of(sharing), _weight(kind[0]) != kind[0].dtype.itemsize
         if sharing.two_hops:
             ranks = replace(ranks, weights=ranks.optimizer)
 
@@ -180,29 +198,37 @@ class Run:
             return at_rest(cost.elements(numel, ranks), terms, trained=trained, accumulating=accumulating)
 
         accumulating, offload = self.no_sync and self.micro_batches > 1, self.offload
-        held = cost.Memory.of(of(self.layouts, True, accumulating), mixed)
-        held += cost.Memory.of(of(self.layouts, False), False)
+        held = cost.Memory.of(of(kind, True, accumulating), mixed) + cost.Memory.of(of(kind, False), False)
         if offload is None:
-            return held, None
+            return held, cost.Filed()
         names = offload.chosen(self.layouts) if stage and (offload.kinds or offload.on_host) else set()
-        moved = [layout for layout in self.layouts if layout.name in names]
+        moved = [layout for layout in kind if layout.name in names]
         kinds = offload.kinds if stage == 3 else offload.kinds - {"weights"}
         how: Any = {"no_sync": self.no_sync, "accumulating": accumulating, "on_host": offload.on_host}
-        files = cost.filed(of(moved, True), of(moved, False), kinds, mixed, **how).at(k=self.micro_batches)
-        return files.left(held), files
+        return held, cost.filed(of(moved, True), of(moved, False), kinds, mixed, **how).at(k=self.micro_batches)
 
     def _passing(self, stage: int, sharing: Sharing, files: cost.Filed) -> int:
         """Bytes of memory that what lives in a file takes while it passes; see `zerofx.plan`."""
         assert self.offload is not None
         nbytes, kinds = 0 if self.offload.on_host else int(files.at_rest), self.offload.kinds
         streamed = ("weights" in kinds and stage == 3) + ("gradient" in kinds and stage > 0)
-        shards = _three(self.layouts, self.dtype.itemsize) // sharing.optimizer.size
+        shards = _three(self.layouts, lambda layout: layout.dtype.itemsize) // sharing.optimizer.size
         return BUFFERS * min(BUFFER, nbytes) + min(KEPT, nbytes) + streamed * shards
 
 
-def _three(layouts: list[GroupLayout], itemsize: int) -> int:
+def _weight(layout: GroupLayout) -> int:
+    """Bytes of an element as it is computed with."""
+    return layout.weight_dtype.itemsize
+
+
+def _gradient(layout: GroupLayout) -> int:
+    """Bytes of an element of a gradient as it is reduced."""
+    return (layout.gradient_dtype or layout.dtype).itemsize
+
+
+def _three(layouts: list[GroupLayout], itemsize: Callable[[GroupLayout], int]) -> int:
     """Bytes of the three neighbouring groups that are largest together."""
-    sizes = [layout.numel * itemsize for layout in layouts]
+    sizes = [layout.numel * itemsize(layout) for layout in layouts]
     return max(map(sum, zip(sizes, sizes[1:], sizes[2:])), default=sum(sizes))
 
 

@@ -26,7 +26,6 @@ from sympy import Float
 from zerofx.inspect.predict.cost import Sizes
 from zerofx.kernels.code import Code
 from zerofx.model.layout import GroupLayout
-from zerofx.model.precision import MixedPrecision
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
 from zerofx.runtime.ranks.quantized import quantized
@@ -46,20 +45,15 @@ class Coded:
     reduction: float = 0.0
 
 
-def coded(
-    layouts: list[GroupLayout], wire: Wire | None, sizes: Sizes, precision: MixedPrecision | None, ranks: int
-) -> Coded:
+def coded(layouts: list[GroupLayout], wire: Wire | None, sizes: Sizes, ranks: int) -> Coded:
     """With ``wire`` on ``ranks`` ranks; without it, or on one rank, all travels as it is."""
     if wire is None or ranks == 1:
         return Coded(sizes)
-    precision = precision or MixedPrecision()
     numel, weights, gradients = sum(slot.numel for layout in layouts for slot in layout.slots), 0.0, 0.0
     for layout in layouts:
         layout = replace(layout, world_size=ranks)
-        weight = precision.param_dtype or layout.dtype
-        gradient = precision.reduce_dtype or weight
-        weights += _row(layout, wire.weight_code, weight) * ranks
-        gradients += _row(layout, wire.gradient_code, gradient) * ranks
+        weights += _row(layout, wire.weight_code, layout.weight_dtype) * ranks
+        gradients += _row(layout, wire.gradient_code, layout.gradient_dtype or layout.dtype) * ranks
     w, g, gather, reduction = float(sizes.weight), float(sizes.gradient), 0.0, 0.0
     if (sent := weights / numel) < w:
         sizes, gather = replace(sizes, weight=Float(sent)), numel * (1 + 1 / ranks) * (w + sent)
@@ -100,7 +94,6 @@ def crossing(
     layouts: list[GroupLayout],
     wire: Wire | None,
     sizes: Sizes,
-    precision: MixedPrecision | None,
     rows: int,
     ranks: int,
     sharding: Sharding,
@@ -113,19 +106,17 @@ def crossing(
     every = rows * ranks
     over_all = sharding.one_dimension or sharding.has_secondary
     if over_all and wire.between == "all":
-        found = coded(layouts, wire, sizes, precision, every)
+        found = coded(layouts, wire, sizes, every)
         sent = float(found.sizes.weight), float(found.sizes.gradient)
         return replace(plain, weight=sent[0], gradient=sent[1], gather=found.gather, reduction=found.reduction)
-    precision, numel = precision or MixedPrecision(), sum(slot.numel for layout in layouts for slot in layout.slots)
+    numel = sum(slot.numel for layout in layouts for slot in layout.slots)
     divided, shard = over_all or sharding.divides_optimizer, numel / ranks
     parts, updated, reduced = every if divided else ranks, 0.0, 0.0
     for layout in layouts:
         layout = replace(layout, world_size=parts)
-        dtype = (precision.param_dtype or layout.dtype) if over_all else layout.dtype
+        dtype = layout.weight_dtype if over_all else layout.dtype
         updated += _row(layout, wire.weight_code, dtype) * parts / numel
-        reduced += _row(layout, wire.gradient_code, precision.reduce_dtype or precision.param_dtype or layout.dtype) * (
-            parts / numel
-        )
+        reduced += _row(layout, wire.gradient_code, layout.gradient_dtype or layout.dtype) * parts / numel
     if reduced < g and divided:
         work = shard / rows * ((rows - 1) * (g + 2 * reduced + 8) + g + 8)
         plain = replace(plain, gradient=reduced, reduction=work)

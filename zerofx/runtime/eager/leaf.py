@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NoReturn
@@ -47,16 +46,16 @@ from zerofx._torch import (
     with_own_code,
 )
 from zerofx.model.layout import Slot
+from zerofx.model.rules import Rule, is_rule, matched
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
 
-LeafRule = type[nn.Module] | str
 _OURS = (ShardedParameter, ReplicatedParameter)
 
 
-def leaf_names(module: nn.Module, rules: Sequence[LeafRule] | None) -> list[str]:
+def leaf_names(module: nn.Module, rules: Sequence[Rule] | None) -> list[str]:
     """The names of the leaf modules: of what ``rules`` match, that which is in nothing else they match.
 
     Args:
@@ -69,13 +68,7 @@ def leaf_names(module: nn.Module, rules: Sequence[LeafRule] | None) -> list[str]
     names: list[str] = []
     modules = dict(module.named_modules())
     for rule in rules or ():
-        matched = [name for name, m in modules.items() if _matches(rule, name, m)]
-        if not matched:
-            raise ValueError(
-                f"leaf_modules: {rule!r} matches no module of this {type(module).__name__}. Names are those of "
-                "named_modules()."
-            )
-        names += matched
+        names += matched("leaf_modules", rule, module, modules.items())
     chosen = [name for name in modules if name in set(names)]
     outermost = [name for name in chosen if not any(_is_in(name, other) for other in chosen)]
     for name in outermost:
@@ -92,17 +85,11 @@ def check_rules(rules: Any) -> None:
     if rules is None:
         return
     known = isinstance(rules, (list, tuple)) and len(rules) > 0
-    if not known or not all(isinstance(r, str) or (isinstance(r, type) and issubclass(r, nn.Module)) for r in rules):
+    if not known or not all(map(is_rule, rules)):
         raise TypeError(
             f"leaf_modules={rules!r}: expected a list of nn.Module classes and patterns of module names, such as "
             '[MoeBlock, "layers.*.mlp"], or None.'
         )
-
-
-def _matches(rule: LeafRule, name: str, module: nn.Module) -> bool:
-    if isinstance(rule, str):
-        return bool(name) and fnmatch.fnmatchcase(name, rule)
-    return isinstance(module, rule)
 
 
 def _is_in(name: str, other: str) -> bool:

@@ -99,7 +99,7 @@ def reduce_gradient(parameter: ShardedParameter, gradient: torch.Tensor) -> None
         group.gradients.keep(slot, gradient)
         return
     reduce_rest(group.family)
-    flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or group.layout.dtype, copy=True)
+    flat = gradient.reshape(-1).to(group.layout.reduce_dtype or group.layout.dtype, copy=True)
     if (kept := group.gradients.take_kept(slot)) is not None:
         flat += kept.reshape(-1)
     group.accumulate((slot,), _average(group, slot, flat))
@@ -218,7 +218,7 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
             group.gradients.keep(slot, gradient)
             return torch.zeros_like(gradient)
         reduce_rest(group.family)
-        flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or gradient.dtype, copy=True)
+        flat = gradient.reshape(-1).to(group.layout.reduce_dtype or gradient.dtype, copy=True)
         if (kept := group.gradients.take_kept(slot)) is not None:
             flat += kept.reshape(-1)
         return _average(group, slot, flat)

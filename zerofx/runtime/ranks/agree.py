@@ -116,7 +116,7 @@ class Schedule:
                 kind = kind if op.target.namespace == "zerofx" else f"{OWN} {op.target._opname}"
             if op.target is REFRESH:
                 layout = next(r.layout for r in ctx.found.reductions if r.layout.name == op.args[1])
-                dtype = ctx.param_dtype or layout.dtype
+                dtype = layout.weight_dtype
                 found.append(Collective("all-gather", layout.name, layout.numel * dtype.itemsize, _name(dtype)))
             if kind is None:
                 continue

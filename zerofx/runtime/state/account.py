@@ -27,8 +27,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
-import torch
-
 from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import OnDisk
 from zerofx.model.wire import Wire
@@ -46,15 +44,6 @@ GIVEN: tuple[Given, ...] = ("parameters", "replica", "replica", "shard")
 
 APART: tuple[Given, ...] = ("replica", "common replica", "row copy")
 """Beside these there may be a shard."""
-
-
-class Precision(Protocol):
-    """`zerofx.model.precision.MixedPrecision`, or a graph's context."""
-
-    @property
-    def param_dtype(self) -> torch.dtype | None: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
 
 
 class Shared(Protocol):
@@ -138,8 +127,7 @@ class Terms:
     @staticmethod
     def of(
         stage: int,
-        dtype: torch.dtype,
-        precision: Precision,
+        layout: GroupLayout,
         wire: Wire | None,
         sharing: Shared,
         ranks: int,
@@ -147,9 +135,9 @@ class Terms:
         one_copy: bool = False,
         optimizer: tuple[Number, Number] = (0, 0),
     ) -> Terms:
-        """Of parameters of ``dtype`` in so many ``replicas`` of a module, each gathered by so many ``ranks``."""
-        weight = precision.param_dtype or dtype
-        gradient = precision.reduce_dtype or weight
+        """Of a group in so many ``replicas`` of a module, each gathered by so many ``ranks``; by its dtypes alone."""
+        dtype, weight = layout.dtype, layout.weight_dtype
+        gradient = layout.gradient_dtype or dtype
         copied = stage == 3 and sharing.divides_between and not sharing.two_hops
         given: Given = "row copy" if copied else "common replica" if one_copy else GIVEN[stage]
         wire = None if wire is None else wire.in_stage(stage)
@@ -171,7 +159,7 @@ class Terms:
         """Of a group of the module whose graphs have ``context``."""
         facts = context.facts(AtRest)
         how = facts.wire, facts, layout.world_size, context.replicas, context.in_common
-        return Terms.of(context.stage, layout.dtype, context, *how, optimizer)
+        return Terms.of(context.stage, layout, *how, optimizer)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch.profiler import record_function
 
 from zerofx._torch import DisableTorchFunction, run_post_accumulate_hooks, will_accumulate
 from zerofx.model.layout import GroupLayout, Slot
-from zerofx.model.precision import MixedPrecision
 from zerofx.passes.travel import run
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
@@ -69,7 +68,6 @@ class Gradients:
         self,
         layout: GroupLayout,
         stage: int,
-        precision: MixedPrecision,
         sharing: Sharing,
         weights: Weights,
         members: Members,
@@ -77,7 +75,6 @@ class Gradients:
     ) -> None:
         self.layout = layout
         self.stage = stage
-        self.precision = precision
         self.sharing = sharing
         self.weights = weights
         self.members = members
@@ -184,8 +181,8 @@ class Gradients:
 
     def _pack(self, gradients: dict[Slot, torch.Tensor]) -> torch.Tensor:
         """See `reduce`: a row for each rank; in stage 0 one row."""
-        layout, precision = self.layout, self.precision
-        dtype = precision.reduce_dtype or precision.param_dtype or layout.dtype
+        layout = self.layout
+        dtype = layout.gradient_dtype or layout.dtype
         rows, part = (layout.world_size, layout.shard_numel) if self.stage else (1, layout.numel)
         pack = torch.zeros(rows, part + len(layout.slots), dtype=dtype, device=self.weights.device)
         for i, slot in enumerate(layout.slots):

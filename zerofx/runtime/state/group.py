@@ -26,7 +26,7 @@ from torch import nn
 from zerofx._torch import DTensorLayout, inside_backward
 from zerofx.model.layout import GroupLayout, Slot
 from zerofx.model.offload import Offload, OnDisk
-from zerofx.model.precision import Casts, MixedPrecision
+from zerofx.model.policies import Casts
 from zerofx.model.wire import Wire
 from zerofx.passes.context import Buckets
 from zerofx.runtime.ranks.sharing import Sharing
@@ -48,7 +48,6 @@ class Family:
 
     Attributes:
         stage: what is sharded (see `zerofx.compiler.options.Options`).
-        precision: the dtypes of weights and gradients.
         buckets: what one all-reduce of stage 0 takes.
         one_copy: whether the ranks of the host have the weights once.
         wire: what travels in codes.
@@ -61,7 +60,7 @@ class Family:
         stepper: what updates groups while backward runs (`zerofx.step_in_backward`); None outside of that.
         number: of the module among those of its process group, the same on every rank.
         norms: norms of gradients that were computed ahead, see `zerofx.runtime.eager.norms`.
-        casts: the module's hooks under mixed precision.
+        casts: of the hooks of the module's parts under mixed precision; None: it has none.
         turns: how ranks take part in each other's graphs (``uneven=True``); None: all run the same.
         rewritable: whether an operation that needs the whole of a parameter may write it
             (`zerofx.compiler.initialize`).
@@ -73,7 +72,6 @@ class Family:
     def __init__(
         self,
         stage: int = 3,
-        precision: MixedPrecision | None = None,
         buckets: Buckets = "group",
         one_copy: bool = False,
         wire: Wire | None = None,
@@ -87,7 +85,6 @@ class Family:
         self._file: Any = lambda: None
         self.activation_store: ActivationStore | None = None
         self.wire: Wire | None = wire
-        self.precision: MixedPrecision = precision or MixedPrecision()
         self.buckets: Buckets = buckets
         self.one_copy = one_copy
         self._sync = True
@@ -142,7 +139,7 @@ class Family:
 
     def alike(self) -> Family:
         """The family of a copy of the module: the same options, and nothing of what has happened."""
-        copy = Family(self.stage, self.precision, self.buckets, self.one_copy, self.wire, self.offload)
+        copy = Family(self.stage, self.buckets, self.one_copy, self.wire, self.offload)
         copy.on_host, copy.staging = set(self.on_host), self.staging  # the host steps one module at a time
         copy.footprint.limit, copy.footprint.apart = self.footprint.limit, self.footprint.apart
         copy.recipe = self.recipe
@@ -244,16 +241,15 @@ class ShardGroup:
         self.family = family
         self.device = device
         family.add(self)
-        stage, precision = family.stage, family.precision
+        stage = family.stage
         self.home: Home = home_of(stage, device, family.place_of(layout.name))
-        dtype = precision.param_dtype or layout.dtype
         case = weights_of(stage, family.one_copy, sharing)
         wire = family.wire
         coded = wire is not None and (wire.between == "all" or sharing.weights_cross)
         code = wire.weight_code if wire is not None and coded else None
-        self.weights: Weights = case(layout, sharing, device, dtype, self.home, memory, code)
+        self.weights: Weights = case(layout, sharing, device, layout.weight_dtype, self.home, memory, code)
         self.members: Members = Members()
-        self.gradients: Gradients = Gradients(layout, stage, precision, sharing, self.weights, self.members, self.home)
+        self.gradients: Gradients = Gradients(layout, stage, sharing, self.weights, self.members, self.home)
         self.gathered: Gathered = Gathered(self.weights)
         self.dtensors: dict[Slot, DTensorLayout] = {}
         self.leaf: Any = None
@@ -324,8 +320,8 @@ class ShardGroup:
     def at_rest(self, *, accumulating: bool = False) -> Account:
         """Bytes that it takes of this rank, wherever they are, without the optimizer's; see `account`."""
         layout, family = self.graph_layout, self.family
-        how = family.precision, family.wire, self.sharing, layout.world_size, self.sharing.copies, family.one_copy
-        terms = Terms.of(family.stage, layout.dtype, *how)
+        how = family.wire, self.sharing, layout.world_size, self.sharing.copies, family.one_copy
+        terms = Terms.of(family.stage, layout, *how)
         return at_rest(Elements.of(layout, terms), terms, trained=layout.requires_grad, accumulating=accumulating)
 
     def parameter(self, slot: Slot) -> Any:

@@ -380,7 +380,7 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
     members = {
         "__module__": __name__,
         "_traced_as": f"the sharded parameter {slot.name!r}",
-        "_compute_dtype": group.family.precision.param_dtype,
+        "_compute_dtype": group.layout.param_dtype,
         "_dtensor": group.dtensors.get(slot),
         "_among_dtensors": bool(group.sharing.foreign),
     }
@@ -408,7 +408,7 @@ def _traced(
 def _computed(x: Any, dtype: torch.dtype | None) -> Any:
     """``x`` with weights as the model computes with them: cast to ``dtype``, and DTensors where they were some."""
     if isinstance(x, (ShardedParameter, *_WHOLE)):
-        layout = type(x)._dtensor
+        layout, dtype = type(x)._dtensor, type(x)._compute_dtype or dtype
         if dtype is not None:
             x = x.to(dtype.to_complex() if x.is_complex() else dtype)
         return x if layout is None else as_dtensor(x, layout)

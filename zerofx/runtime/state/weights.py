@@ -100,9 +100,7 @@ class Weights:
         """Refuse a device on which they cannot be so (ValueError)."""
 
     @classmethod
-    def allocate(
-        cls, layouts: Sequence[tuple[GroupLayout, torch.dtype]], sharing: Sharing
-    ) -> Sequence[torch.Tensor | None]:
+    def allocate(cls, layouts: Sequence[GroupLayout], sharing: Sharing) -> Sequence[torch.Tensor | None]:
         """Memory that all groups get at once; None where each makes its own. A collective."""
         return [None] * len(layouts)
 
