@@ -15,7 +15,7 @@ Each rank counts its part as often as all ranks together have it: norms and chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,12 @@ class Apart:
 
     def __bool__(self) -> bool:
         return bool(self._names)
+
+    def leave(self, ignored: Iterable[nn.Parameter]) -> None:
+        """Those of ``ignored`` that are DTensors stay where they are."""
+        for p in ignored:
+            self._names.pop(p, None)
+            self._places.pop(p, None)
 
     def take(self, sharing: Sharing, *, pretended: bool = False) -> None:
         """Put a plain parameter in the place of each DTensor, and tell ``sharing`` which other ranks there are.

@@ -90,6 +90,8 @@ def drop_kept(module: nn.Module) -> None:
     """Give up the gradients that `no_sync` kept: what ``zero_grad`` is to those in ``.grad``."""
     for group in _groups(module):
         group.gradients.drop_kept()
+        if (averages := group.family.averages) is not None:
+            averages.drop_kept()
 
 
 def graphs(module: nn.Module) -> list[GraphRecord]:

@@ -32,6 +32,7 @@ from zerofx.compiler.options import Options
 from zerofx.compiler.shard import shard_module
 from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.passes import edit
+from zerofx.runtime.eager.averages import is_ignored
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
 
@@ -56,21 +57,25 @@ def shard_modules_of(gm: GraphModule, example_inputs: Sequence[Any], options: Op
     Done inside of the backend call: Dynamo makes its guards afterwards, so nothing is compiled twice.
     """
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        if is_dtensor(x) and isinstance(x, nn.Parameter):
+        if is_dtensor(x) and isinstance(x, nn.Parameter) and not is_ignored(x):
             raise RuntimeError(
                 f"the parameter {node.name!r} is a DTensor, and the module is being traced already: call "
                 'zerofx.compile(module, mesh=mesh["dp"], ...), or zerofx.shard(module, ...) before torch.compile.'
             )
-    if not any(type(x) is nn.Parameter for x in example_inputs):
+    if not any(_is_unsharded(x) for x in example_inputs):
         return
     frame = _torch.frame_locals_and_globals()
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        if type(x) is nn.Parameter:  # otherwise no parameter, or sharded meanwhile with the module it belongs to
+        if _is_unsharded(x):  # otherwise no parameter, or sharded meanwhile with the module it belongs to
             module = _module_of(node, frame)
             _check_traced(node, x, module, options)
             if (wrapper := _torch.around_forward()) is not None:
                 refuse_wrapped(wrapper)
             shard_module(module, options)
+
+
+def _is_unsharded(x: Any) -> bool:
+    return type(x) is nn.Parameter and not is_ignored(x)
 
 
 def _module_of(node: Node, frame: Any) -> nn.Module:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import backend_name, resolve_process_group
+from zerofx._torch import backend_name, is_dtensor, resolve_process_group
 from zerofx.compiler.apart import Apart, check_copies, check_version
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
 from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.ignored import How, ignored_in
 from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
 from zerofx.model.wire import Wire
@@ -63,6 +65,7 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     try:
         if isinstance(module, nn.Module):
             refuse_wrapped(module)
+            apart.leave(ignored_in(module, options.ignored))
         if apart:
             check_version(options.stage)
         apart.take(sharing)
@@ -97,8 +100,10 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
 
 def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torch.device) -> Planned:
     """The groups of ``module`` on this rank, once everything was checked that one rank can check."""
-    check_module(module)
-    _check_init(module, options)
+    ignored = ignored_in(module, options.ignored) if isinstance(module, nn.Module) else {}
+    check_module(module, ignored)
+    _check_ignored(module, ignored)
+    _check_init(module, options, ignored)
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
     sharing.check()
@@ -106,10 +111,27 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     check_wire(options.wire, sharing, one_dimension=options.mesh is None or options.mesh.ndim == 1)
     leaves, ranks = leaf_names(module, options.leaf_modules), sharing.optimizer
     grouping, backend = Grouping.of(options.groups), ranks.backend(device)
-    planned = plan_groups(module, ranks.size, grouping, leaves, backend, options.code_block, options.mixed_precision)
+    planned = plan_groups(
+        module, ranks.size, grouping, leaves, backend, options.code_block, options.mixed_precision, ignored
+    )
     if (offload := Offload.of(options.offload)) is not None:
         check_offload(offload, [layout for layout, _ in planned], device)
     return planned
+
+
+def _check_ignored(module: nn.Module, ignored: Mapping[nn.Parameter, How]) -> None:
+    """Refuse what cannot be averaged, or has no values yet."""
+    for name, p in module.named_parameters() if ignored else ():
+        if p.is_meta:
+            raise ValueError(
+                f"ignored= with a module on the meta device ({name!r}): zerofx initialises what it shards, and nothing "
+                "else. Initialise the module before, or leave ignored= out."
+            )
+        if ignored.get(p) == "average" and (is_dtensor(p) or p.layout != torch.strided):
+            raise ValueError(
+                f"ignored: {name!r} is a {type(p).__name__} with layout {p.layout}, whose gradient zerofx does not "
+                f'average: expected a dense tensor. Leave its gradient alone, {{{name!r}: "leave"}}.'
+            )
 
 
 def _check_partition(options: Options, sharing: Sharing) -> None:
@@ -151,7 +173,10 @@ def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.de
 def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Sharing) -> list[tuple[str, str]]:
     """What must be the same on every rank: in words, and as text that is equal where the thing is."""
     facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
-    facts += [("being on the meta device", str(next(module.parameters()).is_meta))]
+    facts += [("being on the meta device", str(planned[0][1][0].is_meta))]
+    ignored, named = ignored_in(module, options.ignored), dict(module.named_parameters())
+    averaged = {name: p for name, p in named.items() if ignored.get(p) == "average"}
+    facts += [(f"the ignored parameter {name!r}", _digest((p.shape, p.dtype))) for name, p in averaged.items()]
     chosen = {name: getattr(options, name) for name in _ALIKE}
     chosen["leaf_modules"] = leaf_names(module, options.leaf_modules)
     if (name := options.partition_activations) is not None:  # each has one of its own
@@ -184,6 +209,7 @@ _ALIKE = (
     "mixed_precision",
     "buckets",
     "leaf_modules",
+    "ignored",
     "memory_budget",
     "activation_budget",
     "memory",
@@ -204,8 +230,9 @@ def _digest(fact: Any) -> str:
     return hashlib.sha256(repr(fact).encode()).hexdigest()
 
 
-def check_module(module: nn.Module) -> None:
-    """Refuse what cannot be sharded, before anything has changed."""
+def check_module(module: nn.Module, ignored: Mapping[nn.Parameter, How] | None = None) -> None:
+    """Refuse what cannot be sharded, before anything has changed. Nothing is asked of what is ``ignored``."""
+    ignored = ignored or {}
     if not isinstance(module, nn.Module):
         raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
     parameters = dict(module.named_parameters())
@@ -213,19 +240,22 @@ def check_module(module: nn.Module) -> None:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     first_name, first = next(iter(parameters.items()))
     for name, m in module.named_modules():
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse and m.weight.requires_grad:
+        is_sparse = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse and m.weight.requires_grad
+        if is_sparse and ignored.get(m.weight) != "leave":
             raise ValueError(
                 f"{name!r} is an {type(m).__name__} with sparse=True: expected sparse=False, for ranks reduce flat "
                 "buffers, and a sparse gradient has no place there. lookups=True keeps what is sent small."
             )
     storages: dict[int, str] = {}
     for name, p in parameters.items():
-        _check_parameter(name, p)
         if p.device != first.device:
             raise ValueError(
                 f"parameters are on different devices: {first_name!r} on {first.device}, {name!r} on {p.device}. "
                 "Move the module to one device first."
             )
+        if p in ignored:
+            continue
+        _check_parameter(name, p)
         has_memory = p.numel() and not p.is_meta
         other = storages.setdefault(p.untyped_storage().data_ptr(), name) if has_memory else name
         if other != name:
@@ -281,9 +311,9 @@ def check_wire(wire: Wire | None, sharing: Sharing, *, one_dimension: bool) -> N
         )
 
 
-def _check_init(module: nn.Module, options: Options) -> None:
+def _check_init(module: nn.Module, options: Options, ignored: Container[nn.Parameter]) -> None:
     """What is on the meta device is initialised here, and nothing else is."""
-    first_name, first = next(iter(module.named_parameters()))
+    first_name, first = next((name, p) for name, p in module.named_parameters() if p not in ignored)
     if first.is_meta:
         check_init(module, options.init)
     elif options.init is not None or options.device is not None:

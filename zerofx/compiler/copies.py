@@ -31,6 +31,7 @@ from zerofx._torch import around_copies
 from zerofx.compiler.options import Options
 from zerofx.compiler.shadow import take_turns
 from zerofx.model.offload import Offload
+from zerofx.runtime.eager.averages import is_ignored, note_ignored
 from zerofx.runtime.eager.leaf import make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import is_whole
@@ -74,7 +75,12 @@ def copied(module: nn.Module, memo: dict[int, Any], by_parts: Callable[[], nn.Mo
                 memo[id(p)] = copy_parameter(p, made)
                 (reduce_by_hook if made.family.stage else average_by_hook)(memo[id(p)])
     new = by_parts()
+    for p in module.parameters():
+        if is_ignored(p):
+            note_ignored(memo[id(p)])
     for family in families:
+        if family.averages is not None:
+            memo[id(family)].averages = family.averages.alike(memo[id(family)], memo)
         _finish(family, module, new, memo)
     return new
 

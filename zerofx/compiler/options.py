@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from zerofx.compiler.progress import wanted
 from zerofx.model.grouping import BlockRule, Grouping
+from zerofx.model.ignored import Ignored, check_ignored
 from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.model.policies import Policy, check_policies
@@ -85,6 +86,9 @@ class Options:
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"), for modules whose code chooses
             layers by data. They run outside of any graph, and are gathered whole when they are entered. See
             `zerofx.runtime.eager.leaf`.
+        ignored: module classes and patterns of names, of modules and of parameters. These parameters stay plain and
+            whole on every rank, and their gradients are averaged; in a dictionary "leave" says that they are not. See
+            `zerofx.model.ignored`.
         lookups: stage 3, for embeddings that are only looked up. Their rows travel instead of the table, and the rows'
             gradients, where that is fewer bytes. Every rank's batches must have one shape. See
             `zerofx.features.lookups`.
@@ -125,6 +129,7 @@ class Options:
     memory: int | Memory | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[Rule] | None = None
+    ignored: Ignored | None = None
     lookups: bool = False
     one_copy: bool = False
     mesh: DeviceMesh | None = None
@@ -180,6 +185,7 @@ class Options:
         wanted(self.progress)
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
+        check_ignored(self.ignored)
         self._check_ranks()
 
     def _check_uneven(self) -> None:
@@ -348,8 +354,8 @@ def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
 
 
 _NOT_UNEVEN = (
-    "lookups", "leaf_modules", "one_copy", "mesh", "reduce_group", "wire", "offload", "partition_activations",
-    "memory", "passes",
+    "lookups", "leaf_modules", "ignored", "one_copy", "mesh", "reduce_group", "wire", "offload",
+    "partition_activations", "memory", "passes",
 )  # fmt: skip
 
 

@@ -32,10 +32,12 @@ from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
 from zerofx.compiler.shadow import take_turns
 from zerofx.model.hugging_face import keep_in_step
+from zerofx.model.ignored import ignored_in
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.model.policies import Policies
+from zerofx.runtime.eager.averages import Averages, note_ignored
 from zerofx.runtime.eager.leaf import leaf_names, make_leaves
 from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import Place, places_of
@@ -109,6 +111,7 @@ class _Conversion:
     ) -> None:
         self.layouts = layouts
         self.module, self.options, self.sharing, self.device = module, options, sharing, device
+        self.ignored = ignored_in(module, options.ignored)
         self.on_meta = next(module.parameters()).is_meta
         self.sync = options.init_sync and sharing.everyone.size > 1
         self.kept: list[Any] = []
@@ -179,6 +182,7 @@ class _Conversion:
         if self.sync:
             for buffer in module.buffers():
                 _broadcast(held(buffer), self.sharing.everyone)
+        self._average_ignored()
         for m in module.modules():
             m.register_load_state_dict_pre_hook(_refuse_assign)
         if options.stage == 3 and self.sharing.everyone.size > 1:
@@ -191,6 +195,17 @@ class _Conversion:
             self.family.casts = Policies(module, options.mixed_precision).install()
         for settle in SETTLED:
             settle()
+
+    def _average_ignored(self) -> None:
+        """What is not sharded stays plain; rank 0's values are taken of what is averaged."""
+        for p in self.ignored:
+            note_ignored(p)
+        names = {p: name for name, p in self.module.named_parameters()}
+        averaged = {names[p]: p for p, how in self.ignored.items() if how == "average"}
+        for p in averaged.values() if self.sync else ():
+            _broadcast(p, self.sharing.everyone)
+        if averaged:
+            self.family.averages = Averages(self.family, self.sharing.everyone, averaged)
 
     def _initialize(self) -> None:
         """Values for a module that had none."""

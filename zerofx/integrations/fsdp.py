@@ -50,6 +50,7 @@ class Mark:
     reshard_after_forward: bool | None
     policy: MixedPrecisionPolicy
     options: dict[str, Any]
+    ignored: set[nn.Parameter]
     sync: bool = True
     guard: Any = None
 
@@ -76,6 +77,7 @@ def fully_shard(
         mesh: of one dimension, or of two (replicas, shards); the same for all modules of a model. None: all ranks.
         reshard_after_forward: False for all layers keeps all weights gathered from forward to backward. For some of
             them it is a hint that zerofx does not need: it keeps the last layers gathered as far as its budget goes.
+        ignored_params: they stay plain, and their gradients this rank's own. Those of all calls count together.
         mp_policy: the module's own; what is in it and not marked has the same.
         zerofx: further options of ``zerofx.compile``; those of the call for the whole model count.
 
@@ -86,7 +88,7 @@ def fully_shard(
         ValueError: an argument that means nothing here; the message says what to write instead.
     """
     modules = module if isinstance(module, list) else [module]
-    _refuse(shard_placement_fn, reshard_after_forward, offload_policy, ignored_params, zerofx)
+    _refuse(shard_placement_fn, reshard_after_forward, offload_policy, zerofx)
     options = checked_options(zerofx, "fully_shard(zerofx=...)")
     for one in modules:
         if not isinstance(one, nn.Module) or isinstance(one, (nn.ModuleList, nn.ModuleDict)):
@@ -100,11 +102,11 @@ def fully_shard(
             )
     for one in modules:
         _move(one, mesh)
-        _mark(one, Mark(mesh, reshard_after_forward, mp_policy, dict(options)))  # type: ignore[arg-type]
+        _mark(one, Mark(mesh, reshard_after_forward, mp_policy, dict(options), set(ignored_params or ())))  # type: ignore[arg-type]
     return module
 
 
-def _refuse(placement: Any, reshard: Any, offload: Any, ignored: Any, zerofx: Any) -> None:
+def _refuse(placement: Any, reshard: Any, offload: Any, zerofx: Any) -> None:
     """Raise for what means nothing here."""
     if placement is not None:
         raise ValueError(
@@ -121,15 +123,10 @@ def _refuse(placement: Any, reshard: Any, offload: Any, ignored: Any, zerofx: An
             f"offload_policy={offload!r}: expected OffloadPolicy(), for shards are where the model is. Leave it out; "
             "python -m zerofx plan says how many ranks a model needs."
         )
-    if ignored:
+    if {"mixed_precision", "groups", "mesh", "ignored"} & set(zerofx or {}):
         raise ValueError(
-            f"ignored_params={{{len(ignored)} parameters}}: expected none, for all gradients are averaged. Keep what "
-            "is not to be trained as a buffer, or outside of the model."
-        )
-    if "mixed_precision" in (zerofx or {}) or "groups" in (zerofx or {}) or "mesh" in (zerofx or {}):
-        raise ValueError(
-            "fully_shard(zerofx=...) with mixed_precision, groups or mesh: expected other options. Those follow from "
-            "mp_policy=, from which modules are marked, and from mesh=."
+            "fully_shard(zerofx=...) with mixed_precision, groups, mesh or ignored: expected other options. Those "
+            "follow from mp_policy=, from which modules are marked, from mesh= and from ignored_params=."
         )
 
 
@@ -193,6 +190,14 @@ def plain_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (p for part in module.modules() for p in part._parameters.values() if p is not None)
 
 
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`plain_parameters` with their names."""
+    for prefix, part in module.named_modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                yield f"{prefix}.{name}" if prefix else name, p
+
+
 def shard_marked(root: nn.Module, device: Any = None) -> None:
     """Shard and compile ``root`` as the marks in it say. Every rank must do it, as every rank uses the model."""
     marks = {m: mark for m in root.modules() if (mark := _MARKS.get(m)) is not None}
@@ -209,6 +214,9 @@ def shard_marked(root: nn.Module, device: Any = None) -> None:
     if any(mark.policy != MixedPrecisionPolicy() for mark in marks.values()):
         named = {name: marks[m] for name, m in root.named_modules() if m in marks}
         options["mixed_precision"] = {name: _Policy.of(mark.policy) for name, mark in named.items()}
+    ignored = set().union(*(mark.ignored for mark in marks.values()))
+    if left := {name: "leave" for name, p in _named(root) if p in ignored}:
+        options["ignored"] = left
     if device is not None:
         options["device"] = device
     for m, mark in marks.items():

@@ -6,6 +6,7 @@ grouping      which parameters travel together
 sharding      over which ranks of a mesh something is divided, by purpose
 precision     which dtypes weights and gradients have
 policies      which part of a module has which of these
+ignored       which parameters stay as they are
 rules         which modules an option is about, by class or by pattern of names
 memory        how many bytes there are for all of a rank
 wire          what travels in codes of fewer bits

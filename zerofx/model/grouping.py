@@ -17,7 +17,7 @@ Automatic grouping reads module names alone, so it serves a model nobody prepare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,18 +89,21 @@ def plan_groups(
     backend: str = "",
     code_block: int = 1,
     mixed_precision: Policy | None = None,
+    ignored: Container[nn.Parameter] = (),
 ) -> list[tuple[GroupLayout, list[nn.Parameter]]]:
     """The groups of ``module``: each a layout, and its parameters in the order of the layout's slots.
 
     A parameter that occurs under several names is taken once, under the first. ``leaves`` are names of leaf modules,
     ``backend`` is what collectives of the parameters run on. ``code_block`` is the ``block`` of `make_layout`.
-    ``mixed_precision`` is what a user gave.
+    ``mixed_precision`` is what a user gave; parameters that are ``ignored`` are in no group.
     """
     drafts: list[_Draft] = []
     block_of, leaves, policies = _block_rule(module, grouping), tuple(leaves), Policies(module, mixed_precision)
     runs = 0
     last_block: str | None = None
     for name, parameter in module.named_parameters():
+        if parameter in ignored:
+            continue
         leaf = next((leaf for leaf in leaves if not leaf or name.startswith(f"{leaf}.")), None)
         block = block_of(name) if leaf is None else leaf
         if block is None:

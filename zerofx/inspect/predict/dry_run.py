@@ -45,9 +45,11 @@ from zerofx.compiler.checks import check_module, check_offload, check_wire
 from zerofx.compiler.options import Options, check_places, check_scheme
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.ignored import ignored_in
 from zerofx.model.offload import Offload
 from zerofx.model.policies import Policies
 from zerofx.passes import edit
+from zerofx.runtime.eager.averages import note_ignored
 from zerofx.runtime.eager.ondemand import average_by_hook
 from zerofx.runtime.ranks.sharing import Sharing, pretended
 from zerofx.runtime.state.carriage import STORES
@@ -116,7 +118,7 @@ def dry_run(
     with _place(device, architecture) as place:
         try:
             apart.take(sharing, pretended=True)
-            check_module(module)
+            check_module(module, ignored_in(module, checked.ignored))
             there, module = module, place.without_memory(module)
             pairs = zip(there.parameters(), module.parameters(), strict=True)
             layouts = {copied: apart.layouts[p] for p, copied in pairs if p in apart.layouts}
@@ -220,6 +222,9 @@ def _shard(
     backend, block = sharing.weights.backend(nowhere), options.code_block
     ranks = sharing.optimizer.size
     how: Any = {"backend": backend, "code_block": block, "mixed_precision": options.mixed_precision}
+    how["ignored"] = ignored_in(module, options.ignored)
+    for parameter in how["ignored"]:
+        note_ignored(parameter)
     planned = plan_groups(module, ranks, Grouping.of(options.groups), **how)
     if offload is not None:
         check_offload(offload, [layout for layout, _ in planned], device)

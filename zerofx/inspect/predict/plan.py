@@ -217,9 +217,8 @@ def plan(
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
     _check(sharding, wire, replicas, world_size, one_dimension)
     filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth)
-    layouts = [
-        x for x, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", block, mixed_precision)
-    ]
+    planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", block, mixed_precision)
+    layouts = [layout for layout, _ in planned]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     speed = Speed.of(

@@ -7,6 +7,7 @@ unshard       the whole tensor for one operation
 writes        writes that are not slice by slice
 norms         norms of many tensors with one all-reduce
 reductions    numbers of a whole tensor: sums, extremes, dot products
+averages      gradients of parameters that zerofx does not shard
 leaf          modules that are gathered whole when they are entered
 whole         whole weights for a while: `zerofx.unsharded`
 ============  ==================================================================
@@ -14,6 +15,7 @@ whole         whole weights for a while: `zerofx.unsharded`
 Imports `zerofx.runtime.state` and what is below it::
 
     state ◀── ondemand ◀── whole ◀── leaf
+              ondemand ◀── averages
     state ◀── norms, ondemand ◀── unshard, whole ◀── writes ◀── elementwise
     state ◀── norms ◀── reductions ◀── elementwise
 """

@@ -111,12 +111,17 @@ def leaf_of(group: ShardGroup) -> Any:
 
 
 def reduce_rest(family: Family) -> None:
-    """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced."""
+    """Inside a backward: as it ends, what `zerofx.no_sync` kept of parameters that it has not come to is reduced.
+
+    So are the gradients of parameters that are ignored: of every rank, in the same order.
+    """
     if family.turns is not None:
         family.turns.end_backward(family)
     elif family.unreduced:
         family.unreduced = False
         end_of_backward(lambda: reduce_kept(family))
+    if family.averages is not None:
+        family.averages.end_backward()
 
 
 def reduce_kept(family: Family) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofx._torch import DisableTorchFunction, steps_running
+from zerofx.runtime.eager.averages import keeps_gradients
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.by_owner import by_owner, step_by_owner
@@ -164,6 +165,11 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
                 f"{shards.gradients.kept_slots()[0].name!r}, for one): run the last backward outside of "
                 "zerofx.no_sync, or give them up with zerofx.drop_kept(module)."
             )
+    if keeps_gradients(p for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients of ignored parameters back: run "
+            "the last backward outside of zerofx.no_sync, or give them up with zerofx.drop_kept(module)."
+        )
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

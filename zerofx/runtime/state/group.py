@@ -66,6 +66,7 @@ class Family:
             (`zerofx.compiler.initialize`).
         published: what a user's passes published when their graphs ran last, by name.
         footprint: what the module's graphs leave in memory between forward and backward.
+        averages: of the gradients of its parameters that are ignored (`zerofx.runtime.eager.averages`); None: of none.
         recipe: how the module was sharded and compiled (`zerofx.compiler.copies`).
     """
 
@@ -97,6 +98,7 @@ class Family:
         self.rewritable: bool = False
         self.published: dict[str, torch.Tensor] = {}
         self.footprint: Footprint = Footprint()
+        self.averages: Any = None
         self.recipe: Any = None
         self._groups: list[weakref.ref[ShardGroup]] = []
         self._numbered: tuple[int, dict[tuple[str, Slot], int]] = 0, {}
