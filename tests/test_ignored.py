@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -118,7 +119,10 @@ def check_training(stage: int, executor: str, how: str, options: dict[str, Any])
     check_same(net, plain, **({} if executor == "eager" else {"rtol": 1e-4, "atol": 1e-5}))
 
 
-@quick_if(lambda stage, world, executor, how: (world == 3 and how == "zerofx") if executor == "eager" else stage == 3)
+QUICK = [*((stage, 3, "eager", "zerofx") for stage in range(4)), (3, 2, "inductor", "torch")]
+
+
+@quick_if(lambda stage, world, executor, how: (stage, world, executor, how) in QUICK)
 @pytest.mark.parametrize("how", ["torch", "zerofx"])
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @pytest.mark.parametrize("world", [2, 3])
@@ -209,6 +213,10 @@ def test_gradients_are_left_alone_on_request_and_by_autograd_grad(workers2: Work
     workers2.run(check_left_alone, stage)
 
 
+def fail(_: torch.Tensor) -> None:
+    raise RuntimeError("in the middle of a backward")
+
+
 def check_features(stage: int, folder: Path) -> None:
     """Copies, checkpoints, whole weights, a step inside of backward."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -230,11 +238,23 @@ def check_features(stage: int, folder: Path) -> None:
         theirs.step()
         theirs.zero_grad()
 
+    failing = rows(rank, 5).requires_grad_()
+    failing.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        net(failing).backward()  # its gradients are nobody's
+    optimizer.zero_grad()
     step(net, optimizer, 0)
     reference(0)
     with zerofx.no_sync(net):
         net(rows(rank, 9)).backward()
+    held = zerofx.memory_summary(net).nbytes
+    nbytes = {name: p.nbytes for name, p in plain.named_parameters()}
+    alone = sum(nbytes[name] for name in NAMES)
+    shards = sum(group.shard.nbytes for group in groups_of(net)) if stage else sum(nbytes.values()) - alone
+    assert held["kept gradients"] == sum(nbytes.values())
+    assert held["shards"] == alone + (0 if stage in (1, 2) else shards)  # there a shard is a part of the replica
     zerofx.drop_kept(net)
+    assert not zerofx.memory_summary(net).nbytes["kept gradients"]
     optimizer.zero_grad()
     twin = copy.deepcopy(net)
     assert plain_ones(twin) == NAMES
@@ -255,6 +275,9 @@ def check_features(stage: int, folder: Path) -> None:
         assert list(full) == list(plain.state_dict())
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(full[name], value, **CLOSE)
+    zerofx.export_safetensors(net, folder / "exported")
+    exported = load_file(folder / "exported" / "model.safetensors")
+    torch.testing.assert_close(exported["blocks.1.router.bias"], plain.blocks[1].router.bias.detach(), **CLOSE)
     streamed = dict(zerofx.full_parameters(net))
     torch.testing.assert_close(streamed["blocks.0.norm.weight"], plain.blocks[0].norm.weight.detach(), **CLOSE)
     with zerofx.unsharded(net, writeback=False):

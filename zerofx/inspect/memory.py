@@ -17,7 +17,8 @@ kind             what
 replicas         stages 1 and 2, the whole weights that the model computes with; the shard too, where it is
                  a part of the replica. With ``one_copy`` this rank's 1/M of what all have in common. On a mesh
                  whose rows share the optimizer's state, what a row has
-shards           this rank's part of the weights; with mixed precision the masters. In stage 0 the weights
+shards           this rank's part of the weights; with mixed precision the masters. In stage 0 the weights. In every
+                 stage those that are ignored (``ignored=``), whole
 kept gathered    stage 3, whole groups that a forward left for its backward (``memory_budget``), and those of
                  leaf modules that run, or whose weights autograd holds
 gradients        ``.grad``
@@ -42,13 +43,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx._torch import DisableTorchFunction, pytree
+from zerofx._torch import DisableTorchFunction, held, pytree
 from zerofx.compiler.api import _groups
 from zerofx.model.offload import STATE
 from zerofx.model.units import format_bytes
+from zerofx.runtime.eager.averages import is_ignored
 from zerofx.runtime.eager.leaf import groups_of_leaves
 from zerofx.runtime.optim.by_owner import wholes_of
-from zerofx.runtime.state.group import ShardGroup
+from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ShardedTensor
 
 
@@ -111,16 +113,17 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     """
     groups = list(dict.fromkeys([*_groups(module), *groups_of_leaves(module)]))
     ours = [p for group in groups for slot in group.layout.slots if (p := group.members.live(slot)) is not None]
+    families = list(dict.fromkeys(group.family for group in groups))
     kinds: dict[str, Iterable[Any]] = {
         "replicas": [_given(group) for group in groups],
-        "shards": [_weights(group) for group in groups],
+        "shards": [*(_weights(group) for group in groups), *filter(is_ignored, module.parameters())],
         "kept gathered": [group.gathered.now() for group in groups],
         "gradients": [p.grad for p in [*ours, *module.parameters()] if p.is_leaf],
-        "kept gradients": [group.gradients.kept() for group in groups],
+        "kept gradients": [*(group.gradients.kept() for group in groups), *map(_kept_plain, families)],
         "cut off": [group.gradients.rest for group in groups],
         "optimizer state": [] if optimizer is None else [*optimizer.state.values(), *wholes_of(optimizer)],
         "buffers": list(module.buffers()),
-        "activations": [family.footprint.saved_now() for family in dict.fromkeys(group.family for group in groups)],
+        "activations": [family.footprint.saved_now() for family in families],
     }
     replicas = [(given, group) for group in groups if (given := _given(group)) is not None]
     holders = {given.untyped_storage().data_ptr(): group.weights.holders(given) for given, group in replicas}
@@ -171,6 +174,11 @@ def _weights(group: ShardGroup) -> Any:
     return [group.members.live(slot) for slot in group.layout.slots]
 
 
+def _kept_plain(family: Family) -> list[torch.Tensor]:
+    """Kept gradients of parameters that are ignored."""
+    return [] if family.averages is None else family.averages.kept()
+
+
 def _on_host(thing: Any) -> bool:
     """Whether it is optimizer state that lives in the host's memory."""
     return isinstance(thing, ShardedTensor) and thing._group.home.staging is not None
@@ -182,4 +190,5 @@ def _storage(thing: Any) -> torch.UntypedStorage | None:
         return thing
     if isinstance(thing, ShardedTensor):
         thing = thing._local
-    return thing.untyped_storage() if isinstance(thing, torch.Tensor) else None
+    dense = isinstance(thing, torch.Tensor) and thing.layout == torch.strided
+    return held(thing).untyped_storage() if dense else None

@@ -16,6 +16,7 @@ parameter of a sharded module that is not is an error (`zerofx.compiler.captured
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofx._torch import backward_number, end_of_backward, will_accumulate
+from zerofx._torch import backward_number, end_of_backward, inside_backward, will_accumulate
 from zerofx.passes.reduce import check_dense
 from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.ranks.sharing import RankGroup
@@ -62,8 +63,8 @@ class Averages:
         self.ranks = ranks
         self._family = weakref.ref(family)
         self._parameters = {name: weakref.ref(p) for name, p in parameters.items()}
-        self._mine: dict[str, torch.Tensor] = {}
-        self._due = -1
+        self._kept: dict[str, torch.Tensor] = {}
+        self._found: dict[int, dict[str, torch.Tensor]] = {}  # by the backward: a reentrant one is inside another
         for name, parameter in parameters.items():
             note_ignored(parameter, self)
             self._hook(name, parameter)
@@ -77,17 +78,23 @@ class Averages:
 
     def has_kept(self) -> bool:
         """Whether there is a gradient that was not averaged yet."""
-        return bool(self._mine)
+        if not inside_backward():
+            self._found.clear()  # what a backward that failed had found
+        return bool(self._kept)
+
+    def kept(self) -> list[torch.Tensor]:
+        """What `zerofx.no_sync` kept."""
+        return list(self._kept.values())
 
     def drop_kept(self) -> None:
         """Forget what `zerofx.no_sync` kept."""
-        self._mine.clear()
+        self._kept.clear()
 
     def end_backward(self) -> None:
         """Inside a backward: average as it ends."""
-        if self._due != (number := backward_number()):
-            self._due = number
-            end_of_backward(self._average)
+        if (number := backward_number()) not in self._found:
+            self._found[number] = {}
+            end_of_backward(functools.partial(self._average, number))
 
     def _hook(self, name: str, parameter: nn.Parameter) -> None:
         averages = weakref.ref(self)
@@ -106,14 +113,16 @@ class Averages:
         if parameter is None or family is None or not _accumulates(parameter):
             return None  # of torch.autograd.grad: this rank's own, as of any tensor
         check_dense(name, gradient.layout)
-        self._mine[name] = self._mine[name] + gradient if name in self._mine else gradient.detach()
+        mine = self._kept
         if family.sync:
-            reduce_rest(family)
+            reduce_rest(family)  # which comes to `end_backward`
+            mine = self._found[backward_number()]
+        mine[name] = mine[name] + gradient if name in mine else gradient.detach()
         return torch.zeros_like(gradient)
 
-    def _average(self) -> None:
-        self._due = -1
-        mine, self._mine = self._mine, {}
+    def _average(self, number: int) -> None:
+        mine, kept, self._kept = self._found.pop(number), self._kept, {}
+        mine |= {name: mine[name] + gradient if name in mine else gradient for name, gradient in kept.items()}
         live = {name: p for name, ref in self._parameters.items() if (p := ref()) is not None and p.requires_grad}
         kinds = dict.fromkeys((p.dtype, p.device) for p in live.values())
         for kind in kinds:
