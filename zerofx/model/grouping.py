@@ -112,7 +112,7 @@ def plan_groups(
             key = f"\0{runs}"  # a run of parameters between blocks
         else:
             key = last_block = block
-        policy = policies.of(name)
+        policy = policies.of(name) if parameter.is_floating_point() else MixedPrecision()  # it is about these alone
         kind = (parameter.dtype, parameter.requires_grad, leaf, (policy.param_dtype, policy.reduce_dtype))
         draft = next((d for d in reversed(drafts) if d.block == key and d.kind == kind), None)
         if draft is None:

@@ -263,8 +263,8 @@ def _run_as(
         if dtype is None and not met:
             return func(*args, **kwargs)
         if met or _meets(func, args, kwargs, dtype):
-            args = _computed(args, dtype)
-            kwargs = {name: _computed(value, dtype) for name, value in kwargs.items()}
+            args = _computed(args)
+            kwargs = {name: _computed(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "").split(".")[0]
         if name == "detach" or is_in_place(name) or func is _DATA:  # they are for who wants masters
@@ -400,20 +400,20 @@ def _traced(
     """
     with DisableTorchFunction():
         if (dtype is not None or dtensors) and torch.compiler.is_dynamo_compiling():
-            args = _computed(args, dtype)
-            kwargs = {name: _computed(value, dtype) for name, value in kwargs.items()}
+            args = _computed(args)
+            kwargs = {name: _computed(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _computed(x: Any, dtype: torch.dtype | None) -> Any:
-    """``x`` with weights as the model computes with them: cast to ``dtype``, and DTensors where they were some."""
+def _computed(x: Any) -> Any:
+    """``x`` with weights as the model computes with them: each in its own dtype, and DTensors where they were some."""
     if isinstance(x, (ShardedParameter, *_WHOLE)):
-        layout, dtype = type(x)._dtensor, type(x)._compute_dtype or dtype
+        layout, dtype = type(x)._dtensor, type(x)._compute_dtype
         if dtype is not None:
             x = x.to(dtype.to_complex() if x.is_complex() else dtype)
         return x if layout is None else as_dtensor(x, layout)
     if isinstance(x, (list, tuple)):
-        return type(x)([_computed(item, dtype) for item in x])
+        return type(x)([_computed(item) for item in x])
     return x
 
 
