@@ -57,6 +57,7 @@ from zerofx._torch.autograd import (
     post_accumulate_hooks,
     run_post_accumulate_hooks,
     saved_tensors_are_hooked,
+    take_hooks,
     will_accumulate,
 )
 from zerofx._torch.checkpoint import (

@@ -36,6 +36,17 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> int:
         return len(parameter._post_accumulate_grad_hooks or ())
 
 
+def take_hooks(parameter: torch.Tensor) -> Any:
+    """What ``register_hook`` has put on a plain ``parameter``, by number: the engine calls it no more.
+
+    The handles that ``register_hook`` has returned refer to this dictionary. None: there was nothing. Seen in 2.11,
+    2.13, 2.15.
+    """
+    hooks = parameter._backward_hooks
+    parameter._backward_hooks = None
+    return hooks
+
+
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
     """Run those hooks, as the engine does when it has accumulated into ``parameter`` (2.11, 2.13, 2.15)."""
     with DisableTorchFunction():

@@ -29,6 +29,7 @@ from zerofx.model.offload import Offload
 from zerofx.model.wire import Wire
 from zerofx.runtime.eager.leaf import leaf_names
 from zerofx.runtime.ranks.sharing import Sharing
+from zerofx.runtime.state.gradient_hooks import check_hooks
 from zerofx.runtime.state.home import HOMES
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 from zerofx.runtime.state.weights import weights_of
@@ -103,6 +104,9 @@ def _checked(module: nn.Module, options: Options, sharing: Sharing, device: torc
     ignored = ignored_in(module, options.ignored) if isinstance(module, nn.Module) else {}
     check_module(module, ignored)
     _check_ignored(module, ignored)
+    for name, p in module.named_parameters():
+        if p._backward_hooks and p not in ignored:
+            check_hooks(name, uneven=options.uneven, parts=False)
     _check_init(module, options, ignored)
     check_backend(sharing.weights.process_group, device)
     weights_of(options.stage, options.one_copy).check(device)
@@ -177,6 +181,7 @@ def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Shari
     ignored, named = ignored_in(module, options.ignored), dict(module.named_parameters())
     averaged = {name: p for name, p in named.items() if ignored.get(p) == "average"}
     facts += [(f"the ignored parameter {name!r}", _digest((p.shape, p.dtype))) for name, p in averaged.items()]
+    facts += [("hooks on gradients", repr({n: len(p._backward_hooks or ()) for n, p in module.named_parameters()}))]
     chosen = {name: getattr(options, name) for name in _ALIKE}
     chosen["leaf_modules"] = leaf_names(module, options.leaf_modules)
     if (name := options.partition_activations) is not None:  # each has one of its own
@@ -278,11 +283,6 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
         )
     if p.layout != torch.strided:
         raise ValueError(f"{name!r} has layout {p.layout}: expected a dense (strided) parameter.")
-    if p._backward_hooks:
-        raise ValueError(
-            f"{name!r} has a tensor hook (register_hook): its gradient is reduced inside the compiled graph, no "
-            "hook would see it. Use register_post_accumulate_grad_hook, or remove it."
-        )
     if p.grad is not None:
         raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
 

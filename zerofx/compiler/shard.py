@@ -22,7 +22,7 @@ from torch import nn
 import zerofx.compiler.wrappers  # it hears of every wrapper
 import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state/callbacks.py)
 import zerofx.runtime.optim.hooks  # noqa: F401  # they concern every optimizer from now on
-from zerofx._torch import DTensorLayout, held
+from zerofx._torch import DTensorLayout, held, take_hooks
 from zerofx.checkpoint import load
 from zerofx.checkpoint.pretrained import save_whole
 from zerofx.compiler.apart import Apart
@@ -155,6 +155,7 @@ class _Conversion:
         group = ShardGroup(layout, self.sharing, self.device, self.family, memory)
         group.dtensors = {s: self.layouts[p] for s, p in zip(layout.slots, parameters) if p in self.layouts}
         for slot, parameter in zip(layout.slots, parameters, strict=True):
+            group.gradients.hooks.adopt(slot, take_hooks(parameter))
             if self.on_meta:
                 parameter, template = replace_by_empty(parameter, self.places[parameter], self.device)
                 self.templates[parameter] = template

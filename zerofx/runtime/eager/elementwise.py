@@ -65,7 +65,7 @@ METADATA = frozenset(
     _backward_hooks _has_compatible_shallow_copy_type _is_view _is_zerotensor __format__ __hash__ __len__
     dim dim_order element_size get_device has_names is_complex is_conj is_contiguous is_distributed
     is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_storage
-    is_tensor ndimension nelement numel register_post_accumulate_grad_hook requires_grad_ result_type
+    is_tensor ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ result_type
     retain_grad size storage_offset stride untyped_storage
     """.split()
 )
@@ -155,8 +155,6 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         args[0]._refuse(
             "share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call"
         )
-    if name == "register_hook":
-        args[0]._refuse("register_hook()", "use register_post_accumulate_grad_hook, which sees this rank's slice")
     if name in ("detach_", "set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
     return NotImplemented
@@ -287,9 +285,11 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
             return x
         if x.numel() == 1 and x.dim() <= len(like._slot.shape) and not is_dtensor(x):
             return x.reshape(1) if x.dim() > 1 else x  # it goes with each element, and slices have one dimension
-        if written is None or x.shape != like.shape:
+        if x.shape == like.shape and written is not None:
+            return _narrow(like, x)
+        if written is not None or name_of(func) in _CONVERSIONS or not _masks(x, like):
             raise _Mismatch
-        return _narrow(like, x)
+        return _narrow(like, x.expand(like.shape))
 
     try:
         local_args = [local(x) for x in args]
@@ -307,6 +307,20 @@ def _on_slices(func: Callable, args: tuple, kwargs: dict[str, Any], like: Any, w
     made = like.like(like._group.home.keep("moment", result) if name_of(func) in CREATION else result)
     made._compute_dtype = like._compute_dtype  # what is gathered of it later is what the model computes with
     return made
+
+
+def _masks(x: torch.Tensor, like: ShardedTensor) -> bool:
+    """Whether the plain ``x`` goes with a gradient or moment ``like``, element by element or row by row: a mask, say.
+
+    With a weight the result is whole: it is computed with in a model, not in an optimizer or a hook.
+    """
+    if like._group.weights.holds(like._local) or like._dtensor is not None or is_dtensor(x):
+        return False
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    return x.dim() <= len(like._slot.shape) and all(
+        n in (1, m) for n, m in zip(reversed(x.shape), reversed(like._slot.shape), strict=False)
+    )
 
 
 def _changes_nothing(func: Callable, result: torch.Tensor, local: torch.Tensor, kwargs: dict[str, Any]) -> bool:

@@ -88,6 +88,7 @@ def complete(tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     if first is None:
         return contextlib.nullcontext()
     group = first._group
+    group.gradients.hooks.check_alike("a norm, sum or extreme of the whole")
     reads = not group.weights.holds(first._local)
     return common(group.family.turns, "a norm, sum, extreme or scaling of sharded tensors", reads=reads)
 

@@ -43,6 +43,7 @@ from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter
 def gather_tensor(tensor: ShardedTensor) -> torch.Tensor:
     """The whole of ``tensor`` on every rank, without autograd. A collective."""
     group, slot = tensor._group, tensor._slot
+    group.gradients.hooks.check_alike("the whole of a tensor")
     if not group.weights.holds(tensor._local):
         with common(group.family.turns, f"a gather of what is no weight, of {slot.name!r}"):
             return _gathered(tensor)
@@ -211,25 +212,32 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
 
     def hook(gradient: torch.Tensor | None) -> torch.Tensor | None:
         target = reference()
-        if gradient is None or target is None:
-            return None  # compiled code has seen to it
-        group, slot = target._group, target._slot
-        check_dense(slot.name, gradient.layout)
-        if (leaf := leaf_of(group)) is not None:
-            leaf.collect(group, slot, gradient)
-            return torch.zeros_like(gradient)
-        group.family.footprint.misses(slot.name)
-        if not group.family.sync:
-            group.gradients.keep(slot, gradient)
-            return torch.zeros_like(gradient)
-        reduce_rest(group.family)
-        flat = gradient.reshape(-1).to(group.layout.reduce_dtype or gradient.dtype, copy=True)
-        if (kept := group.gradients.take_kept(slot)) is not None:
-            flat += kept.reshape(-1)
-        return _average(group, slot, flat)
+        if target is None:
+            return None
+        average = None if gradient is None else _averaged_whole(target, gradient)
+        result = target._group.gradients.settle(target._slot, average)
+        return torch.zeros_like(gradient) if gradient is not None and result is None else result
 
     with _trained(parameter):
-        parameter.register_hook(hook)
+        torch.Tensor.register_hook(parameter, hook)
+
+
+def _averaged_whole(parameter: ReplicatedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
+    """The average over ranks of what code outside of graphs gives a parameter of stage 0; None: not reduced yet."""
+    group, slot = parameter._group, parameter._slot
+    check_dense(slot.name, gradient.layout)
+    if (leaf := leaf_of(group)) is not None:
+        leaf.collect(group, slot, gradient)
+        return None
+    group.family.footprint.misses(slot.name)
+    if not group.family.sync:
+        group.gradients.keep(slot, gradient)
+        return None
+    reduce_rest(group.family)
+    flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or gradient.dtype, copy=True)
+    if (kept := group.gradients.take_kept(slot)) is not None:
+        flat += kept.reshape(-1)
+    return _average(group, slot, flat)
 
 
 @contextlib.contextmanager
@@ -251,7 +259,11 @@ def reduce_by_hook(parameter: ShardedParameter) -> None:
     reference, held = weakref.ref(parameter), []
 
     def before(gradient: torch.Tensor | None) -> None:
-        if gradient is not None and (target := reference()) is not None:
+        if (target := reference()) is None:
+            return
+        if gradient is None:
+            target._group.gradients.settle(target._slot)
+        else:
             held.append(target.grad)
             target.grad = None
 
@@ -260,7 +272,8 @@ def reduce_by_hook(parameter: ShardedParameter) -> None:
             whole, target.grad = target.grad, held.pop()
             assert whole is not None
             reduce_gradient(target, whole)
+            target._group.gradients.settle(target._slot)
 
     with _trained(parameter):
-        parameter.register_hook(before)
+        torch.Tensor.register_hook(parameter, before)
         parameter.register_post_accumulate_grad_hook(after)

@@ -20,7 +20,7 @@ a group                                                updated
 of one graph, in stages 1, 2 and 3                     in that graph
 of several graphs, or several forwards                 as the block ends
 used outside of graphs, too, or in leaf modules        as the block ends
-with post-accumulate hooks of the user's               as the block ends
+with hooks of the user's on its gradients              as the block ends
 of stage 0; parameters that are not sharded            as the block ends
 of one copy, which others still read                   as the block ends
 of an optimizer that works by owners                   as the block ends
@@ -128,7 +128,7 @@ class Stepper:
 
     def takes(self, group: ShardGroup) -> bool:
         """Whether `step` is to update ``group`` now: it has all of its gradient."""
-        if not self._by_group or group not in self._members or group.pending > 0:
+        if not self._by_group or group not in self._members or group.pending > 0 or group.gradients.hooks.any():
             return False
         # One hook is ours (`zerofx.runtime.eager.ondemand.reduce_by_hook`).
         return all(post_accumulate_hooks(p) <= 1 for p in self._parameters(group))

@@ -26,6 +26,7 @@ from zerofx.passes.travel import run
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.ranks.watch import alone
 from zerofx.runtime.state.account import rest_rows
+from zerofx.runtime.state.gradient_hooks import GradientHooks
 from zerofx.runtime.state.home import Home
 from zerofx.runtime.state.weights import Weights
 
@@ -62,6 +63,7 @@ class Gradients:
         kept_unevenly: inside of `zerofx.no_sync` ranks may have kept gradients of different parameters (a leaf module).
         rest: what codes cut off of this rank's last gradient, a row for each that travels
             (`zerofx.features.wire.error_feedback`); None: no gradient was written with error feedback yet.
+        hooks: the user's, on gradients of this backward.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Gradients:
         self.home = home
         self.kept_unevenly: bool = False
         self.rest: torch.Tensor | None = None
+        self.hooks: GradientHooks = GradientHooks()
         self._kept: dict[Slot, torch.Tensor] = {}
 
     # ---- what leaves a backward -------------------------------------------------------------------------------------
@@ -100,24 +103,27 @@ class Gradients:
         is not copied: ``.grad`` becomes a view of it. Runs inside a backward pass, and accumulates only where the
         engine would have, unless that was ``checked``. ``away``: it stays where it is, for it is where the home keeps
         gradients already, or is used up at once. The engine runs the parameters' post-accumulate hooks by itself, once
-        every graph that uses a parameter has been here.
+        every graph that uses a parameter has been here. A parameter with hooks on its gradient waits for that, too
+        (`settle`).
 
         ``others``: parameters of which other ranks alone have a gradient (`zerofx.runtime.ranks.used`). The engine does
         not come to those on this rank, so their hooks run here.
         """
-        held, first = [], []
+        held, first, hooked = [], [], []
         with DisableTorchFunction():  # for speed: hundreds of parameters, and four questions to each
-            unvisited = []
+            unvisited: dict[Slot, Any] = {}
             for slot in (*slots, *others):
                 parameter = self.members.get(slot)
                 if slot in others:
                     if not parameter.requires_grad:
                         continue
                     if not will_accumulate(parameter):
-                        unvisited.append(parameter)
+                        unvisited[slot] = parameter
                 elif not checked and not _is_accumulated(parameter):
                     continue
-                if parameter.grad is None:
+                if slot in self.hooks:
+                    hooked.append(slot)
+                elif parameter.grad is None:
                     first.append((slot, parameter))
                 else:
                     held.append((slot, parameter.grad if self.stage == 0 else parameter.grad._local))
@@ -131,8 +137,48 @@ class Gradients:
                     for slot, parameter in first:
                         local = self._local(slot, gradient)
                         parameter.grad = local if self.stage == 0 else parameter.like(local)
-        for parameter in unvisited:
+        for slot in hooked:
+            self._wait(slot, gradient)
+            if slot in unvisited:
+                with self.hooks.unused_here(slot):
+                    self.settle(slot)
+            elif checked:
+                self.settle(slot)
+        for parameter in unvisited.values():
             run_post_accumulate_hooks(parameter)
+
+    def _wait(self, slot: Slot, gradient: torch.Tensor) -> None:
+        with self.home.only(gradient):
+            local = self._local(slot, gradient)
+            # Of what is elsewhere a copy is here until the hooks have seen it.
+            self.hooks.wait(slot, local.clone() if self.stage and self.home.moves("gradient") else local)
+
+    def settle(self, slot: Slot, average: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The engine has come to a parameter in this backward: its hooks run, and what waited is added to ``.grad``.
+
+        ``average``: in stage 0, what code outside of graphs adds to that, whole. Then the sum is returned, and the
+        engine adds it to ``.grad``.
+        """
+        local = self.hooks.take(slot)
+        if local is None and average is None:
+            return None
+        parameter = self.members.get(slot)
+        if self.stage == 0:
+            total = average if local is None else local if average is None else local + average
+            total = self.hooks.run(slot, total)
+            if average is not None:
+                return total
+            with DisableTorchFunction():
+                parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+            return None
+        gradient = self.hooks.run(slot, parameter.like(local))
+        with DisableTorchFunction():
+            if (before := parameter.grad) is None:
+                parameter.grad = parameter.like(self.home.keep("gradient", gradient._local))
+                return None
+        with self.home.only(before._local):
+            before._local.add_(gradient._local)
+        return None
 
     def _local(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """What this rank holds of the gradient of ``slot``."""

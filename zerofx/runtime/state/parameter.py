@@ -48,6 +48,7 @@ from zerofx._torch import (
 from zerofx.model.layout import Slot
 from zerofx.runtime.state.backends import check_backend, refuse_backend
 from zerofx.runtime.state.callbacks import CALLBACKS
+from zerofx.runtime.state.gradient_hooks import Hooked
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parts import part_of_gradient
 
@@ -144,7 +145,7 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-class ShardedParameter(ShardedTensor, nn.Parameter):
+class ShardedParameter(Hooked, ShardedTensor, nn.Parameter):
     """A parameter of a sharded module: what `shard_parameter` made of an ``nn.Parameter`` in place.
 
     Every parameter has a subclass of its own. Dynamo guards on the exact class, so code that was compiled for one
@@ -177,7 +178,7 @@ def local_part(parameter: Any) -> torch.Tensor:
         return parameter.view_as(parameter) if dtype is None else parameter.to(dtype)
 
 
-class ReplicatedParameter(PlainlyCopied):
+class ReplicatedParameter(Hooked, PlainlyCopied):
     """A parameter of a module under plain data parallelism (stage 0): whole, with its own memory, in all plain code.
 
     Like a `ShardedParameter` it has a class of its own, and Dynamo sees it cast to what the model computes in. Where
