@@ -147,7 +147,7 @@ def test_a_launch_file_joins_two_nodes(name: str, tmp_path: Path) -> None:
     assert json.loads(mark.read_text())["world_size"] == 2
 
 
-@pytest.mark.parametrize("name", ["train_gpt.py", "finetune_hf.py", "resume.py"])
+@pytest.mark.parametrize("name", ["train_gpt.py", "finetune_hf.py", "resume.py", "force_field.py"])
 def test_an_example_is_read_in_one_sitting(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 150
 
@@ -186,6 +186,14 @@ def test_torch_compile_backend_trains() -> None:
     out = example("torch_compile_backend.py", "--steps", "40", "--dim", "32")
     first, last = map(float, re.findall(r"loss ([\d.]+)", out))
     assert last < first and "the whole model has 1,283 parameters" in out
+
+
+@pytest.mark.slow
+def test_force_field_learns_forces() -> None:
+    out = run([sys.executable, "examples/force_field.py", "--executor", "eager", "--steps", "60"])
+    before = re.search(r"^mean square of held-out forces ([\d.]+)$", out, re.M)
+    after = re.search(r"^held-out error of forces ([\d.]+), 2 graphs$", out, re.M)
+    assert before and after and float(after[1]) < 0.3 * float(before[1]), out
 
 
 def test_the_notebook_runs_and_shows_the_graphs_of_each_stage() -> None:

@@ -100,6 +100,7 @@ from zerofx._torch.dynamo import (
     skippable_code,
     source_name,
     static_shape,
+    trace_gradients,
     traced_for,
     uncompiled,
     watch_examples,

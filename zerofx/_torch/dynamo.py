@@ -130,10 +130,15 @@ def traced_for(is_ours: Callable[[Any], bool]) -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        todo = [InstructionTranslator.current_tx().output.compiler_fn]
+        backend = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
         return False
-    seen: list[Any] = []
+    return _leads_to(backend, is_ours)
+
+
+def _leads_to(backend: Any, is_ours: Callable[[Any], bool]) -> bool:
+    """Whether ``backend`` is one that ``is_ours``, alone or inside of wrappers."""
+    todo, seen = [backend], []
     while todo:
         if is_ours(backend := todo.pop()):
             return True
@@ -143,6 +148,41 @@ def traced_for(is_ours: Callable[[Any], bool]) -> bool:
             if inner is not None and not any(inner is x for x in seen):
                 todo.append(inner)
     return False
+
+
+def trace_gradients(is_ours: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace ``torch.autograd.grad`` in what it compiles for a backend that ``is_ours``.
+
+    It has an option for that, which is off by default (2.13, 2.15; 2.11 has none), and the graph breaks there. The
+    option is on for our frames alone. Of ``Tensor.backward`` it would make writes to ``.grad`` of parameters, whole
+    and unreduced: there the graph goes on to break.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    config = torch._dynamo.config
+    if not hasattr(config, "trace_autograd_ops"):
+        return
+    theirs, backward = convert_frame._compile, TensorVariable.method_backward
+    place = list(inspect.signature(theirs).parameters).index("compiler_fn")
+    ours: list[bool] = []  # of each frame that is compiled now
+
+    @functools.wraps(theirs)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        ours.append(_leads_to(args[place] if len(args) > place else kwargs["compiler_fn"], is_ours))
+        try:
+            with config.patch(trace_autograd_ops=True) if ours[-1] else contextlib.nullcontext():
+                return theirs(*args, **kwargs)
+        finally:
+            ours.pop()
+
+    @functools.wraps(backward)
+    def break_there(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(trace_autograd_ops=False) if ours and ours[-1] else contextlib.nullcontext():
+            return backward(*args, **kwargs)
+
+    convert_frame._compile = compile_frame
+    TensorVariable.method_backward = break_there  # type: ignore[method-assign]
 
 
 _skipped: list[bool] = []

@@ -160,3 +160,4 @@ def is_zerofx(backend: Any) -> bool:
 
 
 CALLBACKS.is_zerofx = is_zerofx
+_torch.trace_gradients(is_zerofx)

@@ -334,9 +334,10 @@ def watch_backward(compiled: Callable, saved: Callable[[], Sequence[ShardedTenso
 def _check_single_backward(grad_outputs: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "double backward (create_graph=True) through a module that zerofx compiled: gradients of gradients are not "
-            "supported, because gradients leave the graph as reduced shards. Compute this loss on the module before "
-            "zerofx.compile."
+            "double backward (create_graph=True) through a module that zerofx compiled: what its graphs compute is "
+            "differentiated once. Call torch.autograd.grad inside of forward, behind what it differentiates and in one "
+            "graph with it, where it becomes a part of the graph (PyTorch 2.13); or leave the module uncompiled, by "
+            "leaf_modules= or by zerofx.shard in the place of zerofx.compile."
         )
 
 
