@@ -12,11 +12,9 @@ the engines have got is compared with the weights at the end.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,8 +33,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import zerofx  # noqa: E402
-from benchmarks.optimizer import paired  # noqa: E402
-from benchmarks.step import join, now, over_ranks, processor  # noqa: E402
+from benchmarks.contenders import RESULTS, show, summary, write  # noqa: E402
+from benchmarks.step import join, now, over_ranks  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -140,36 +138,15 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     args = parsed()
-    out = args.out or ROOT / "benchmarks" / "results" / f"full_parameters-{args.device}.json"
+    out = args.out or RESULTS / f"full_parameters-{args.device}.json"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
         found = json.loads(answer.read_text())
-    rows = {}
     base = args.contenders[0]
-    for name, times in found["times"].items():
-        rows[name] = {
-            **{"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "n": len(times)},
-            f"times_as_long_as_{base}": paired(times, found["times"][base]),
-        }
-    print(f"{'contender':24} {'median ms':>9} {'min':>8} {'max':>8} {'/ ' + base:>12}")
-    for name, row in sorted(rows.items(), key=lambda item: item[1]["median_s"]):
-        line = f"{name:24} {1e3 * row['median_s']:9.1f} {1e3 * row['min_s']:8.1f} {1e3 * row['max_s']:8.1f}"
-        print(f"{line} {row[f'times_as_long_as_{base}']:12.2f}")
-    result = {
-        "contenders": rows,
-        "parameters": found["parameters"],
-        "nbytes": found["nbytes"],
-        "command": " ".join(["python benchmarks/full_parameters.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "processor": processor(args.device),
-        "load_average": os.getloadavg()[0],
-        "settings": {name: value for name, value in vars(args).items() if name != "out"},
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {out}")
+    rows = summary(found["times"], base)
+    show(rows, base)
+    write(out, "full_parameters.py", args, rows, parameters=found["parameters"], nbytes=found["nbytes"])
     return 0
 
 
