@@ -19,6 +19,7 @@ import zerofx
 from tests.counting import count_collectives
 from tests.workers import Workers
 from zerofx.compiler.backend import Backend, zerofx_backend
+from zerofx.compiler.captured import check_one_module
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import Trace
 
@@ -184,10 +185,6 @@ MODULES: dict[str, tuple[str, Build]] = {
         "'extra' has dtype torch.complex64.*imaginary",
         lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.complex64))),
     ),
-    "integer": (
-        "'extra' has dtype torch.int64",
-        lambda: with_extra(nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)),
-    ),
     "sparse lookup": (
         "'0' is an Embedding with sparse=True: expected sparse=False",
         lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True)),
@@ -337,18 +334,14 @@ def test_ranks_with_different_models_all_raise(workers3: Workers, what: str) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_one_graph_of_two_sharded_modules_is_refused(fake_world: Callable[..., None], stage: int) -> None:
-    """Their groups have equal names and layouts here: the gradient of one went to the other."""
+def test_weights_of_two_modules_are_refused_where_code_cannot_run_uncompiled(
+    fake_world: Callable[..., None], stage: int
+) -> None:
+    """Their groups have equal names and layouts here: the gradient of one would go to the other."""
     fake_world(2)
-    torch._dynamo.reset()
-    a, b = zerofx.shard(Net(), stage=stage), zerofx.shard(Net(), stage=stage)
-
-    def both(x: torch.Tensor) -> torch.Tensor:
-        return a(x) + b(x)
-
-    compiled = torch.compile(both, backend="zerofx", options={"stage": stage, "executor": "eager"})
-    with pytest.raises(Exception, match="of two modules that were sharded one by one"):
-        compiled(torch.ones(1, 5))
+    weights: list[Any] = [zerofx.shard(Net(), stage=stage).first.weight for _ in range(2)]
+    with pytest.raises(RuntimeError, match="of two modules that were sharded one by one: expected weights of one"):
+        check_one_module(weights)
 
 
 class Gain(nn.Module):
@@ -358,15 +351,6 @@ class Gain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.gain
-
-
-class OfTwo(Gain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = [zerofx.shard(Gain())]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.sum()) * self.other[0].gain
 
 
 def loose(x: torch.Tensor, weight: nn.Parameter = nn.Parameter(torch.ones(3))) -> torch.Tensor:  # noqa: B008
@@ -426,14 +410,16 @@ def test_an_error_that_comes_through_dynamo_begins_with_the_stage_and_what_was_c
 ) -> None:
     fake_world(2)
     for options, shown in [
-        ({}, "zerofx(stage=3)"),
-        ({"stage": 2, "executor": "eager"}, "zerofx(stage=2, executor='eager')"),
+        ({"memory_budget": 1.0}, "zerofx(stage=3, memory_budget=1.0)"),
+        (
+            {"stage": 2, "executor": "eager", "memory": 10},
+            "zerofx(stage=2, executor='eager', memory=10)",
+        ),
     ]:
         torch._dynamo.reset()
-        module = OfTwo()
-        zerofx.compile(module, **options)
-        with pytest.raises(Exception, match="of two modules that were sharded") as caught:
-            module(torch.ones(3))
+        module = zerofx.compile(Net(), **options)
+        with pytest.raises(Exception, match="is too small") as caught:
+            module(torch.ones(1, 5))
         begins, _, rest = str(caught.value).partition(" raised:")
         assert begins in (f"backend='{shown}'", f'backend="{shown}"')
         assert "Options(" not in rest

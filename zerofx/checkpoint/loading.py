@@ -27,13 +27,13 @@ from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_step
 from zerofx.checkpoint.restore import Binding, bind
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import DcpSource, FileSource, SafetensorsSource, Source
-from zerofx.checkpoint.state import model_state, owned, resident
+from zerofx.checkpoint.state import Optimizers, each_of, model_state, owned, resident
 
 
 def load(
     path: str | Path,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     rng: bool = True,
     **extra: Any,
@@ -45,7 +45,7 @@ def load(
             ranks and any stage, written by ``torch.distributed.checkpoint`` (FSDP2), a file of ``torch.save``, a
             safetensors file or a Hugging Face folder, or a folder of DeepSpeed's ZeRO.
         module: sharded in any stage, or plain.
-        optimizer: of ``module``'s parameters, of the kind that was saved; None: weights alone.
+        optimizer: of ``module``'s parameters, of the kind that was saved, or several of them; None: weights alone.
         rng: set the random generators, where as many ranks load as saved.
         **extra: what was saved under these names and has ``load_state_dict()``.
 
@@ -67,7 +67,7 @@ def _load(
     path: str | Path,
     ranks: Ranks,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     rng: bool,
     extra: dict[str, Any],
 ) -> dict[str, Any]:
@@ -80,9 +80,10 @@ def _load(
 
     def prepare() -> Counts:
         nonlocal source, binding, apply
-        order = [] if optimizer is None else [name for _, name, _ in owned(module, optimizer)]
+        optimizers = each_of(optimizer)
+        order = [name for each in optimizers for _, name, _ in owned(module, each)]
         source = _open(kind, found, module, order)
-        binding = bind(module, optimizer, source)
+        binding = bind(module, optimizers, source)
         apply = _extras(source, extra, ranks, rng)
         return steps_of(module)
 

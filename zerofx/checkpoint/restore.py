@@ -21,6 +21,7 @@ that an Adam's is loaded into an SGD is an error.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,12 +52,12 @@ class Binding:
         reads: entries, and the tensors to fill from them in place.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.reads: list[tuple[Entry, torch.Tensor]] = []
         self.joins: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.values: dict[str, Any] = {}
-        self.numbered: dict[str, Any] | None = None
-        self._module, self._optimizer = unwrapped(module), optimizer
+        self.numbered: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+        self._module = unwrapped(module)
 
     def made(self, value: Any) -> Any:
         """``value`` with a new tensor for each `Entry` in it, whole and on the CPU."""
@@ -78,21 +79,42 @@ class Binding:
             with resident_of([weight, remainder]):
                 mine = local(weight)
                 mine.copy_(join(mine.bfloat16(), local(remainder).to(mine.device)))
-        self._module.load_state_dict(self.values)
-        if self._optimizer is not None:
-            assert self.numbered is not None
-            self._optimizer.load_state_dict(self.numbered)
+        self._load(self._module)
+        for optimizer, state in self.numbered:
+            optimizer.load_state_dict(state)
+
+    def _load(self, module: nn.Module) -> None:
+        """``module.load_state_dict``, which knows no name that the module itself has made up for its ``state_dict``.
+
+        bitsandbytes' layers do, for how a weight is quantized. What they return is theirs, and was filled in place.
+        """
+        own = {
+            name
+            for named in (module.named_parameters, module.named_buffers)
+            for name, _ in named(remove_duplicate=False)
+        }
+        made_up = {name for name in self.values if name not in own and not is_extra_state(name)}
+        unknown = module.load_state_dict(self.values, strict=not made_up).unexpected_keys
+        now = module.state_dict() if unknown else {}
+        for name in unknown:
+            if not torch.equal(now[name].cpu(), self.values[name].cpu()):
+                raise CheckpointError(
+                    f"{name!r} is another one in the module, and its load_state_dict does not take it: expected a "
+                    "module whose weights are quantized as those that were saved. Quantize it in that way."
+                )
 
 
-def bind(module: nn.Module, optimizer: torch.optim.Optimizer | None, source: Source) -> Binding:
-    """Check ``source`` against ``module`` and ``optimizer``; nothing is read yet, and nothing has changed.
+def bind(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], source: Source) -> Binding:
+    """Check ``source`` against ``module`` and ``optimizers``; nothing is read yet, and nothing has changed.
 
     Raises:
         CheckpointError: what does not fit, by name.
     """
-    binding = Binding(module, optimizer)
+    binding = Binding(module)
     _bind_model(binding, module, source)
-    if optimizer is not None:
+    if optimizers:
+        _check_parameters(module, optimizers, source)
+    for optimizer in optimizers:
         _bind_optimizer(binding, module, optimizer, source)
     return binding
 
@@ -154,35 +176,42 @@ def _check(source: Source, name: str, entry: Entry, value: torch.Tensor, *, whol
         raise CheckpointError(f"{source.where}: {name} is {entry.dtype} there, {value.dtype} here.")
 
 
-def _bind_optimizer(binding: Binding, module: nn.Module, optimizer: torch.optim.Optimizer, source: Source) -> None:
+def _check_parameters(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], source: Source) -> None:
+    """Refuse a ``source`` of optimizers of other parameters."""
     if source.optimizer is None:
         raise CheckpointError(
             f"{source.where} holds no optimizer's state: load without the optimizer for weights alone."
         )
     aliases = {names[0]: names for names in names_of(module).values()}
-    mine = {name: (number, p) for number, name, p in owned(module, optimizer)}
-    found = {name: next((n for n in aliases[name] if n in source.options), None) for name in mine}
+    mine = {name for optimizer in optimizers for _, name, _ in owned(module, optimizer)}
     strangers = sorted(source.optimizer.keys() - {n for name in mine for n in aliases[name]})
-    lacking = sorted(name for name in mine if found[name] is None)
+    lacking = sorted(name for name in mine if not any(n in source.options for n in aliases[name]))
     if strangers or lacking:
         parts = [f"{_some(lacking)} of this optimizer had none when it was saved"] if lacking else []
         parts += [f"it has state of {_some(strangers)}, which this optimizer does not have"] if strangers else []
         raise CheckpointError(f"{source.where} is of an optimizer of other parameters: {'; '.join(parts)}.")
+
+
+def _bind_optimizer(binding: Binding, module: nn.Module, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    assert source.optimizer is not None
+    aliases = {names[0]: names for names in names_of(module).values()}
+    mine = {name: (number, p) for number, name, p in owned(module, optimizer)}
+    found = {name: next(n for n in aliases[name] if n in source.options) for name in mine}
     numbered = {p: (number, name) for name, (number, p) in mine.items()}
     groups = []
     for group in optimizer.param_groups:
         members = [numbered[p] for p in group["params"]]
-        options = _options(source, optimizer, group, [str(found[name]) for _, name in members])
+        options = _options(source, optimizer, group, [found[name] for _, name in members])
         groups.append({**options, "params": [number for number, _ in members]})
     states = {}
     known = {n: p for name, (_, p) in mine.items() for n in aliases[name]}
-    per_element = _per_element(source.optimizer, known)
+    per_element = _per_element({name: state for name, state in source.optimizer.items() if name in known}, known)
     for name, (number, parameter) in mine.items():
         saved = next((source.optimizer[n] for n in aliases[name] if n in source.optimizer), None)
         if saved:
             states[number] = _bind_state(binding, source, optimizer, name, parameter, saved, per_element)
     own, beside = binding.made(source.own), binding.made(source.beside)
-    binding.numbered = {**beside, "state": {**states, **own}, "param_groups": groups}
+    binding.numbered.append((optimizer, {**beside, "state": {**states, **own}, "param_groups": groups}))
 
 
 def _per_element(states: dict[str, dict[str, Any]], parameters: dict[str, torch.Tensor]) -> dict[str, bool]:

@@ -39,7 +39,7 @@ from zerofx.checkpoint.dcp import INDEX
 from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.nested import Form, check_readable, form_of, listed
 from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
-from zerofx.checkpoint.state import model_state, names_of, non_finite, optimizer_state, resident
+from zerofx.checkpoint.state import Optimizers, each_of, model_state, names_of, non_finite, optimizers_state, resident
 from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -48,7 +48,7 @@ from zerofx.runtime.state.parameter import ShardedTensor
 def save(
     path: str | Path,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = ...,
+    optimizer: Optimizers | None = ...,
     *,
     step: int | None = ...,
     keep: int | None = ...,
@@ -61,7 +61,7 @@ def save(
 def save(
     path: str | Path,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = ...,
+    optimizer: Optimizers | None = ...,
     *,
     step: int | None = ...,
     keep: int | None = ...,
@@ -73,7 +73,7 @@ def save(
 def save(
     path: str | Path,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int | None = None,
     keep: int | None = None,
@@ -88,8 +88,8 @@ def save(
     Args:
         path: the checkpoint's folder; with ``step`` the folder of all checkpoints, this one is ``step-<step>`` in it.
             A checkpoint that is there already is replaced once the new one is whole.
-        module: sharded in any stage, or plain.
-        optimizer: of ``module``'s parameters; None: weights alone.
+        module: sharded in any stage, or plain. Of several ``nn.ModuleDict({"actor": actor, "critic": critic})``.
+        optimizer: of ``module``'s parameters, or several of them; None: weights alone.
         step: of training; `zerofx.load` returns it.
         keep: how many checkpoints to leave in ``path``, this one included; None: all. Needs ``step``.
         background: return once the state is copied, and write in a thread of its own. One at a time: the next save
@@ -117,7 +117,7 @@ def _save(
     target: Path,
     ranks: Ranks,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     step: int | None,
     keep: int | None,
     background: bool,
@@ -132,7 +132,7 @@ def _save(
         stack.enter_context(resident(module))
         found = {"model": model_state(module)}
         if optimizer is not None:
-            found["optim"] = optimizer_state(module, optimizer)
+            found["optim"] = optimizers_state(module, each_of(optimizer))
         _check_finite(module, found)
         state, form = listed(found), _form_of(found)
         return steps_of(module)

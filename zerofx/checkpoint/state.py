@@ -12,7 +12,7 @@ as ``torch.distributed.checkpoint`` writes the two dictionaries that its ``state
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ def names_of(module: nn.Module) -> dict[torch.Tensor, list[str]]:
     return names
 
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One, or several that share out a module's parameters among them."""
+
+
+def each_of(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """The optimizers; none of None."""
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
 def owned(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, torch.Tensor]]:
     """``optimizer``'s parameters in its order: number, name, parameter.
 
@@ -79,7 +90,39 @@ def owned(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
         yield number, names[p][0], p
 
 
-def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizers_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The states of all ``optimizers`` as that of one, which has all their parameter groups.
+
+    So PyTorch's ``get_optimizer_state_dict`` has those of several, too.
+
+    Raises:
+        ValueError: what cannot be told apart when it is loaded: a parameter of two, or state that is no parameter's.
+    """
+    states = [_optimizer_state(module, optimizer) for optimizer in optimizers]
+    if len(states) == 1:
+        return states[0]
+    owners: dict[str, int] = {}
+    for number, state in enumerate(states):
+        names = {name for group in state["param_groups"] for name in group["params"]}
+        twice = sorted(name for name in names if name in owners)
+        beside = sorted(map(str, (state["state"].keys() - names) | (state.keys() - {"state", "param_groups"})))
+        kind = type(optimizers[number]).__name__
+        if twice:
+            raise ValueError(
+                f"{twice[0]!r} is a parameter of two of these optimizers, the second a {kind}: expected one that steps "
+                "it. Save one of them in a folder of its own."
+            )
+        if beside:
+            raise ValueError(
+                f"{kind} keeps {beside[0]!r} beside the state of its parameters, which would get lost among that of "
+                "several optimizers: save it in a folder of its own."
+            )
+        owners |= dict.fromkeys(names, number)
+    merged = {name: value for state in states for name, value in state["state"].items()}
+    return {"state": merged, "param_groups": [group for state in states for group in state["param_groups"]]}
+
+
+def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``optimizer.state_dict()`` with names in the place of numbers; parameters without a state have none here.
 
     What an optimizer keeps besides, in its state under keys of its own or beside it, stays as it is. A collective where

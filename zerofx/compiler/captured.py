@@ -8,7 +8,7 @@
 `strip_own_frames`       nodes name the user's line, not zerofx's
 `copy_returned_views`    a view of a weight that leaves the model becomes a copy
 `check_claimable`        what compiled code reads of a shard is a slice of it
-`check_one_module`       the shards that a graph reads are of one module
+`check_one_module`       the shards that a graph reads are of one module, or the code around two runs uncompiled
 =======================  ==================================================================================
 """
 
@@ -33,6 +33,7 @@ from zerofx.compiler.shard import shard_module
 from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.passes import edit
 from zerofx.runtime.eager.averages import is_ignored
+from zerofx.runtime.state.backends import run_uncompiled
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
 
@@ -204,14 +205,25 @@ def strip_own_frames(gm: GraphModule) -> None:
 
 
 def check_one_module(tensors: Sequence[ShardedTensor | ReplicatedParameter]) -> None:
-    """A graph's collectives, stage and dtypes are those of one module; groups of two may have one name."""
+    """A graph's collectives, stage and dtypes are those of one module; groups of two may have one name.
+
+    Where two modules meet, in the loss of a student and its teacher, the code around them runs as it reads. What it
+    calls of each is compiled for itself, with its own options.
+    """
+    first = next(iter(tensors), None)
     other = next((x for x in tensors if x._group.family is not tensors[0]._group.family), None)
-    if other is not None:
+    if first is None or other is None:
+        return
+    names = f"{first._slot.name!r} and {other._slot.name!r} of two modules that were sharded one by one"
+    if (code := _torch.skippable_code()) is None:
         raise RuntimeError(
-            f"one graph reads {tensors[0]._slot.name!r} and {other._slot.name!r} of two modules that were sharded one "
-            "by one. Put both into one nn.Module and shard that; or compile each with zerofx.compile, and leave the "
-            "code around them uncompiled."
+            f"one graph reads {names}: expected weights of one. Put both into one module, and shard that."
         )
+    run_uncompiled(
+        code,
+        f"{code.co_name!r} reads {names}: it runs uncompiled, and each module in graphs of its own. For one graph put "
+        "both into one nn.Module, and compile that; or leave torch.compile out around this function.",
+    )
 
 
 def check_claimable(tensor: ShardedTensor | ReplicatedParameter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import CodeType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -28,18 +29,22 @@ def check_backend(what: str) -> None:
     code = skippable_code()
     if code is None:
         refuse_backend(what)
+    run_uncompiled(
+        code,
+        f"{code.co_name!r} is compiled by another backend than zerofx, and takes {what}: such calls run uncompiled. "
+        "Right, but slow: call it inside of a module that zerofx has compiled, where it becomes a part of the graph, "
+        'or compile it with backend="zerofx". If that is zerofx\'s own in a function of yours, mark it with '
+        "functools.wraps.",
+    )
+
+
+def run_uncompiled(code: CodeType, warning: str) -> NoReturn:
+    """While Dynamo compiles ``code``: this call of it runs as it reads. Rank 0 gives the ``warning``, once."""
     place = code.co_filename, code.co_firstlineno
     if place not in _uncompiled:
         _uncompiled.add(place)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            warnings.warn_explicit(
-                f"{code.co_name!r} is compiled by another backend than zerofx, and takes {what}: such calls run "
-                "uncompiled. Right, but slow: call it inside of a module that zerofx has compiled, where it becomes a "
-                'part of the graph, or compile it with backend="zerofx". If that is zerofx\'s own in a function of '
-                "yours, mark it with functools.wraps.",
-                UserWarning,
-                *place,
-            )
+            warnings.warn_explicit(warning, UserWarning, *place)
     skip_call()
 
 
