@@ -45,6 +45,7 @@ from zerofx.passes import ops as _ops  # registers zerofx::unshard and zerofx::r
 from zerofx.passes.own import Pass
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.ema import EMA
 from zerofx.runtime.optim.explained import explain_optimizer
 from zerofx.runtime.optim.muon import Muon
 from zerofx.runtime.optim.step import step_in_backward
@@ -55,6 +56,7 @@ from zerofx.simulate.clock import Prediction, Rates
 
 __version__ = "0.1.0"
 __all__ = [
+    "EMA",
     "AdamW",
     "CheckpointError",
     "Grouping",

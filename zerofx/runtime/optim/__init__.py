@@ -9,6 +9,7 @@ through_host   state in the host's memory, which gradients and weights pass by
 moments        moments in 32, 16 or 8 bits
 device_step    the step in Triton kernels
 muon           `zerofx.Muon`
+ema            `zerofx.EMA`
 matrices       which parameters are matrices to it, and their blocks
 orthogonalize  Newton-Schulz on plain tensors
 owners         whole parameters, each on one rank
