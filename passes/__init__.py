@@ -40,6 +40,7 @@ from zerofx.passes.own import Pass as OwnPass
 from zerofx.passes.own import join
 from zerofx.passes.prefetch import prefetch
 from zerofx.passes.proof.refusal import VerificationError
+from zerofx.passes.recompute_dequantized import recompute_dequantized
 from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.save_ahead import save_ahead
@@ -127,6 +128,7 @@ __all__ = [
     "narrow",
     "pipeline",
     "prefetch",
+    "recompute_dequantized",
     "reduce",
     "rematerialize",
     "save_ahead",

@@ -52,15 +52,19 @@ class Sketch:
         with self.mode:
             return self._add(self.graph.placeholder(name), torch.empty(shape, dtype=dtype))
 
-    def group(self, group: str, dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> GroupLayout:
+    def group(
+        self, group: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, **shapes: tuple[int, ...]
+    ) -> GroupLayout:
         """Lay out a group without placeholders; its parameters are in ``self.refs`` from now on."""
-        layout = make_layout(group, shapes.items(), dtype, self.world_size, precision=self.dtypes)
+        layout = make_layout(group, shapes.items(), dtype, self.world_size, not frozen, precision=self.dtypes)
         self.refs |= {slot.name: ParameterRef(layout, slot) for slot in layout.slots}
         return layout
 
-    def parameters(self, group: str, dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> list[Node]:
+    def parameters(
+        self, group: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, **shapes: tuple[int, ...]
+    ) -> list[Node]:
         """Lay out a group, and a placeholder for each of its parameters."""
-        layout = self.group(group, dtype, **shapes)
+        layout = self.group(group, dtype, frozen=frozen, **shapes)
         return [self.parameter(slot.name) for slot in layout.slots]
 
     def parameter(self, name: str, placeholder: str | None = None) -> Node:

@@ -227,8 +227,15 @@ def must_save(node: Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def must_recompute(node: Node) -> None:
+    """Have the partitioner recompute ``node`` in backward, from what it reads (2.11, 2.13, 2.15)."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
 def saving_is_decided(node: Node) -> bool:
-    """Whether a checkpoint, or `must_save`, has marked ``node`` (2.11, 2.13, 2.15)."""
+    """Whether a checkpoint, `must_save` or `must_recompute` has marked ``node`` (2.11, 2.13, 2.15)."""
     return node.meta.get("recompute") is not None
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch._aot_autograd.subclass_parametrization import UnwrapTensorSubclass as UnwrapTensorSubclass
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
 
 # torch._C (2.11, 2.13, 2.15): run a function as if no argument were a tensor subclass. Dynamo traces through it.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass

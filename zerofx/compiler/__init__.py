@@ -5,6 +5,7 @@ api           the calls that a user makes
 options       their options, checked
 checks        what is checked before a module is sharded
 apart         DTensors on other dimensions: this rank's part of each is what is sharded
+subclasses    frozen tensor subclasses: the tensors inside of them are what is sharded
 shard         a module is sharded, group by group
 copies        deep copies of it are sharded alike
 initialize    values for modules of the meta device

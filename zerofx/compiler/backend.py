@@ -141,7 +141,7 @@ def _cut(gm: GraphModule, example_inputs: Sequence[Any], cut: Cut, compilers: Co
                 gm, example_inputs, compilers.inner, cut.before_cut, whole_lookups=whole
             )
         partition = None
-        if budgeted or pair.alike is not None:
+        if budgeted or pair.alike is not None or pair.unit.dequantizes:
             partition = _torch.cutting(cut.before_cut, recomputes=budgeted)
         made = _torch.cacheable if pair.is_cached else lambda compiler: compiler
         forward, backward, inference = map(made, (compilers.forward, compilers.backward, compilers.inference))

@@ -21,6 +21,7 @@ from zerofx._torch import backend_name, is_dtensor, resolve_process_group
 from zerofx.compiler.apart import Apart, check_copies, check_version
 from zerofx.compiler.initialize import check_init
 from zerofx.compiler.options import Options
+from zerofx.compiler.subclasses import Subclasses
 from zerofx.compiler.wrappers import refuse_wrapped
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.ignored import How, ignored_in
@@ -55,10 +56,12 @@ class _Told:
     copies: dict[str, Any] = field(default_factory=dict)
 
 
-def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: torch.device, apart: Apart) -> Planned:
+def plan_alike(
+    module: nn.Module, options: Options, sharing: Sharing, device: torch.device, apart: Apart, subclasses: Subclasses
+) -> Planned:
     """The groups of ``module``, which are the same on every rank; raises on every rank where one cannot go on.
 
-    DTensors of it are taken ``apart``.
+    DTensors of it are taken ``apart``, and so are its ``subclasses``.
     """
     refusal: Exception | None = None
     mine = _Told()
@@ -66,10 +69,12 @@ def plan_alike(module: nn.Module, options: Options, sharing: Sharing, device: to
     try:
         if isinstance(module, nn.Module):
             refuse_wrapped(module)
-            apart.leave(ignored_in(module, options.ignored))
+            for each in (apart, subclasses):
+                each.leave(ignored_in(module, options.ignored))
         if apart:
             check_version(options.stage)
         apart.take(sharing)
+        subclasses.take(options.mixed_precision)
         planned = _checked(module, options, sharing, device)
         mine.facts = _facts(module, options, planned, sharing) + apart.facts()
         mine.part = tuple(ranks.rank for ranks in sharing.foreign)
@@ -274,17 +279,26 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
     """Refuse one parameter by itself."""
     if isinstance(p, (ShardedTensor, ReplicatedParameter)):
         raise ValueError(f"{name!r} is sharded already: zerofx.compile or zerofx.shard was called on it before.")
-    if type(p) is not nn.Parameter:
+    if type(p) is not nn.Parameter and (p.requires_grad or nn.parameter.is_lazy(p)):
         raise ValueError(f"{name!r} is a {type(p).__name__}: expected an nn.Parameter. Shard the plain module.")
-    if not p.is_floating_point():
+    if p.is_complex():
         raise ValueError(
-            f"{name!r} has dtype {p.dtype}: expected a real floating-point type. Keep "
-            f"{'its real and imaginary parts as two parameters' if p.is_complex() else 'it in a buffer'}."
+            f"{name!r} has dtype {p.dtype}: expected a real type. Keep its real and imaginary parts as two parameters."
+        )
+    if (again := next((key for key, x in vars(p).items() if _same_memory(x, p)), None)) is not None:
+        raise ValueError(
+            f"{name!r} is a {type(p).__name__} whose attribute {again!r} holds all of it once more: sharded, it would "
+            "take no less memory. Quantize to 4 bits (bitsandbytes' Linear4bit), or with torchao."
         )
     if p.layout != torch.strided:
         raise ValueError(f"{name!r} has layout {p.layout}: expected a dense (strided) parameter.")
     if p.grad is not None:
         raise ValueError(f"{name!r} has a gradient already: call zero_grad(set_to_none=True) first.")
+
+
+def _same_memory(x: Any, p: nn.Parameter) -> bool:
+    alike = isinstance(x, torch.Tensor) and x.numel() > 0 and not x.is_meta and x.layout == torch.strided
+    return alike and x.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
 
 
 def check_wire(wire: Wire | None, sharing: Sharing, *, one_dimension: bool) -> None:

@@ -37,6 +37,7 @@ from zerofx.runtime.eager.ondemand import average_by_hook, reduce_by_hook
 from zerofx.runtime.eager.whole import is_whole
 from zerofx.runtime.state.group import Family, ShardGroup, groups_of
 from zerofx.runtime.state.parameter import copy_parameter
+from zerofx.runtime.state.plain import copy_own
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ def copied(module: nn.Module, memo: dict[int, Any], by_parts: Callable[[], nn.Mo
                 memo[id(p)] = copy_parameter(p, made)
                 (reduce_by_hook if made.family.stage else average_by_hook)(memo[id(p)])
     new = by_parts()
+    for group in groups:
+        for slot in group.layout.slots:
+            if (p := group.members.live(slot)) is not None and p._own:
+                memo[id(p)]._was, memo[id(p)]._own = p._was, p._own
+                copy_own(p, memo[id(p)], memo)
     for p in module.parameters():
         if is_ignored(p):
             note_ignored(memo[id(p)])

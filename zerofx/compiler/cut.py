@@ -22,6 +22,7 @@ from zerofx.compiler.division import Halves, Subject, divide
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.written import check_unwritten
 from zerofx.model.memory import Memory
+from zerofx.passes.recompute_dequantized import recompute_dequantized
 from zerofx.passes.save_ahead import save_ahead
 from zerofx.passes.save_entries import save_entries
 from zerofx.passes.save_random import save_random
@@ -49,6 +50,7 @@ class Cut:
         if alike is not None:
             alike.learn(joint)
             self._foreseen = alike.foresee(joint) if options.memory is not None else None
+        recompute_dequantized(joint, self.unit.parameters(joint.graph))
         if self.unit.gathers:
             spare_gathers(joint, self.unit.parameters(joint.graph))
         if options.memory is not None or not is_whole(options.activation_budget):

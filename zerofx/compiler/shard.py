@@ -31,6 +31,7 @@ from zerofx.compiler.copies import Recipe
 from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
 from zerofx.compiler.shadow import take_turns
+from zerofx.compiler.subclasses import Subclasses
 from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.ignored import ignored_in
 from zerofx.model.layout import GroupLayout
@@ -73,13 +74,15 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
     sharing = sharing.by(options.sharding, two_hops=options.two_hops) if options.stage else sharing.undivided()
     device = _device(module, options, sharing.weights)
-    apart = Apart(module)
+    apart, subclasses = Apart(module), Subclasses(module)
     try:
-        planned = plan_alike(module, options, sharing, device, apart)
+        planned = plan_alike(module, options, sharing, device, apart, subclasses)
     except BaseException:
         apart.undo()
+        subclasses.undo()
         raise
     apart.settle()
+    subclasses.settle()
     conversion = _Conversion(module, options, sharing, device, apart.layouts)
     groups = conversion.convert(planned)
     conversion.finish()
@@ -243,7 +246,8 @@ def _broadcast(tensor: torch.Tensor, ranks: RankGroup) -> None:
     data = tensor.detach()
     if not data.is_contiguous():
         tensor.data = data = data.contiguous()
-    dist.broadcast(data, group=ranks.process_group, group_src=0)
+    sent = data.view(torch.uint8) if data.dtype.itemsize == 1 else data  # gloo has no floats of 8 bits
+    dist.broadcast(sent, group=ranks.process_group, group_src=0)
 
 
 def _refuse_assign(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:

@@ -13,7 +13,7 @@ from zerofx import _torch
 from zerofx.compiler.captured import check_claimable, check_one_module
 from zerofx.compiler.options import Options
 from zerofx.compiler.progress import wanted
-from zerofx.model.layout import GroupLayout
+from zerofx.model.layout import GroupLayout, is_quantized
 from zerofx.passes.context import ParameterRef
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
@@ -83,6 +83,11 @@ class Unit:
     def gathers(self) -> bool:
         """Whether weights come as shards and are gathered."""
         return any(group.weights.gathers for group in self.groups.values())
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the graph reads frozen weights that are quantized, and so makes others of them."""
+        return any(is_quantized(layout.dtype) and not layout.requires_grad for layout in self.groups)
 
     @property
     def fuses(self) -> bool:

@@ -27,7 +27,7 @@ from torch import nn
 from zerofx._torch import held
 from zerofx.model.layout import GroupLayout, make_layout
 from zerofx.model.policies import Policies, Policy
-from zerofx.model.precision import MixedPrecision
+from zerofx.model.precision import MixedPrecision, keeps_dtype
 
 BlockRule = Callable[[str, nn.Module], bool]
 
@@ -112,7 +112,7 @@ def plan_groups(
             key = f"\0{runs}"  # a run of parameters between blocks
         else:
             key = last_block = block
-        policy = policies.of(name) if parameter.is_floating_point() else MixedPrecision()  # it is about these alone
+        policy = MixedPrecision() if keeps_dtype(parameter) else policies.of(name)
         kind = (parameter.dtype, parameter.requires_grad, leaf, (policy.param_dtype, policy.reduce_dtype))
         draft = next((d for d in reversed(drafts) if d.block == key and d.kind == kind), None)
         if draft is None:

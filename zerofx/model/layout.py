@@ -228,6 +228,14 @@ def excerpt(layout: GroupLayout, slots: Iterable[Slot]) -> tuple[list[range], Gr
     return ranges, replace(layout, slots=tuple(placed), numel=layout.world_size * part)
 
 
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether numbers of ``dtype`` are codes, which mean something with a scale beside them: integers, 8-bit floats.
+
+    A frozen weight may have such a dtype. It is sharded and gathered as it is, and the model's own code dequantizes it.
+    """
+    return not dtype.is_complex and (not dtype.is_floating_point or dtype.itemsize < 2)
+
+
 def alignment(dtype: torch.dtype) -> int:
     """``ALIGNMENT`` in elements of ``dtype``."""
     return max(1, ALIGNMENT // dtype.itemsize)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.model.precision import MixedPrecision, cast_floats
+from zerofx.model.precision import MixedPrecision, cast_floats, keeps_dtype
 from zerofx.model.rules import Rule, is_rule, matched
 
 Policy = MixedPrecision | Mapping[Rule, MixedPrecision | None]
@@ -125,7 +125,7 @@ class Policies:
     def _own_dtype(self, part: str) -> torch.dtype | None:
         """That of its parameters; of a part without any that of those around it. None: they have several."""
         named = self.module.named_parameters(remove_duplicate=False)
-        own = {p.dtype for name, p in named if self._around(name) == part and p.is_floating_point()}
+        own = {p.dtype for name, p in named if self._around(name) == part and not keeps_dtype(p)}
         if not own and part:
             return self._own_dtype(self._around(part))
         return own.pop() if len(own) == 1 else None

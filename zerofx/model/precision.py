@@ -10,6 +10,7 @@ gradient  ``reduce_dtype``, else the          cast before it is reduced; ``.grad
 inputs    ``param_dtype``                     cast as the module is called
 outputs   ``output_dtype``, else as computed  cast as the module returns
 buffers   their own                           never
+quantized their own                           never
 ========  ==================================  ========================================
 
 The fields are those of PyTorch's ``torch.distributed.fsdp.MixedPrecisionPolicy`` and mean the same. Parts of a module
@@ -24,6 +25,20 @@ from typing import Any
 import torch
 
 from zerofx._torch import pytree
+from zerofx.model.layout import is_quantized
+
+
+def keeps_dtype(parameter: torch.Tensor) -> bool:
+    """Whether no policy casts ``parameter``: it is quantized, or stands inside of a tensor subclass (`note_inside`)."""
+    return is_quantized(parameter.dtype) or hasattr(parameter, _INSIDE)
+
+
+def note_inside(parameter: torch.Tensor) -> None:
+    """``parameter`` stands inside of a tensor subclass, which is cast in its place (`zerofx.compiler.subclasses`)."""
+    setattr(parameter, _INSIDE, True)
+
+
+_INSIDE = "_zerofx_inside"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from zerofx.compiler.backend import Backend
 from zerofx.compiler.checks import check_module, check_offload, check_wire
 from zerofx.compiler.options import Options, check_places, check_scheme
 from zerofx.compiler.records import GraphRecord, records_of
+from zerofx.compiler.subclasses import Subclasses
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.ignored import ignored_in
 from zerofx.model.offload import Offload
@@ -114,16 +115,20 @@ def dry_run(
     weights_of(checked.stage, checked.one_copy).check(device)
     sharing = pretended(replicas, ranks, backend, sharding, two_hops=checked.two_hops)
     sharing = sharing if checked.stage else sharing.undivided()
-    apart = Apart(module)
+    apart, subclasses = Apart(module), Subclasses(module)
     with _place(device, architecture) as place:
         try:
             apart.take(sharing, pretended=True)
-            check_module(module, ignored_in(module, checked.ignored))
+            ignored = ignored_in(module, checked.ignored)
+            subclasses.leave(ignored)
+            subclasses.take(checked.mixed_precision)
+            check_module(module, ignored)
             there, module = module, place.without_memory(module)
             pairs = zip(there.parameters(), module.parameters(), strict=True)
             layouts = {copied: apart.layouts[p] for p, copied in pairs if p in apart.layouts}
         finally:
             apart.undo()
+            subclasses.undo()
         check_wire(checked.wire, sharing, one_dimension=not isinstance(world_size, tuple))
         if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
             check_places(offload, {"world_size": world_size})
@@ -160,7 +165,8 @@ class _Place:
         for p in module.parameters():
             empty = self._standing_in(torch.empty(p.shape, dtype=p.dtype, device=self.device))
             empty.untyped_storage().resize_(0)  # before anything was written: it was never more than an address
-            memo[id(p)] = nn.Parameter(empty, p.requires_grad)
+            memo[id(p)] = kept = nn.Parameter(empty, p.requires_grad)
+            kept.__dict__.update(vars(p))
         memo |= {id(buffer): self.stand_in(buffer) for buffer in module.buffers()}
         return copy.deepcopy(module, memo)
 

@@ -51,6 +51,7 @@ from zerofx.runtime.eager.ondemand import reduce_rest
 from zerofx.runtime.eager.whole import Place, places_of
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.runtime.state.plain import share_own
 
 _OURS = (ShardedParameter, ReplicatedParameter)
 
@@ -176,6 +177,7 @@ def _run(module: nn.Module, name: str, keep: bool, forward: Callable[..., Any], 
 def _in_place(whole: dict[Any, torch.Tensor], places: dict[Any, list[Place]]) -> Iterator[None]:
     """The whole weights stand where the parameters stood."""
     for p, at in places.items():
+        share_own(p, whole[p])
         for holder, attribute in at:
             put_tensor(holder, attribute, whole[p])
     try:

@@ -218,8 +218,9 @@ def average_by_hook(parameter: ReplicatedParameter) -> None:
         result = target._group.gradients.settle(target._slot, average)
         return torch.zeros_like(gradient) if gradient is not None and result is None else result
 
-    with _trained(parameter):
-        torch.Tensor.register_hook(parameter, hook)
+    if parameter.is_floating_point():  # no other dtype has gradients
+        with _trained(parameter):
+            torch.Tensor.register_hook(parameter, hook)
 
 
 def _averaged_whole(parameter: ReplicatedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -234,7 +235,7 @@ def _averaged_whole(parameter: ReplicatedParameter, gradient: torch.Tensor) -> t
         group.gradients.keep(slot, gradient)
         return None
     reduce_rest(group.family)
-    flat = gradient.reshape(-1).to(group.family.precision.reduce_dtype or gradient.dtype, copy=True)
+    flat = gradient.reshape(-1).to(group.layout.reduce_dtype or gradient.dtype, copy=True)
     if (kept := group.gradients.take_kept(slot)) is not None:
         flat += kept.reshape(-1)
     return _average(group, slot, flat)
@@ -274,6 +275,7 @@ def reduce_by_hook(parameter: ShardedParameter) -> None:
             reduce_gradient(target, whole)
             target._group.gradients.settle(target._slot)
 
-    with _trained(parameter):
-        torch.Tensor.register_hook(parameter, before)
-        parameter.register_post_accumulate_grad_hook(after)
+    if parameter.is_floating_point():  # no other dtype has gradients
+        with _trained(parameter):
+            torch.Tensor.register_hook(parameter, before)
+            parameter.register_post_accumulate_grad_hook(after)

@@ -37,7 +37,8 @@ from zerofx.model.hugging_face import each_by_itself
 from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.ranks.turns import common
 from zerofx.runtime.ranks.watch import call
-from zerofx.runtime.state.parameter import PlainlyCopied, ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedParameter, ShardedTensor
+from zerofx.runtime.state.plain import PlainlyCopied, share_own
 
 Place = tuple[nn.Module, str]
 """Where a parameter stands: the module that holds it, and its name there."""
@@ -125,6 +126,7 @@ def whole_of(parameter: ShardedParameter | ReplicatedParameter) -> nn.Parameter:
     value = gather_tensor(parameter) if isinstance(parameter, ShardedParameter) else parameter.detach().clone()
     if (layout := parameter._dtensor) is None:
         whole: nn.Parameter = WholeParameter(value.detach(), parameter.requires_grad)
+        share_own(parameter, whole)
     else:  # the DTensor that it was; a copy is an ordinary parameter, too
         whole = nn.Parameter(as_dtensor(value.detach(), layout), parameter.requires_grad)
         setattr(whole, _WHOLE, True)

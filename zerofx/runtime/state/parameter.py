@@ -51,6 +51,7 @@ from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.gradient_hooks import Hooked
 from zerofx.runtime.state.group import ShardGroup
 from zerofx.runtime.state.parts import part_of_gradient
+from zerofx.runtime.state.plain import PlainlyCopied, origin_of
 
 _ASKED = "device dtype grad grad_fn is_cpu is_cuda is_leaf is_sparse layout ndim requires_grad shape".split()
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -154,21 +155,6 @@ class ShardedParameter(Hooked, ShardedTensor, nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse("copy.deepcopy", "copy the module that holds it, or `parameter.full_tensor()`")
-
-
-class PlainlyCopied(nn.Parameter):
-    """A whole parameter of a class of ours: copied or pickled it is an ordinary parameter."""
-
-    def plain(self) -> nn.Parameter:
-        """An ordinary parameter with a copy of the values."""
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        memo[id(self)] = copy = self.plain()
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
 
 
 def local_part(parameter: Any) -> torch.Tensor:
@@ -342,7 +328,7 @@ def shard_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) -> N
                 group.layout.view(replica, slot).copy_(whole)
             local.copy_(whole.reshape(-1).narrow(0, piece.in_parameter, piece.length))
         else:
-            local.fill_(torch.nan)
+            local.fill_(torch.nan if local.is_floating_point() else 0)
         del whole, local
         # The old memory is let go, not emptied: a tensor elsewhere may share it. Before the new is made, for the peak.
         parameter.data = parameter.new_empty(0)
@@ -365,10 +351,14 @@ def replicate_parameter(parameter: nn.Parameter, group: ShardGroup, slot: Slot) 
 
 
 def copy_parameter(parameter: ShardedParameter | ReplicatedParameter, group: ShardGroup) -> nn.Parameter:
-    """The parameter of the same slot in ``group``, a copy of the parameter's own: its slice is there."""
+    """The parameter of the same slot in ``group``, a copy of the parameter's own: its slice is there.
+
+    Without what the class that it was has put on it: see `zerofx.runtime.state.plain.copy_own`.
+    """
     slot = parameter._slot
     if isinstance(parameter, ReplicatedParameter):
-        replicate_parameter(made := parameter.plain(), group, slot)
+        made = nn.Parameter(parameter.detach().as_subclass(torch.Tensor).clone(), parameter.requires_grad)
+        replicate_parameter(made, group, slot)
         return made
     made = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
     made.data = made.new_empty(slot.shape)
@@ -384,6 +374,7 @@ def _become(parameter: nn.Parameter, cls: type, group: ShardGroup, slot: Slot) -
         "_compute_dtype": group.layout.param_dtype,
         "_dtensor": group.dtensors.get(slot),
         "_among_dtensors": bool(group.sharing.foreign),
+        **origin_of(parameter),
     }
     static_shape(parameter)
     parameter.__class__ = type(cls.__name__, (cls,), members)
