@@ -32,6 +32,7 @@ from zerofx.compiler.initialize import Template, initialize, replace_by_empty
 from zerofx.compiler.options import Options
 from zerofx.compiler.shadow import take_turns
 from zerofx.compiler.subclasses import Subclasses
+from zerofx.model.bitsandbytes import keep_packing
 from zerofx.model.hugging_face import keep_in_step
 from zerofx.model.ignored import ignored_in
 from zerofx.model.layout import GroupLayout
@@ -187,6 +188,7 @@ class _Conversion:
             for buffer in module.buffers():
                 _broadcast(held(buffer), self.sharing.everyone)
         self._average_ignored()
+        keep_packing(module)
         for m in module.modules():
             m.register_load_state_dict_pre_hook(_refuse_assign)
         if options.stage == 3 and self.sharing.everyone.size > 1:

@@ -11,6 +11,7 @@ rules         which modules an option is about, by class or by pattern of names
 memory        how many bytes there are for all of a rank
 wire          what travels in codes of fewer bits
 offload       which state lives on a disk
+bitsandbytes  what is known of it, which is never imported
 hugging_face  what is known of transformers, which is never imported
 units         bytes and seconds, as people read them
 ============  ==================================================================
