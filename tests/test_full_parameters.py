@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerofx
 from tests import models
 from tests.counting import CollectiveLog, count_collectives
+from tests.slow import slow
 from tests.tensor_parallel.models import MLP, skip_old
 from tests.workers import Workers
 from zerofx.checkpoint import parameters
@@ -61,7 +62,7 @@ def check_same(stage: int) -> None:
         assert dict(model.named_parameters()) == before
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
 def test_weights_are_those_of_full_state_dict(workers2: Workers, workers3: Workers, stage: int) -> None:
     for workers in (workers2, workers3):
         workers.run(check_same, stage)
@@ -292,5 +293,6 @@ def check_kept_elsewhere(folder: str) -> None:
         gc.collect()
 
 
+@pytest.mark.slow
 def test_weights_in_files_in_common_memory_and_by_turns_are_brought(workers2: Workers, tmp_path: Any) -> None:
     workers2.run(check_kept_elsewhere, str(tmp_path))

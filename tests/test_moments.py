@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
-from tests.slow import quick_if, slow
+from tests.slow import quick_if
 from tests.workers import Workers
 from zerofx.kernels.split import join
 
@@ -317,7 +317,8 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, zerofx.ShardedTensor) else x
 
 
-@pytest.mark.parametrize("world_size", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_that_share_a_shard_do_not_disturb_each_others_blocks(
     make_workers: Callable[[int], Workers], world_size: int
 ) -> None:

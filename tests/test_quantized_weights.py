@@ -73,7 +73,7 @@ def test_adapters_on_a_quantized_base_train_as_in_one_process(workers2: Workers,
     workers2.run(check_training, [form], [0, 1, 2, 3], "eager", timeout=100)
 
 
-@pytest.mark.parametrize("form", ["int8", "packed", "subclass", slow("float8"), slow("attribute")])
+@pytest.mark.parametrize("form", ["subclass", slow("int8"), slow("packed"), slow("float8"), slow("attribute")])
 def test_and_with_inductor(workers2: Workers, form: str) -> None:
     workers2.run(check_training, [form], [0, 3], "inductor", timeout=300)
 
@@ -169,9 +169,9 @@ def test_mixed_precision_casts_adapters_and_leaves_codes_alone(workers2: Workers
         pytest.param({"activation_budget": 0.5}, id="activation_budget"),
         pytest.param({"wire": zerofx.Wire(weights="int8", gradients="int8")}, id="wire"),
         pytest.param({"leaf_modules": ["2"]}, id="leaf"),
-        pytest.param({"memory": 10**8}, id="memory"),
-        pytest.param({"offload": "cpu"}, id="offload"),
-        pytest.param({"uneven": True}, id="uneven"),
+        pytest.param({"memory": 10**8}, id="memory", marks=pytest.mark.slow),
+        pytest.param({"offload": "cpu"}, id="offload", marks=pytest.mark.slow),
+        pytest.param({"uneven": True}, id="uneven", marks=pytest.mark.slow),
         pytest.param({"one_copy": True}, id="one_copy"),
     ],
 )

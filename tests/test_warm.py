@@ -259,6 +259,7 @@ BY_WHAT_FOLLOWS = {
     "mixed_precision",
     "wire",
     "offload",
+    "ignored",  # which inputs are parameters that are sharded
 }
 NEVER_CACHED = {"activation_budget", "memory", "partition_activations", "passes", "uneven"}
 DECIDES_NO_REWRITE = {"init_sync", "init", "timeout", "progress"}

@@ -67,7 +67,9 @@ def check(kind: str, stage: int, executor: str, folder: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():  # in training mode: to evaluate, bitsandbytes packs a plain model's weights for bfloat16
-        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
+        trained = model(input_ids=ids).logits
+        torch.testing.assert_close(trained, plain(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(model.eval()(input_ids=ids).logits, trained, rtol=1e-3, atol=1e-4)
     if stage == 3:
         held = sum(p._local.nbytes for p in model.parameters())
         assert held < whole / world + 65536 < whole

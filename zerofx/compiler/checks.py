@@ -181,8 +181,7 @@ def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.de
 
 def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Sharing) -> list[tuple[str, str]]:
     """What must be the same on every rank: in words, and as text that is equal where the thing is."""
-    facts = [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
-    facts += [("being on the meta device", str(planned[0][1][0].is_meta))]
+    facts = [("being on the meta device", str(planned[0][1][0].is_meta))]
     ignored, named = ignored_in(module, options.ignored), dict(module.named_parameters())
     averaged = {name: p for name, p in named.items() if ignored.get(p) == "average"}
     facts += [(f"the ignored parameter {name!r}", _digest((p.shape, p.dtype))) for name, p in averaged.items()]
@@ -193,7 +192,9 @@ def _facts(module: nn.Module, options: Options, planned: Planned, sharing: Shari
         chosen["partition_activations"] = resolve_process_group(name).size()  # type: ignore[arg-type]
     if sharing.replicas is not None:  # each replica has one of its own
         chosen["reduce_group"] = options.reduce_group is not None
-    facts += [(f"the option {name}", repr(value)) for name, value in chosen.items()]
+    # What is told first is named, and groups follow from options.
+    facts = [(f"the option {name}", repr(value)) for name, value in chosen.items()] + facts
+    facts += [(f"group {layout.name!r}", _digest(layout)) for layout, _ in planned]
     return facts + [(f"buffer {n!r}", _digest((b.shape, b.dtype))) for n, b in module.named_buffers()]
 
 

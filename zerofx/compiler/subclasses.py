@@ -47,13 +47,21 @@ class Rebuilt(UnwrapTensorSubclass):
         self.dtype = dtype
 
     def forward(self, *inner: torch.Tensor) -> torch.Tensor:
-        """The subclass of ``inner``, which are whole."""
-        cast = self.dtype is not None
-        if not torch.compiler.is_compiling():
-            cast = cast and not any(map(is_whole, inner))
-            inner = tuple(x.full_tensor() if isinstance(x, ShardedTensor) else x for x in inner)
+        """The subclass of ``inner``."""
+        return self._rebuilt(inner, self.dtype) if torch.compiler.is_compiling() else self._outside(inner)
+
+    @torch.compiler.disable
+    def _outside(self, inner: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Outside of graphs: of gathered tensors, also in what plain code between two graphs calls.
+
+        Whole ones (`zerofx.unsharded`) are masters, and nothing is cast.
+        """
+        dtype = None if any(map(is_whole, inner)) else self.dtype
+        return self._rebuilt(tuple(x.full_tensor() if isinstance(x, ShardedTensor) else x for x in inner), dtype)
+
+    def _rebuilt(self, inner: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> torch.Tensor:
         weight = super().forward(*inner)
-        return weight.to(self.dtype) if cast else weight
+        return weight if dtype is None else weight.to(dtype)
 
 
 class Subclasses:

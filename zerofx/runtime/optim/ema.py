@@ -22,7 +22,7 @@ Ruppert's (1992). Averages for evaluation: Karras et al. 2024, and most diffusio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zerofx.runtime.state.group import ShardGroup, groups_of
 from zerofx.runtime.state.home import all_resident
-from zerofx.runtime.state.parameter import ShardedTensor, count_write
+from zerofx.runtime.state.parameter import ShardedTensor, count_writes
 
 
 class EMA(AveragedModel):
@@ -69,8 +69,7 @@ class EMA(AveragedModel):
                 torch._foreach_copy_(averages, weights)
             else:
                 torch._foreach_lerp_(averages, weights, 1 - self.decay)
-        for own, _ in groups:
-            _note_written(own)
+        _note_written(own for own, _ in groups)
         if not self.use_buffers:
             for own_buffer, buffer in zip(self.module.buffers(), self.model.buffers(), strict=True):
                 own_buffer.copy_(buffer)
@@ -97,8 +96,7 @@ class EMA(AveragedModel):
         for pair in self._groups():
             with all_resident(group.home for group in pair):
                 _exchange(pair[0].shard, pair[1].shard)
-            for group in pair:
-                _note_written(group)
+            _note_written(pair)
 
     def _groups(self) -> list[tuple[ShardGroup, ShardGroup]]:
         """Groups of the copy, and of the model: what is trained and sharded."""
@@ -121,8 +119,7 @@ def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     other.copy_(before)
 
 
-def _note_written(group: ShardGroup) -> None:
-    """A backward that has saved a weight of ``group`` must raise, and replicas are to be refreshed."""
-    for slot in group.layout.slots:
-        if isinstance(p := group.members.live(slot), ShardedTensor):
-            count_write(p)
+def _note_written(groups: Iterable[ShardGroup]) -> None:
+    """A backward that has saved a weight of ``groups`` must raise, and replicas are to be refreshed."""
+    members = [group.members.live(slot) for group in groups for slot in group.layout.slots]
+    count_writes([p for p in members if isinstance(p, ShardedTensor)])

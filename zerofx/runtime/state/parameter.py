@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -471,8 +471,13 @@ def count_write(tensor: ShardedTensor) -> None:
 
     The slice's too: PyTorch's fused optimizers count none.
     """
+    count_writes([tensor])
+
+
+def count_writes(tensors: Sequence[ShardedTensor]) -> None:
+    """`count_write` of all."""
     with DisableTorchFunction():
-        torch.autograd.graph.increment_version([tensor, tensor._local])
+        torch.autograd.graph.increment_version([x for tensor in tensors for x in (tensor, tensor._local)])
 
 
 def detach(tensor: ShardedTensor) -> ShardedTensor:
