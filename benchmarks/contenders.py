@@ -8,6 +8,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ from benchmarks.optimizer import paired
 from benchmarks.step import processor
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def spawned(run: Callable[..., None], args: argparse.Namespace) -> Any:
+    """What rank 0 of ``run(rank, args, rendezvous, answer)``, on ``args.world`` ranks, wrote as JSON to ``answer``."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
+        return json.loads(answer.read_text())
 
 
 def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any]]:

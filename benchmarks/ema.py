@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
 
 import zerofx  # noqa: E402
-from benchmarks.contenders import RESULTS, show, summary, write  # noqa: E402
+from benchmarks.contenders import RESULTS, show, spawned, summary, write  # noqa: E402
 from benchmarks.step import join, now, over_ranks  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
@@ -127,10 +126,7 @@ def main() -> int:
     args = parser.parse_args()
     if not set(args.contenders) <= set(CONTENDERS):
         parser.error(f"the contenders are {', '.join(CONTENDERS)}")
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
-        found = json.loads(answer.read_text())
+    found = spawned(run, args)
     rows = summary(found["times"], args.contenders[0])
     show(rows, args.contenders[0])
     write(args.out, "ema.py", args, rows, nbytes=found["nbytes"])

@@ -16,7 +16,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import zerofx  # noqa: E402
-from benchmarks.contenders import RESULTS, show, summary, write  # noqa: E402
+from benchmarks.contenders import RESULTS, show, spawned, summary, write  # noqa: E402
 from benchmarks.step import join, now, over_ranks  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
@@ -139,10 +138,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     args = parsed()
     out = args.out or RESULTS / f"full_parameters-{args.device}.json"
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
-        found = json.loads(answer.read_text())
+    found = spawned(run, args)
     base = args.contenders[0]
     rows = summary(found["times"], base)
     show(rows, base)

@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import zerofx  # noqa: E402
-from benchmarks.contenders import RESULTS, show, summary, write  # noqa: E402
+from benchmarks.contenders import RESULTS, show, spawned, summary, write  # noqa: E402
 from benchmarks.step import join, now, over_ranks  # noqa: E402
 from tests.quantized import Adapted, Int8  # noqa: E402
 
@@ -131,10 +130,7 @@ def main() -> int:
     args = parser.parse_args()
     if not set(args.contenders) <= set(CONTENDERS):
         parser.error(f"the contenders are {', '.join(CONTENDERS)}")
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        torch.multiprocessing.spawn(run, (args, f"file://{folder}/store", str(answer)), nprocs=args.world)
-        found = json.loads(answer.read_text())
+    found = spawned(run, args)
     rows = summary(found["times"], args.contenders[0])
     show(rows, args.contenders[0])
     print("bytes at rest:", found["held"])

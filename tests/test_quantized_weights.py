@@ -156,7 +156,8 @@ def check_bf16(stages: list[int]) -> None:
             for p, q in zip(adapters(model), adapters(plain), strict=True):
                 dist.all_reduce(q.grad, op=dist.ReduceOp.SUM)
                 full = p.grad.full_tensor() if stage else p.grad
-                torch.testing.assert_close(full, q.grad / dist.get_world_size(), rtol=0.05, atol=0.01)
+                mean = q.grad / dist.get_world_size()
+                torch.testing.assert_close(full, mean, rtol=0.05, atol=0.02 * mean.abs().max().item())
 
 
 def test_mixed_precision_casts_adapters_and_leaves_codes_alone(workers2: Workers) -> None:

@@ -69,8 +69,9 @@ def plan_alike(
     try:
         if isinstance(module, nn.Module):
             refuse_wrapped(module)
+            ignored = ignored_in(module, options.ignored)
             for each in (apart, subclasses):
-                each.leave(ignored_in(module, options.ignored))
+                each.leave(ignored)
         if apart:
             check_version(options.stage)
         apart.take(sharing)
