@@ -13,10 +13,13 @@ is a step, not how BBR probes what the link can carry. Needs root, and ``ip`` an
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from types import TracebackType
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Hosts:
@@ -36,6 +39,13 @@ class Hosts:
     def inside(self, host: int) -> list[str]:
         """What to put before a command so that it runs on ``host``."""
         return [] if self.rate is None else ["ip", "netns", "exec", f"{self.prefix}-{host}"]
+
+    def enter(self, host: int) -> None:
+        """Move this thread, and those that it starts from now on, to ``host``."""
+        if self.rate is not None:
+            with open(f"/run/netns/{self.prefix}-{host}") as namespace:
+                if _LIBC.setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"setns to host {host}")
 
     def __enter__(self) -> Hosts:
         if self.rate is None:

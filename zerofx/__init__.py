@@ -24,7 +24,9 @@ from zerofx.checkpoint import (
     full_state_dict,
     latest,
     load,
+    receive_parameters,
     save,
+    send_parameters,
 )
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
@@ -91,8 +93,10 @@ __all__ = [
     "plan",
     "predict",
     "published",
+    "receive_parameters",
     "report",
     "save",
+    "send_parameters",
     "shard",
     "step_in_backward",
     "unsharded",

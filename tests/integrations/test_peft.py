@@ -78,3 +78,76 @@ def test_an_adapter_is_saved_whole_by_rank_0_and_nothing_but_it_travels(
 ) -> None:
     workers2.run(check_saving, stage, str(tmp_path), timeout=250)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 20_000
+
+
+def adapted(kind: str) -> Any:
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    modules = ["q_proj", "v_proj"]
+    configs: dict[str, Any] = {
+        "lora": LoraConfig(r=4, target_modules=modules, init_lora_weights=False),
+        "dora": LoraConfig(r=4, target_modules=modules, init_lora_weights=False, use_dora=True),
+        "head": LoraConfig(r=4, target_modules=modules, init_lora_weights=False, modules_to_save=["lm_head"]),
+        "embedding": LoraConfig(r=4, target_modules=[*modules, "embed_tokens"], init_lora_weights=False),
+        "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    }
+    torch.manual_seed(0)
+    model = get_peft_model(ARCHITECTURES["llama"].build(0), configs[kind])
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.normal_()  # IA3 begins with ones
+    return model
+
+
+def check_merged(kind: str, stage: int) -> None:
+    from zerofx.integrations.peft import merged_parameters
+
+    whole, model = adapted(kind), adapted(kind)
+    zerofx.compile(model, stage=stage, executor="eager", groups=zerofx.Grouping(min_bytes=0))
+    before = zerofx.full_state_dict(model)
+    batch = make_batch("text", 2, seed=5)
+    with torch.no_grad():
+        logits = model(**batch).logits
+    expected = {n: p.detach() for n, p in whole.merge_and_unload().named_parameters(remove_duplicate=False)}
+    for ranks in ("all", 0):
+        found = dict(merged_parameters(model, ranks=ranks))
+        if ranks == 0 and dist.get_rank():
+            assert not found
+            continue
+        assert set(found) == set(expected)
+        for name, weight in found.items():
+            assert weight.dtype == expected[name].dtype
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-6)
+    halves = dict(merged_parameters(model, dtype=torch.bfloat16))
+    torch.testing.assert_close(halves, {n: p.bfloat16() for n, p in expected.items()}, rtol=1e-2, atol=1e-5)
+    after = zerofx.full_state_dict(model)
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+    assert not any(getattr(module, "merged_adapters", ()) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, logits)
+
+
+@pytest.mark.parametrize("kind", ["lora", slow("dora"), slow("head"), slow("embedding"), slow("ia3")])
+@pytest.mark.parametrize("stage", [3, slow(2), slow(0)])
+def test_merged_weights_are_those_of_merge_and_unload_and_the_model_stays(
+    workers2: Workers, kind: str, stage: int
+) -> None:
+    workers2.run(check_merged, kind, stage, timeout=250)
+
+
+def check_no_merge() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from zerofx.integrations.peft import merged_parameters
+
+    with pytest.raises(TypeError, match=r"expected a peft\.PeftModel\. Of any other model use zerofx\.full_parameters"):
+        merged_parameters(torch.nn.Linear(2, 2))
+    net = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(8, 2), "out": torch.nn.Linear(8, 8)})
+    model = zerofx.shard(get_peft_model(net, LoraConfig(target_modules=["attention"])))
+    with pytest.raises(TypeError, match=r"model\.attention is a MultiheadAttention: expected a layer with weights"):
+        merged_parameters(model)
+
+
+def test_what_cannot_be_merged_by_layers_is_refused(workers2: Workers) -> None:
+    workers2.run(check_no_merge)

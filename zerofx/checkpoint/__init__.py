@@ -17,6 +17,7 @@ restore       what goes where
 loading       from a folder to states
 export        unsharded weights
 parameters    the same on their way to another program, a group at a time
+broadcast     the same over a process group, to ranks that do not train
 pretrained    save_pretrained of a sharded model of transformers
 deepspeed     ZeRO's checkpoints
 ============  ======================================================================================
@@ -26,6 +27,7 @@ Imports `zerofx.runtime` and what is below it::
     optim ◀── boxes, nested, dcp, ranks, state ◀── folder, sources ◀── saving, restore ◀── loading, export ◀── compiler
 """
 
+from zerofx.checkpoint.broadcast import receive_parameters, send_parameters
 from zerofx.checkpoint.export import export_safetensors, full_state_dict
 from zerofx.checkpoint.loading import latest, load
 from zerofx.checkpoint.parameters import full_parameters
@@ -40,5 +42,7 @@ __all__ = [
     "full_state_dict",
     "latest",
     "load",
+    "receive_parameters",
     "save",
+    "send_parameters",
 ]

@@ -5,6 +5,7 @@
     model = zerofx.compile(get_peft_model(base, LoraConfig(...)))
     ...
     zerofx.integrations.peft.save_pretrained(model, folder)      # was: model.save_pretrained(folder)
+    for name, weight in merged_parameters(model): ...            # was: model.merge_and_unload(), then its state_dict()
 
 Training needs nothing of this: a frozen base has no gradients, and no optimizer state.
 """
@@ -12,14 +13,16 @@ Training needs nothing of this: a frozen base has no gradients, and no optimizer
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from zerofx.checkpoint.export import gathered_value
+from zerofx.checkpoint.parameters import full_parameters
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.runtime.eager.whole import unsharded
 from zerofx.runtime.state.group import groups_of
@@ -76,6 +79,114 @@ def _names_of_adapters(model: Any) -> set[str]:
                 return set(stand_ins)
             names.add(name_of[id(value)])
     return names
+
+
+def merged_parameters(
+    model: Any,
+    *,
+    buffer: int | str = "1GB",
+    dtype: torch.dtype | None = None,
+    ranks: Literal["all", 0] = "all",
+    adapters: Sequence[str] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole weights of the base with the adapters merged into them, a group at a time. A collective.
+
+    ::
+
+        for name, weight in merged_parameters(model, dtype=torch.bfloat16): ...
+
+    Names and values are those of ``model.merge_and_unload().state_dict()``, but for its buffers. Each layer's own
+    ``merge`` computes its weights. The model is not changed.
+
+    Args:
+        model: a ``PeftModel``, sharded in any stage.
+        buffer, ranks: as in `zerofx.full_parameters`. A layer waits beside it until its adapters have come.
+        dtype: of floating-point weights, once they are merged; None: the base's.
+        adapters: those to merge, by name; None: the active ones.
+
+    Raises:
+        TypeError: another kind of model; or a layer that has no weight of floating point to merge into.
+        OutOfStepError: as `zerofx.full_parameters`.
+    """
+    if not is_adapted(model):
+        raise TypeError(
+            f"merged_parameters of a {type(model).__name__}: expected a peft.PeftModel. Of any other model use "
+            "zerofx.full_parameters(model)."
+        )
+    layers = _adapted_layers(model)
+    return _merged(model, layers, dtype, adapters, full_parameters(model, buffer=buffer, ranks=ranks))
+
+
+def _adapted_layers(model: Any) -> dict[str, Any]:
+    """The layers with adapters, by name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found) or not _is_wrapper(module):
+            continue
+        base = getattr(module, "base_layer", None)
+        weights = list(base.parameters()) if isinstance(base, nn.Module) else []
+        if hasattr(module, "unload_and_optionally_merge_module") and not hasattr(module, "modules_to_save"):
+            weights = []  # peft makes another module of it
+        if not hasattr(module, "modules_to_save") and not (weights and all(w.is_floating_point() for w in weights)):
+            raise TypeError(
+                f"merged_parameters: {name} is a {type(module).__name__}: expected a layer with weights of floating "
+                "point to merge into. Merge it whole: `with zerofx.unsharded(model, writeback=False): "
+                "copy.deepcopy(model).merge_and_unload()`, or send base and adapters apart: zerofx.full_parameters."
+            )
+        found[name] = module
+    return found
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
+
+
+def _merged(
+    model: Any, layers: dict[str, Any], dtype: torch.dtype | None, adapters: Any, parts: Iterator[Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    waiting: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
+    missing = {
+        name: {n for n, p in layer.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
+        for name, layer in layers.items()
+    }
+    for name, value in parts:
+        outer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if outer is None:
+            yield _base_name(name), value if dtype is None or not value.is_floating_point() else value.to(dtype)
+            continue
+        inner = name[len(outer) + 1 :]
+        waiting[outer][inner] = value
+        missing[outer].discard(inner)
+        del value
+        if not missing[outer]:
+            with torch.no_grad():
+                found = list(_merge(layers[outer], waiting.pop(outer), adapters))
+            for inner, weight in found:
+                yield _base_name(f"{outer}.{inner}"), weight if dtype is None else weight.to(dtype)
+
+
+def _base_name(name: str) -> str:
+    """The name that a weight has in the base."""
+    return name.removeprefix("base_model.model.")
+
+
+def _merge(layer: Any, whole: dict[str, torch.Tensor], adapters: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of what ``layer`` is around, by their names there, with adapters merged into ``whole``."""
+    if hasattr(layer, "modules_to_save"):
+        chosen = f"modules_to_save.{layer.active_adapters[0]}."
+        yield from ((name.removeprefix(chosen), value) for name, value in whole.items() if name.startswith(chosen))
+        return
+    kept = {key: copy.copy(value) for key, value in vars(layer).items() if isinstance(value, (list, dict, set))}
+    own = ("_parameters", "_buffers", "_modules")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: vars(layer).update({key: value for key, value in kept.items() if key not in own}))
+        for name, value in whole.items():
+            path, _, last = name.rpartition(".")
+            holder = layer.get_submodule(path)
+            stack.callback(holder._parameters.__setitem__, last, holder._parameters[last])
+            holder._parameters[last] = nn.Parameter(value, requires_grad=False)
+        layer.merge(adapter_names=adapters)
+        yield from ((name, p.data) for name, p in layer.get_base_layer().named_parameters())
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
