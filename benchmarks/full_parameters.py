@@ -1,12 +1,15 @@
 """Time to hand whole weights to another program, zerofx beside FSDP2: one run, interleaved.
 
     python benchmarks/full_parameters.py                       # 2 gloo ranks, one core each, 12 layers of width 512
+    sudo python benchmarks/full_parameters.py --rate 1gbit     # each on a host of its own, over a link of that rate
     python benchmarks/full_parameters.py --device cuda --world 8 --layers 32 --dim 4096 --heads 32
 
 All hold the same model, sharded over the same ranks, in float32. On each rank that gets weights there is an engine with
 tensors of its own, and each weight is copied into its tensor there, as trainers of reinforcement learning do after a
 step. In every round each contender does it once, in an order that rotates. The time is that of the slowest rank. What
 the engines have got is compared with the weights at the end.
+
+With ``--rate`` the same run measures what the link carries through plain sockets, and a contender's bytes over that.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import zerofx  # noqa: E402
+from benchmarks import two_hosts  # noqa: E402
 from benchmarks.contenders import RESULTS, show, spawned, summary, write  # noqa: E402
+from benchmarks.hosts import Hosts  # noqa: E402
 from benchmarks.step import join, now, over_ranks  # noqa: E402
 from tests.models import GPT  # noqa: E402
 
@@ -82,6 +87,8 @@ def build(args: argparse.Namespace, device: torch.device) -> GPT:
 
 def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> None:
     """One rank: lets the contenders take turns, and rank 0 writes what came of it."""
+    args.hosts.enter(rank)
+    os.environ["GLOO_SOCKET_IFNAME"] = args.hosts.interface
     device = join(rank, args, rendezvous)
     plain, ours, theirs = (build(args, device) for _ in range(3))
     ours = zerofx.shard(ours)  # type: ignore[assignment]
@@ -112,12 +119,21 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str, answer: str) -> No
     result = {
         name: over_ranks(torch.tensor(values, device=device), dist.ReduceOp.MAX) for name, values in times.items()
     }
+    carries = None if args.rate is None else link_rate(rank, args)
     if rank == 0:
-        nbytes = sum(p.nbytes for p in wanted.values())
-        Path(answer).write_text(json.dumps({"times": result, "nbytes": nbytes, "parameters": len(wanted)}))
+        found = {"nbytes": sum(p.nbytes for p in wanted.values()), "parameters": len(wanted), "bytes_per_s": carries}
+        Path(answer).write_text(json.dumps({"times": result, "found": found}))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # torch sometimes aborts as the interpreter ends, with threads of gloo still there
+
+
+def link_rate(rank: int, args: argparse.Namespace) -> float:
+    """Bytes per second of the fastest link, each way."""
+    os.environ["ZEROFX_HOSTS"], args.ranks_per_host = args.hosts.address(rank), 1
+    found = torch.tensor([two_hosts.link_rate(rank, args, two_hosts.RATES[args.rate])])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
 
 
 def parsed() -> argparse.Namespace:
@@ -127,7 +143,10 @@ def parsed() -> argparse.Namespace:
     defaults = {"world": 2, "rounds": 15, "warmup": 2, "layers": 12, "dim": 512, "heads": 8, "vocab": 4096}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/full_parameters-<device>.json")
+    parser.add_argument(
+        "--rate", choices=list(two_hosts.RATES)[1:], help="of the link between hosts; default: one host"
+    )
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/full_parameters-<rate or device>.json")
     args = parser.parse_args()
     if not set(args.contenders) <= set(CONTENDERS):
         parser.error(f"the contenders are {', '.join(CONTENDERS)}")
@@ -137,12 +156,20 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     args = parsed()
-    out = args.out or RESULTS / f"full_parameters-{args.device}.json"
-    found = spawned(run, args)
-    base = args.contenders[0]
-    rows = summary(found["times"], base)
+    out = args.out or RESULTS / f"full_parameters-{args.rate or args.device}.json"
+    with Hosts(args.world, args.rate) as args.hosts:
+        answer = spawned(run, args)
+    del args.hosts
+    found, base = answer["found"], args.contenders[0]
+    rows = summary(answer["times"], base)
     show(rows, base)
-    write(out, "full_parameters.py", args, rows, parameters=found["parameters"], nbytes=found["nbytes"])
+    if args.rate is not None:
+        for name, row in rows.items():  # a rank receives what it lacks
+            nbytes = found["nbytes"] * (args.world - 1) // args.world // (2 if "bf16" in name else 1)
+            row["wire_s"] = nbytes / found["bytes_per_s"]
+            row["times_as_long_as_the_wire"] = row["median_s"] / row["wire_s"]
+            print(f"{name:24} {row['times_as_long_as_the_wire']:.3f} x of its bytes on the wire")
+    write(out, "full_parameters.py", args, rows, **found)
     return 0
 
 

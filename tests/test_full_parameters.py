@@ -1,4 +1,4 @@
-"""`zerofx.full_parameters` gives what `zerofx.full_state_dict` gives, one collective for a group, within its buffer."""
+"""`zerofx.full_parameters` gives what one weight after the other is, one collective for a group, within its buffer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.slow import slow
 from tests.tensor_parallel.models import MLP, skip_old
 from tests.workers import Workers
 from zerofx.checkpoint import parameters
+from zerofx.checkpoint.export import gathered_value
+from zerofx.checkpoint.state import plain
 from zerofx.runtime.state.group import groups_of
 
 EACH_GROUP = zerofx.Grouping(min_bytes=0)
@@ -48,6 +50,14 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype:
         assert torch.equal(tensor, value), name
 
 
+def one_by_one(model: nn.Module, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    """Each weight brought by itself, on all ranks or on rank 0."""
+    state = {name: plain(p) for name, p in model.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
+    whole = {name: gathered_value(value, everywhere=not rank0_only) for name, value in state.items()}
+    here = not rank0_only or dist.get_rank() == 0
+    return {name: value for name, value in whole.items() if value is not None and here}
+
+
 def check_same(stage: int) -> None:
     options: dict[str, Any]
     for name, options in (("tied", {}), ("gpt", {"mixed_precision": BF16})):
@@ -55,15 +65,16 @@ def check_same(stage: int) -> None:
         for dtype in (torch.bfloat16, None, torch.float64):  # first of replicas that are behind, then of fresh ones
             for ranks in (0, "all"):
                 found, _ = brought(model, dtype=dtype, ranks=ranks, buffer=1)
-                wanted = zerofx.full_state_dict(model, rank0_only=ranks == 0)
+                wanted = one_by_one(model, ranks == 0)
                 same(found, wanted, dtype)
+                same(zerofx.full_state_dict(model, rank0_only=ranks == 0), wanted)
         before = dict(model.named_parameters())
         models.loss_of(model, models.make_batch(name, 2)).backward()  # and it trains on
         assert dict(model.named_parameters()) == before
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_weights_are_those_of_full_state_dict(workers2: Workers, workers3: Workers, stage: int) -> None:
+def test_weights_are_those_of_each_parameter(workers2: Workers, workers3: Workers, stage: int) -> None:
     for workers in (workers2, workers3):
         workers.run(check_same, stage)
 
@@ -249,7 +260,7 @@ def check_mesh(shape: tuple[int, int], how: str) -> None:
         for ranks in (0, "all"):
             for dtype in (torch.bfloat16, None):
                 found, _ = brought(model, ranks=ranks, dtype=dtype)
-                same(found, zerofx.full_state_dict(model, rank0_only=ranks == 0), dtype)
+                same(found, one_by_one(model, ranks == 0), dtype)
 
 
 @pytest.mark.parametrize("how", ["plain", "between", "near", "all"])
@@ -267,11 +278,11 @@ def check_tensor_parallel(stage: int) -> None:
     for ranks in (0, "all"):
         for dtype in (torch.bfloat16, None):
             found, _ = brought(model, ranks=ranks, dtype=dtype)
-            same(found, zerofx.full_state_dict(model, rank0_only=ranks == 0), dtype)
+            same(found, one_by_one(model, ranks == 0), dtype)
     for i, _ in enumerate(zerofx.full_parameters(model, ranks=0)):
         if i == 1:
             break
-    same(brought(model)[0], zerofx.full_state_dict(model, rank0_only=False))
+    same(brought(model)[0], one_by_one(model))
 
 
 @skip_old
@@ -287,7 +298,7 @@ def check_kept_elsewhere(folder: str) -> None:
         for dtype in (torch.bfloat16, None):
             for ranks in (0, "all"):
                 found, _ = brought(model, ranks=ranks, dtype=dtype)
-                same(found, zerofx.full_state_dict(model, rank0_only=ranks == 0), dtype)
+                same(found, one_by_one(model, ranks == 0), dtype)
         models.loss_of(model, models.make_batch("gpt", 2)).backward()
         del model
         gc.collect()

@@ -1,6 +1,7 @@
 """Ordinary, unsharded weights: in memory, or as safetensors that Hugging Face reads.
 
-Weights come to rank 0 one at a time, each rank sending its slice::
+`full_state_dict` takes them a group at a time, as `zerofx.full_parameters` gives them. For a file weights come to rank
+0 one by one, each rank sending its slice::
 
     rank 0    ####┐          one weight whole ──▶ the file
     rank 1    ####┼── send ──▶
@@ -25,11 +26,11 @@ from torch import nn
 from zerofx._torch import is_dtensor
 from zerofx.checkpoint.folder import sync, writing
 from zerofx.checkpoint.nested import mapped
+from zerofx.checkpoint.parameters import each_parameter
 from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
 from zerofx.checkpoint.saving import wait_for_pending
 from zerofx.checkpoint.sources import SAFETENSORS, SAFETENSORS_INDEX
 from zerofx.checkpoint.state import model_state, names_of, plain, unwrapped
-from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
@@ -45,29 +46,28 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
     Raises:
         OutOfStepError: on every rank: optimizers have stepped more often on one than on another.
     """
-    ranks = Ranks.of(module)
-    if not any(group.family.stage for group in groups_of(module)):  # each rank has it all: it may ask alone
-        return _full_state_dict(module, ranks, rank0_only)
-    what = "zerofx.full_state_dict"
-    with ranks.call(what):
-        compare_steps(what, module, ranks, ranks.all_gather(steps_of(module)))
-        return _full_state_dict(module, ranks, rank0_only)
-
-
-def _full_state_dict(module: nn.Module, ranks: Ranks, rank0_only: bool) -> dict[str, Any]:
-    wait_for_pending(ranks)
-    full: dict[int, torch.Tensor | None] = {}  # a tied weight is sent once, by each rank
+    what, ranks = "zerofx.full_state_dict", Ranks.of(module)
+    wholes: dict[str, torch.Tensor] = {}
+    given: tuple[Any, Any] = (None, None)
+    for name, whole in each_parameter(what, module, everywhere=not rank0_only):
+        if whole is not given[0]:  # a tied weight comes under each of its names
+            given = whole, whole.to("cpu", copy=True)  # which is no view of its group's buffer
+        wholes[name] = given[1]
     result: dict[str, Any] = {}
+    others: dict[int, torch.Tensor | None] = {}
 
-    def brought(_: str, value: Any) -> Any:
+    def gathered(_: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in full:
-            full[id(value)] = gathered_value(plain(value), everywhere=not rank0_only)
-        return full[id(value)]
+        if id(value) not in others:
+            others[id(value)] = gathered_value(plain(value), everywhere=not rank0_only)
+        return others[id(value)]
 
     for name, value in unwrapped(module).state_dict(keep_vars=True).items():
-        result[name] = mapped(value, brought)  # extra state may be tensors in containers
+        if not isinstance(value, nn.Parameter):
+            result[name] = mapped(value, gathered)  # extra state may be tensors in containers
+        elif name in wholes:
+            result[name] = wholes[name]
     return result if ranks.rank == 0 or not rank0_only else {}
 
 

@@ -40,6 +40,8 @@ from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 _WHAT = "zerofx.full_parameters"
 _AHEAD = 2
 """Groups that are on their way while another is read."""
+_LIMIT = 500 * 10**6
+"""Bytes that `each_parameter` gathers at once."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -89,7 +91,12 @@ def full_parameters(
     if isinstance(ranks, bool) or ranks not in ("all", 0):
         raise ValueError(f'full_parameters(ranks={ranks!r}): expected "all", or 0 for rank 0 alone.')
     batches = _batches(_chosen(module, names, buffers), dtype)
-    return _stream(module, batches, limit, everywhere=ranks == "all")
+    return _stream(_WHAT, module, batches, limit, everywhere=ranks == "all")
+
+
+def each_parameter(what: str, module: nn.Module, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `full_parameters` gives them, for the call ``what``: to all ranks, or to rank 0."""
+    return _stream(what, module, _batches(_chosen(module, None, False), None), _LIMIT, everywhere=everywhere)
 
 
 def _bytes_of(buffer: Any) -> int:
@@ -177,20 +184,20 @@ def _is_in_order(group: ShardGroup) -> bool:
 
 
 def _stream(
-    module: nn.Module, batches: list[_Batch], limit: int, *, everywhere: bool
+    what: str, module: nn.Module, batches: list[_Batch], limit: int, *, everywhere: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Batches one after the other; the next are on their way within ``limit``."""
     ranks = Ranks.of(module)
     if any(group.family.stage for group in groups_of(module)):
-        with ranks.call(_WHAT):
-            compare_steps(_WHAT, module, ranks, ranks.all_gather(steps_of(module)))
+        with ranks.call(what):
+            compare_steps(what, module, ranks, ranks.all_gather(steps_of(module)))
             wait_for_pending(ranks)
     todo, arriving, held = deque(batches), deque[_Arriving](), 0
     try:
         while todo or arriving:
             while todo and len(arriving) <= _AHEAD and (not held or held + todo[0].nbytes <= limit):
                 held += todo[0].nbytes
-                arriving.append(_Arriving(todo.popleft(), everywhere))
+                arriving.append(_Arriving(what, todo.popleft(), everywhere))
             first = arriving.popleft()
             pairs = first.arrived()
             while pairs and (everywhere or ranks.rank == 0):
@@ -200,7 +207,7 @@ def _stream(
         for one in arriving:
             one.arrived()
         for batch in () if everywhere else todo:  # the other ranks yield nothing, so they go on to the end
-            _Arriving(batch, everywhere).arrived()
+            _Arriving(what, batch, everywhere).arrived()
         raise
 
 
@@ -212,8 +219,9 @@ class _Arriving:
         flat: the group's buffer, which fills; None: this rank gets none.
     """
 
-    def __init__(self, batch: _Batch, everywhere: bool) -> None:
-        """Start to gather it, on all ranks, or on rank 0."""
+    def __init__(self, what: str, batch: _Batch, everywhere: bool) -> None:
+        """Start to gather it for the call ``what``, on all ranks, or on rank 0."""
+        self._what = what
         self.batch, self._everywhere = batch, everywhere
         self.flat: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
@@ -223,7 +231,7 @@ class _Arriving:
         if group is None:
             return
         group.use(trained=False)
-        with common(group.family.turns, _WHAT), torch.no_grad():
+        with common(group.family.turns, what), torch.no_grad():
             if self._takes_replica(group):
                 group.weights.refresh()
                 self._replica = group.weights.replica
@@ -258,7 +266,7 @@ class _Arriving:
             self.flat.copy_(sent)
             return
         kind, nbytes = "all-gather" if self._everywhere else "gather", layout.numel * sent.itemsize
-        with alone(group.group_name, _WHAT, kind, layout.name, nbytes, sent.dtype):
+        with alone(group.group_name, self._what, kind, layout.name, nbytes, sent.dtype):
             if self._everywhere:
                 assert self.flat is not None
                 travel = travel_of(group.sharing.optimizer.backend(group.device))
