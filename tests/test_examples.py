@@ -147,7 +147,10 @@ def test_a_launch_file_joins_two_nodes(name: str, tmp_path: Path) -> None:
     assert json.loads(mark.read_text())["world_size"] == 2
 
 
-@pytest.mark.parametrize("name", ["train_gpt.py", "finetune_hf.py", "resume.py", "force_field.py"])
+EXAMPLES = ["train_gpt.py", "finetune_hf.py", "resume.py", "force_field.py", "ema.py", "qlora.py"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_read_in_one_sitting(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 150
 
@@ -194,6 +197,28 @@ def test_force_field_learns_forces() -> None:
     before = re.search(r"^mean square of held-out forces ([\d.]+)$", out, re.M)
     after = re.search(r"^held-out error of forces ([\d.]+), 2 graphs$", out, re.M)
     assert before and after and float(after[1]) < 0.3 * float(before[1]), out
+
+
+@pytest.mark.slow
+def test_ema_draws_samples_of_averages_and_goes_on_on_more_ranks(tmp_path: Path) -> None:
+    program = ["examples/ema.py", "--executor", "eager", "--folder", str(tmp_path), "--steps", "200"]
+    for ranks in (2, 3):
+        out = run([*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), *program])
+        found = re.search(r"^step (\d+): samples are [\d.]+ from the circle, of averages ([\d.]+)$", out, re.M)
+        assert found and int(found[1]) == 200 * (ranks - 1) and float(found[2]) < 0.1, out  # noise alone is 0.4 away
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_qlora_learns_and_saves_its_adapters(kind: str, tmp_path: Path) -> None:
+    for package in ("peft", "bitsandbytes", "torchao"):
+        pytest.importorskip(package)
+    out = example("qlora.py", "--quantize", kind, "--steps", "40", "--out", str(tmp_path))
+    first, last = map(float, re.findall(r"loss ([\d.]+)", out))
+    assert last < first < 5.5  # of 256 bytes, all alike: 5.55
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+    held = re.search(r"a rank holds ([\d.]+) MB", out)
+    assert held and float(held[1]) < 0.5  # a quarter of half of 1.6 MB, the embedding and the head, adapters
 
 
 def test_the_notebook_runs_and_shows_the_graphs_of_each_stage() -> None:
