@@ -186,11 +186,17 @@ def test_an_optimizer_that_would_compute_on_the_device_is_refused(fake_world: An
 def test_what_is_not_built_on_a_gpu_is_refused_by_name() -> None:
     cuda = torch.device("cuda")
     layouts = [layout for layout, _ in checks.plan_groups(Net(), 2, EACH_LAYER)]
-    checks.check_offload(zerofx.Offload(optimizer="cpu", fraction=0.5), layouts, cuda)
-    for offload in (
-        zerofx.Offload(optimizer="/tmp/x"),
+    for built in (
+        zerofx.Offload(optimizer="cpu", fraction=0.5),
         zerofx.Offload(activations="cpu"),
         zerofx.Offload(optimizer="cpu", activations="cpu"),
+    ):
+        checks.check_offload(built, layouts, cuda)
+    for offload in (
+        zerofx.Offload(optimizer="/tmp/x"),
+        zerofx.Offload(activations="/tmp/x"),
+        zerofx.Offload(optimizer="cpu", gradients="cpu"),
+        zerofx.Offload(optimizer="cpu", weights="cpu"),
     ):
         with pytest.raises(ValueError, match="are built for the CPU alone so far"):
             checks.check_offload(offload, layouts, cuda)

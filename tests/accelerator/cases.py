@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from zerofx.runtime.state.copies import AcceleratorCopies
 
 STEPS, WIDTH = 4, 64
 EACH_LAYER = zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0)
@@ -182,6 +183,8 @@ class Case:
     bound: float = 1e-5
 
 
+ALL_ACTIVATIONS = zerofx.Offload(activations="cpu", smallest=1)
+
 CASES = {
     "plain": Case(),
     "torch.optim": Case(optimizer="torch"),
@@ -205,6 +208,12 @@ CASES = {
     "saved in the background": Case(saved, reads=True),
     "memory_budget": Case(options={"memory_budget": float("inf")}, stages=(3,)),
     "state on the host": Case(options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
+    "activations on the host": Case(options={"offload": ALL_ACTIVATIONS}),
+    "activations and state on the host": Case(
+        options={"offload": zerofx.Offload("cpu", activations="cpu", smallest=1)}, stages=(1, 2, 3), reads=True
+    ),
+    "activations on the host, no_sync": Case(accumulated, options={"offload": ALL_ACTIVATIONS}, stages=(3,)),
+    "activations on the host, a graph break": Case(model=Broken, options={"offload": ALL_ACTIVATIONS}, stages=(2, 3)),
     "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
 }
 
@@ -275,6 +284,40 @@ def host_waits(names: list[str], stage: int) -> dict[str, dict[str, int]]:
             case.step(run, x)
             found[name] = device.take_host_waits()
     return found
+
+
+def pinned(stage: int) -> tuple[int, ...]:
+    """Bytes behind one step, behind three, with two forwards that wait for backwards; bytes of four layers' outputs."""
+    with simulated("slow copies"):
+        run, found = made(CASES["activations on the host"], stage, "sim"), []
+        for step in range(3):
+            plain(run, batch(step, "sim"))
+            found.append(zerofx.memory_summary(run.model).pinned)
+        both = [run.loss(batch(step, "sim")) for step in range(2)]
+        found.append(zerofx.memory_summary(run.model).pinned)
+        for loss in both:
+            loss.backward()
+    return found[0], found[2], found[3], 4 * 8 * WIDTH * 4
+
+
+def refused_activations() -> tuple[str, str]:
+    """What is said where a graph is captured, and where a hook copies what forward has saved."""
+    with simulated("jitter"):
+        run, x = made(CASES["activations on the host"], 3, "sim"), batch(0, "sim")
+        captured = unittest.mock.PropertyMock(return_value=True)
+        with unittest.mock.patch.object(AcceleratorCopies, "captured", captured):
+            first = said(lambda: run.loss(x))
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            loss = run.loss(x)
+        return first, said(loss.backward)
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 @contextlib.contextmanager

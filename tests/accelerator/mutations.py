@@ -161,6 +161,13 @@ MUTATIONS = {
     "copies: out_behind": Mutation(slow_copies_without("out_behind"), "state on the host", (1, 2, 3)),
     "copies: end": Mutation(slow_copies_without("end"), "state on the host", (1, 2, 3)),
     "copies: end, in backward": Mutation(slow_copies_without("end"), "state on the host, step_in_backward", (1, 2, 3)),
+    "activations leave: begin": Mutation(copies_without("begin"), "activations on the host", (0, 3), "slow compute"),
+    "activations come: begin_back": Mutation(
+        copies_without("begin_back"), "activations on the host", (0, 3), "slow compute"
+    ),
+    "activations: the wait for a copy": Mutation(
+        copies_without("go_on_behind"), "activations on the host", (0, 3), "slow copies"
+    ),
     "the wait for a stream of the user's": Mutation(
         streams_apart, "a stream of the user's", (0, 1, 2, 3), "slow copies"
     ),

@@ -25,7 +25,10 @@ Reference = Callable[[Sequence[str], int], Losses]
 PROBES = re.findall(r"^def (\w+)\(\) -> None", (Path(__file__).parent / "probes.py").read_text(), re.MULTILINE)
 SCHEDULES = ["jitter", "slow compute", "slow link", "slow copies"]
 FEW = ["no_sync", "step_in_backward", "a graph break"]
-LEFT_TO_SLOW = ["torch.optim", "a mesh of one row", "memory_budget", "from the meta device", "saved in the background"]
+LEFT_TO_SLOW = [
+    "torch.optim", "a mesh of one row", "memory_budget", "from the meta device", "saved in the background",
+    "activations and state on the host", "activations on the host, a graph break",
+]  # fmt: skip
 QUICK = {0: "jitter", 1: "slow copies", 2: "slow compute", 3: "slow link"}
 
 
@@ -82,6 +85,7 @@ def test_cases_differ(on_cpu: Reference) -> None:
 ASKED = {
     "no_sync": {"a copy to the host": 1},
     "a leaf module": {"a copy to the host": 1},
+    "activations on the host, no_sync": {"a copy to the host": 1},
 }
 """What the host must know of other ranks: whether they kept gradients of other parameters, or ran another expert."""
 
@@ -92,6 +96,17 @@ def test_the_host_waits_for_nothing_in_a_step(accelerator2: Workers, stage: int)
     names = [name for name in cases_of(stage) if not CASES[name].reads]
     for found in on_accelerator(accelerator2, "tests.accelerator.cases:host_waits", names, stage):
         assert found == {name: ASKED.get(name, {}) for name in names}
+
+
+def test_activations_lie_in_pinned_buffers_that_are_used_again(accelerator2: Workers) -> None:
+    for first, later, two, saved in on_accelerator(accelerator2, "tests.accelerator.cases:pinned", 3):
+        assert first == later >= saved and two == 2 * first
+
+
+def test_activations_that_are_copied_by_others_or_captured_are_refused(accelerator2: Workers) -> None:
+    for captured, copied in on_accelerator(accelerator2, "tests.accelerator.cases:refused_activations"):
+        assert "inside of a CUDA graph that is captured: a replay would not know" in captured
+        assert copied.startswith("backward is given a copy of what forward saved, and not what it saved")
 
 
 @pytest.mark.slow

@@ -165,15 +165,17 @@ def _check_partition(options: Options, sharing: Sharing) -> None:
 
 def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
     """Refuse a home that is not there."""
-    built = offload.on_host and offload.gradients is offload.weights is offload.activations is None
+    host = {None, "cpu"}.issuperset((offload.optimizer, offload.activations))
+    built = host and offload.gradients is offload.weights is None
     if device.type != "cpu" and offload.moves and not built:
         raise ValueError(
-            f"offload={offload!r} with parameters on {device.type}: there the optimizer's state may be in the host's "
-            'memory, and files, weights=, gradients= and activations= are built for the CPU alone so far. Give "cpu", '
-            "or leave it out."
+            f"offload={offload!r} with parameters on {device.type}: there the optimizer's state and activations may be "
+            "in the host's memory, and files, weights= and gradients= are built for the CPU alone so far. Give "
+            'optimizer="cpu", activations="cpu", or both, or leave it out.'
         )
     offload.chosen(layouts)
-    lacking = "on_host.py" if device.type != "cpu" and offload.moves and not any(home.hosts for home in HOMES) else ""
+    on_host = device.type != "cpu" and offload.on_host
+    lacking = "on_host.py" if on_host and not any(home.hosts for home in HOMES) else ""
     if offload.folder is not None and not any(home.moments_away for home in HOMES):
         lacking = "in_file.py"
     if lacking:

@@ -64,7 +64,8 @@ class MemorySummary:
         replica: the number of this rank's replica of the module, and how many there are.
         on_host: bytes of optimizer state in the host's memory, of a module on another device (``offload="cpu"``); they
             are not in `total`.
-        pinned: bytes of the host's memory through which gradients and weights pass to and from there; not in `total`.
+        pinned: bytes of the host's memory through which gradients and weights pass to and from there, or where
+            activations are (``activations="cpu"``); not in `total`.
         on_disk: bytes in this rank's file (``offload=``); they are not in `total`.
         on_disk_of: what is in that file.
     """
@@ -159,7 +160,8 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         on_disk,
         of or ("optimizer state",),
         on_host,
-        sum(staging.nbytes for staging in dict.fromkeys(group.home.staging for group in groups) if staging is not None),
+        sum(staging.nbytes for staging in dict.fromkeys(group.home.staging for group in groups) if staging is not None)
+        + sum(each.nbytes for each in store if each is not None),
     )
 
 

@@ -9,6 +9,7 @@ proof                   what `verify` knows of them;
 proof_of_activations    of these alone
 carriage                what a run of a graph moves to the device and away from it
 activation_store        what forward saves, in a file
+activations_on_host     the same in the host's memory, of a model on a GPU
 place                   where a module's state is to be
 in_file                 a home: what is in a file
 on_host                 a home: the optimizer's state in the host's memory, of a model on a GPU

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from typing import NoReturn
 
 import torch
 
@@ -23,13 +24,25 @@ from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.transfers import transfers
 
 
+def refuse_copy() -> NoReturn:
+    """Backward was given what is no handle."""
+    raise RuntimeError(
+        "backward is given a copy of what forward saved, and not what it saved: a hook of "
+        "torch.autograd.graph.saved_tensors_hooks (save_on_cpu?) has copied it. With "
+        "zerofx.Offload(activations=...) the activations are elsewhere already. Leave one of both out."
+    )
+
+
 class ActivationStore:
     """Activations of one module's graphs.
 
     Attributes:
         file: where they go.
         smallest: bytes of a tensor from which on it goes.
+        nbytes: of pinned memory: none.
     """
+
+    nbytes = 0
 
     def __init__(self, file: StateFile, smallest: int) -> None:
         self.file = file
@@ -54,11 +67,7 @@ class ActivationStore:
             self.file.check()
             extent = self.file.extent_of(handle)
             if extent is None:
-                raise RuntimeError(
-                    "backward is given a copy of what forward saved, and not what it saved: a hook of "
-                    "torch.autograd.graph.saved_tensors_hooks (save_on_cpu?) has copied it. With "
-                    "zerofx.Offload(activations=...) the activations are elsewhere already. Leave one of both out."
-                )
+                refuse_copy()
             self.file.copied(extent, here)
             return here
         # It was noted: the graph goes on, and all ranks raise before the step.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from zerofx.compiler.activations import Away
 from zerofx.features.offload.facts import ActivationChoice
 from zerofx.features.offload.offload_activations import leaving
 from zerofx.runtime.state.group import Family
-from zerofx.simulate.clock import Rates
+from zerofx.simulate.clock import Rates, ordinary
+
+HOST_BYTES_PER_S = 2e10
+"""Between an accelerator and pinned memory of its host: most of PCIe 4.0 with 16 lanes."""
 
 
 def away(family: Family, rates: Rates | None) -> Away | None:
@@ -16,4 +20,7 @@ def away(family: Family, rates: Rates | None) -> Away | None:
     store, offload = family.activation_store, family.offload
     if store is None or offload is None:
         return None
-    return Away(partial(leaving, choice=ActivationChoice(store.smallest)), rates or offload.rates)
+    rates = rates or offload.rates
+    if rates is None and store.file is None:
+        rates = replace(ordinary("cuda"), disk_bytes_per_s=HOST_BYTES_PER_S)
+    return Away(partial(leaving, choice=ActivationChoice(store.smallest)), rates)

@@ -6,13 +6,12 @@ from zerofx.features.interface import ALL_STAGES, Feature, Insertion
 from zerofx.features.offload import offload_activations as activations
 from zerofx.features.offload import offload_gradients as gradients
 from zerofx.features.offload import reload_weights as weights
-from zerofx.features.offload.activation_store import ActivationStore
 from zerofx.features.offload.away import away
 from zerofx.features.offload.carriage import Carriage
 from zerofx.features.offload.facts import OffloadFacts, offload_of, offloaded
 from zerofx.features.offload.in_file import InFile
 from zerofx.features.offload.on_host import OnHost
-from zerofx.features.offload.place import place
+from zerofx.features.offload.place import place, pretended_store
 from zerofx.features.offload.proof import RULES
 from zerofx.features.offload.simulated import SIMULATED
 from zerofx.passes.context import Context
@@ -28,7 +27,7 @@ FEATURE = Feature(
     away=away,
     simulated=SIMULATED,
     carriage=Carriage,
-    store=ActivationStore,
+    store=pretended_store,
     place=place,
     passes=(
         Insertion(weights.reload_weights, after="prefetch", when=lambda ctx: bool(offload_of(ctx).weights)),

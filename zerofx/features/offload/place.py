@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from zerofx.features.offload.activation_store import ActivationStore
+from zerofx.features.offload.activations_on_host import ActivationsOnHost
 from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
 from zerofx.runtime.ranks.sharing import Sharing
-from zerofx.runtime.state.copies import copies_of
+from zerofx.runtime.state.copies import Copies, copies_of
 from zerofx.runtime.state.group import Family
 from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import opened
@@ -30,7 +31,7 @@ def place(family: Family, sharing: Sharing, device: torch.device, layouts: Seque
     if offload is None or not offload.moves:
         return None
     if offload.folder is None:
-        _stage(offload, family, sharing, device, layouts)
+        _on_host(offload, family, sharing, device, layouts)
         return None
     file = family.file = opened(offload.folder, sharing.everyone, uuid.uuid4().hex)
     file.holds = offload.kinds
@@ -41,14 +42,24 @@ def place(family: Family, sharing: Sharing, device: torch.device, layouts: Seque
     return file
 
 
-def _stage(
+def pretended_store(file: Any, smallest: int) -> ActivationStore | ActivationsOnHost:
+    """Of a dry run, where nothing is moved: for ``file``, which is none, or for the host's memory."""
+    return (
+        ActivationsOnHost(Copies(torch.device("meta")), smallest) if file is None else ActivationStore(file, smallest)
+    )
+
+
+def _on_host(
     offload: Offload, family: Family, sharing: Sharing, device: torch.device, layouts: Sequence[GroupLayout]
 ) -> None:
-    """The optimizer's state is to be in the host's memory."""
+    """The optimizer's state is to be in the host's memory, or activations, or both."""
     copies, ranks = copies_of(device), sharing.everyone
     if copies is not None:
-        family.staging = ranks.all_or_none("offload=", lambda: Staging(copies), RuntimeError)
-        family.on_host = offload.chosen(list(layouts))
+        if offload.on_host:
+            family.staging = ranks.all_or_none("offload=", lambda: Staging(copies), RuntimeError)
+            family.on_host = offload.chosen(list(layouts))
+        if offload.activations is not None:
+            family.activation_store = ActivationsOnHost(copies, offload.smallest)
     elif ranks.rank == 0:
         warnings.warn(
             'offload="cpu" with parameters on the CPU: the host\'s memory is where their state is already, and nothing '

@@ -32,7 +32,9 @@ def _leaves(ctx: Context) -> frozenset[str]:
 
 
 def _passing(ctx: Context) -> int:
-    """The buffer through which activations pass."""
+    """The buffer through which activations pass to a file."""
+    if offload_of(ctx).on_host:
+        return 0
     largest = max((edit.hinted_nbytes(each.handle) for each in offloaded(ctx).values()), default=0)
     return padded(min(BUFFER, largest))
 

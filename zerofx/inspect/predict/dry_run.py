@@ -236,6 +236,8 @@ def _shard(
         check_offload(offload, [layout for layout, _ in planned], device)
         if offload.on_host and device.type != "cpu":
             family.on_host = offload.chosen([layout for layout, _ in planned])
+        if offload.activations == "cpu" and device.type != "cpu":
+            family.activation_store = STORES[0](None, offload.smallest)
         if offload.folder is not None:
             if offload.optimizer is not None:
                 family.in_file = offload.chosen([layout for layout, _ in planned])

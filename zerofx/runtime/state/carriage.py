@@ -16,10 +16,18 @@ from zerofx.runtime.state.state_file import StateFile
 
 
 class ActivationStore(Protocol):
-    """Where activations of one module's graphs go, and from how many bytes on."""
+    """Where activations of one module's graphs go, and from how many bytes on.
 
-    file: StateFile
+    Attributes:
+        file: None: they are in the host's memory.
+        nbytes: of pinned memory of the host.
+    """
+
+    @property
+    def file(self) -> StateFile | None: ...
+
     smallest: int
+    nbytes: int
 
 
 class Carriage(Protocol):
@@ -44,8 +52,8 @@ class Carriage(Protocol):
 CARRIAGES: list[Callable[[Iterable[weakref.ref[Any]], ActivationStore | None], Carriage]] = []
 """Of the feature: given the groups whose state moves (`ShardGroup`), and where activations go."""
 
-STORES: list[Callable[[StateFile, int], ActivationStore]] = []
-"""Of the feature."""
+STORES: list[Callable[[StateFile | None, int], ActivationStore]] = []
+"""Of the feature. Without a file it is pretended, of a dry run: they would be in the host's memory."""
 
 
 def carried(carriage: Carriage | None) -> contextlib.AbstractContextManager[None]:

@@ -75,6 +75,14 @@ class Copies:
         """Behind all that has started to go back."""
         raise NotImplementedError
 
+    def begin_back(self) -> None:
+        """What is copied back from now on is copied behind what the computing stream was given until now."""
+        raise NotImplementedError
+
+    def go_on_behind(self, mark: Mark) -> None:
+        """What the computing stream is given from now on comes behind ``mark``."""
+        raise NotImplementedError
+
     def end(self) -> None:
         """What the computing stream is given from now on comes behind all copies."""
         raise NotImplementedError
@@ -129,6 +137,12 @@ class AcceleratorCopies(Copies):
 
     def mark_back(self) -> Mark:
         return self._back.record_event()
+
+    def begin_back(self) -> None:
+        self._back.wait_event(self.computing().record_event())
+
+    def go_on_behind(self, mark: Mark) -> None:
+        self.computing().wait_event(mark)  # type: ignore[arg-type]  # it is an event
 
     def end(self) -> None:
         computing = self.computing()

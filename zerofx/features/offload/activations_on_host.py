@@ -1,0 +1,115 @@
+"""What forward saves for backward, in pinned memory of the host, of a model on a device (``activations="cpu"``).
+
+::
+
+    computing    saved ●──────────────── its memory is free      here ●─────────────── read
+                       │ begin         ▲ behind                       │ begin_back   ▲ behind
+    out                └── to the host ┘                              │              │
+    back                                                              └── to `here` ─┘
+
+Each copy begins behind what the computing stream was given until then, and the computing stream goes on behind it where
+the graph waits. The host waits for nothing. So what writes a buffer again comes behind the copy that read it: between
+the two the computing stream has waited for that copy.
+
+A *handle* stands for what left, as in `zerofx.features.offload.activation_store`: its buffer is free when it goes. The
+idea is PyTorch's ``save_on_cpu(pin_memory=True)``, whose copies stop the host or the computing stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zerofx._torch import StorageWeakRef
+from zerofx.features.offload.activation_store import refuse_copy
+from zerofx.features.offload.operators import new_handle
+from zerofx.runtime.state.copies import Copies
+
+
+@dataclass
+class _Entry:
+    """``nbytes`` in ``buffer``, of the handle with the memory ``of``."""
+
+    buffer: torch.Tensor
+    nbytes: int
+    of: StorageWeakRef
+    key: int
+
+
+class Started:
+    """A copy of ``flat`` that was started: as much of a `Future` as a graph's waits ask for."""
+
+    def __init__(self, value: torch.Tensor, flat: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._value, self._flat, self._wait = value, flat, wait
+
+    def result(self) -> torch.Tensor:
+        """What the computing stream may use from now on."""
+        self._wait()
+        return self._value
+
+
+class ActivationsOnHost:
+    """See `zerofx.runtime.state.carriage.ActivationStore`.
+
+    Attributes:
+        file: None: there is none.
+        smallest: bytes of a tensor from which on it goes.
+        nbytes: of pinned memory: as much as was ever in use at once, each buffer rounded up to a power of two, which is
+            how PyTorch pins.
+    """
+
+    file = None
+
+    def __init__(self, copies: Copies, smallest: int) -> None:
+        self.smallest = smallest
+        self.nbytes = 0
+        self._copies = copies
+        self._entries: dict[int, _Entry] = {}
+        self._gone: deque[_Entry] = deque()  # appended by whichever thread lets go of a handle
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
+
+    def offload(self, saved: torch.Tensor, order: list[int]) -> Started:
+        """Start to copy ``saved``, whose dimensions lie in ``order``; the result is the handle that stands for it."""
+        if self._copies.captured:
+            raise RuntimeError(
+                'zerofx.Offload(activations="cpu") inside of a CUDA graph that is captured: a replay would not know '
+                "which buffer a handle stands for. Run forward and backward outside of it, or leave activations= out."
+            )
+        self._bury()
+        flat, handle = saved.permute(order).reshape(-1).view(torch.uint8), new_handle(saved)
+        buffer = self._buffer(flat.numel())
+        self._copies.begin()
+        self._copies.out(buffer.narrow(0, 0, flat.numel()), flat)
+        mark, storage = self._copies.mark_out(), handle.untyped_storage()
+        entry = self._entries[storage._cdata] = _Entry(buffer, flat.numel(), StorageWeakRef(storage), storage._cdata)
+        weakref.finalize(storage, self._gone.append, entry).atexit = False
+        return Started(handle, flat, lambda: self._copies.go_on_behind(mark))
+
+    def reload(self, handle: torch.Tensor, here: torch.Tensor) -> Started:
+        """Start to copy what ``handle`` stands for to the memory of ``here``."""
+        entry = self._entries.get(handle.untyped_storage()._cdata)
+        if entry is None or entry.of.expired():
+            refuse_copy()
+        flat = here.as_strided((here.numel(),), (1,)).view(torch.uint8)
+        self._copies.begin_back()
+        self._copies.back(flat, entry.buffer.narrow(0, 0, entry.nbytes))
+        mark = self._copies.mark_back()
+        return Started(here, flat, lambda: self._copies.go_on_behind(mark))
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        size = 1 << (nbytes - 1).bit_length()
+        if self._free[size]:
+            return self._free[size].pop()
+        self.nbytes += size
+        return self._copies.pinned(size)
+
+    def _bury(self) -> None:
+        while self._gone:
+            entry = self._gone.popleft()
+            if self._entries.get(entry.key) is entry:  # else the handle's place in memory is another handle's by now
+                del self._entries[entry.key]
+            self._free[entry.buffer.numel()].append(entry.buffer)
