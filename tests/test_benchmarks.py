@@ -65,6 +65,7 @@ def test_saving_and_loading_are_timed(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_whole_weights_for_another_program_are_timed_and_compared(tmp_path: Path) -> None:
     found = run(tmp_path, "full_parameters", "--warmup=1")
     names = ["zerofx", "zerofx bf16", "zerofx rank 0", "zerofx full_state_dict"]
@@ -73,6 +74,7 @@ def test_whole_weights_for_another_program_are_timed_and_compared(tmp_path: Path
     assert found["contenders"]["zerofx"]["times_as_long_as_zerofx"] == 1.0
 
 
+@pytest.mark.slow
 def test_an_optimizers_step_through_a_file_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "offload.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "offload.py"), f"--path={tmp_path}", "--millions=1"]

@@ -227,6 +227,7 @@ def test_a_program_that_ends_at_two_different_steps_says_so(destroys: bool, tmp_
         assert re.search("the program ends, and rank . has stepped its optimizers . times and rank . . times", said)
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_well_says_nothing(tmp_path: Path) -> None:
     assert not any("the program ends" in said for said in ran(tmp_path, False, True))
 

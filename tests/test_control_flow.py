@@ -296,7 +296,7 @@ def test_a_model_with(workers2: Workers, check: Callable[[int], None], stage: in
     workers2.run(check, stage)
 
 
-@pytest.mark.parametrize("check", [check_branches, check_regions, check_fused])
+@pytest.mark.parametrize("check", [slow(check_branches), slow(check_regions), check_fused])
 @pytest.mark.parametrize("stage", [slow(0), 3])
 def test_with_inductor_a_model_with(workers2: Workers, check: Callable[[int, str], None], stage: int) -> None:
     workers2.run(check, stage, "inductor")

@@ -369,6 +369,7 @@ def check_hugging_face(folder: str) -> None:
     assert twin.generate(tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens.shape[1] + 2  # type: ignore
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_model_of_transformers_saves_and_generates_its_own(workers2: Workers, tmp_path: Path) -> None:
     workers2.run(check_hugging_face, str(tmp_path))
 

@@ -30,6 +30,7 @@ def trial(folder: Path, name: str, *command: str) -> trials.Trial:
     return started
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_and_one_that_hangs_are_lines_with_what_to_do(tmp_path: Path) -> None:
     failing = trial(tmp_path, "failing", "generated", "no-such-device")
     alone = trial(tmp_path, "alone", "rank", "cpu", "gloo", str(tmp_path / "store"), "0")  # the other rank never comes

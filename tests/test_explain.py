@@ -50,6 +50,7 @@ def test_a_gather_tells_what_it_brings_who_made_it_who_moved_it_and_for_which_li
     assert re.fullmatch(r"models.py:\d+  for part in self\.qkv\(self\.norm1.*", answers["for"])
 
 
+@pytest.mark.slow
 def test_why_a_gather_does_not_start_earlier_follows_from_the_budget() -> None:
     default = record_of(layers=6).forward
     assert default is not None

@@ -83,6 +83,7 @@ def crossed(executor: str) -> list[tuple[dict[str, Any], str]]:
     return [*ways, *lower, ({**three, "stage": 2, "mixed_precision": BF16}, "")]
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_bitwise_those_of_state_on_the_device(workers2: Workers) -> None:
     assert workers2.run(both_ways, few("eager")) == [[], []]
 

@@ -19,7 +19,6 @@ from torch import nn
 import zerofx
 from tests.memory import held_over_steps
 from tests.models import GPT, Block
-from tests.slow import slow
 from tests.test_activation_budget import VOCAB, TwoGraphs, data
 from tests.test_offload_costs import offload
 from tests.workers import Workers
@@ -185,7 +184,8 @@ def test_no_step_holds_more_than_the_budget_from_the_least_to_all(workers2: Work
         assert [at["said"].step_s for at in rank] == sorted((at["said"].step_s for at in rank), reverse=True)
 
 
-@pytest.mark.parametrize(("stage", "parts"), [(3, "mwg"), slow(2, "mg")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "parts"), [(3, "mwg"), (2, "mg")])
 def test_what_is_in_a_file_is_not_in_the_budget_and_its_buffers_are(
     workers2: Workers, tmp_path: Path, stage: int, parts: str
 ) -> None:

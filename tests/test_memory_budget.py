@@ -104,6 +104,7 @@ def train_at_many_budgets(count: int) -> list[tuple[float, dict[str, Any]]]:
     return [(budget, train("eager", budget, small=True)) for budget in budgets]
 
 
+@pytest.mark.slow
 def test_over_six_budgets_none_is_exceeded_and_gathers_get_fewer_as_it_grows(workers2: Workers) -> None:
     results = workers2.run(train_at_many_budgets, 6, timeout=250)[0]
     gathers = [result["gathers"] for _, result in results]

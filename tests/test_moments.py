@@ -396,5 +396,6 @@ def state_dict_of_one_rank() -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_state_dict_needs_no_other_rank(workers2: Workers) -> None:
     assert workers2.run(state_dict_of_one_rank, timeout=200) == [0, 7]

@@ -187,6 +187,7 @@ def check_peaks(found: list[tuple[int, int, int]], most: float) -> None:
     assert none == 0 and away > 0.6 * peak, (away, peak)
 
 
+@pytest.mark.slow
 def test_memory_is_free_when_it_has_left_and_the_prediction_knows(workers2: Workers, tmp_path: Path) -> None:
     for found in workers2.run(peaks, str(tmp_path), "eager"):
         check_peaks(found, 0.45)

@@ -208,6 +208,7 @@ def stay_away() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_meeting_is_named(workers2: Workers) -> None:
     message, _ = workers2.run(stay_away, timeout=60)
     assert re.search(r"rank 0 has waited 4 s for forward, before it reads: meeting.*; missing: rank 1", message)

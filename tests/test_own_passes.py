@@ -200,6 +200,7 @@ def _out_of_step() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_pass_that_decides_by_rank_is_named_by_the_ranks_that_are_out_of_step(make_workers: Any) -> None:
     said = make_workers(2).run(_out_of_step, timeout=150)
     assert any("own all_reduce of" in text and "rank 0 has" in text for text in said), said

@@ -160,6 +160,7 @@ def check_bf16(stages: list[int]) -> None:
                 torch.testing.assert_close(full, mean, rtol=0.05, atol=0.02 * mean.abs().max().item())
 
 
+@pytest.mark.slow
 def test_mixed_precision_casts_adapters_and_leaves_codes_alone(workers2: Workers) -> None:
     workers2.run(check_bf16, [0, 2, 3], timeout=100)
 

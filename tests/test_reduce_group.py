@@ -78,6 +78,7 @@ def come_late_to_backward() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_reduction_is_named(workers2: Workers) -> None:
     message, _ = workers2.run(come_late_to_backward, timeout=60)
     assert re.search(r"rank 0 has waited 4 s for backward: reduce-scatter.*; missing: rank 1", message), message

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zerofx
 from tests.counting import count_collectives
 from tests.models import GPT, MLP
-from tests.slow import quick_if, slow
+from tests.slow import quick_if
 from zerofx.runtime.ranks import watch
 from zerofx.runtime.ranks.agree import OutOfStepError
 from zerofx.runtime.state.group import groups_of
@@ -116,6 +116,7 @@ SMALL = {"memory_budget": 60_000}  # nothing stays gathered
 NEARBY = [("plain", SMALL), ("no_sync", SMALL), ("step_in_backward", SMALL), ("plain", {**SMALL, "lookups": True})]
 
 
+@pytest.mark.slow
 def test_backward_that_gathers_from_near_ranks_trains_as_one_dimension(make_workers: Any) -> None:
     make_workers(4).run(compare, (2, 2), NEARBY[1:3], "zerofx", NEAR, timeout=300)
 
@@ -125,7 +126,8 @@ def test_weights_that_cross_the_rows_in_two_hops_train_as_on_one_dimension(make_
     make_workers(4).run(compare, (2, 2), [("step_in_backward", SMALL), leaf], "zerofx", ALL, timeout=300)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), slow((2, 1))])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
 def test_replicas_that_share_the_optimizers_work_train_as_one_dimension(make_workers: Any, shape: Any) -> None:
     make_workers(shape[0] * shape[1]).run(compare, shape, DIVIDED[1:3], "zerofx", BETWEEN, timeout=300)
 
@@ -236,6 +238,7 @@ def test_bytes_of_each_dimension_are_the_formulas_and_the_prediction(
     make_workers(4).run(bytes_by_dimension, stage, sharding)
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_mesh_has_its_replicas() -> None:
     x = torch.zeros(2, LENGTH, dtype=torch.long)
     torch.manual_seed(0)

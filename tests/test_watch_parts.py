@@ -82,6 +82,7 @@ def killed(folder: str) -> None:
     (Path(folder) / f"rank{dist.get_rank()}").write_text(f"{kind} {message}")
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_rank_that_is_killed_is_named_by_the_others(
     make_workers: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -268,6 +268,7 @@ def test_every_stage_computes_the_same_bits(workers2: Workers, wire: zerofx.Wire
     assert workers2.run(stages_agree, wire) == [True, True]
 
 
+@pytest.mark.slow
 def test_all_ranks_have_the_same_weights_and_the_exact_ones_are_kept(workers3: Workers) -> None:
     found = workers3.run(train, SMALL)
     plain = workers3.run(train, None)
@@ -349,6 +350,7 @@ def leaf_forward() -> bool:
     return losses[0].equal(losses[1])
 
 
+@pytest.mark.slow
 def test_a_leaf_module_is_gathered_in_codes_too(workers2: Workers) -> None:
     assert workers2.run(leaf_forward) == [True, True]
 

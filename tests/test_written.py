@@ -105,6 +105,7 @@ def test_a_write_in_forward_is_a_write(workers2: Workers, case: str) -> None:
     workers2.run(check_writes, case, (0, 1, 2, 3), "eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["max_norm", "between reads"])
 def test_a_write_in_forward_is_a_write_with_inductor(workers2: Workers, case: str) -> None:
     workers2.run(check_writes, case, (2, 3), "inductor")

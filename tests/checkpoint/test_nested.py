@@ -239,6 +239,7 @@ def check_hoarder(folder: str) -> None:
                     assert not isinstance(mine.state[p]["preconditioner"], ShardedTensor), "it was whole"
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_keep_lists_tuples_dicts_and_state_of_its_own(workers2: Workers, tmp_path: Path) -> None:
     workers2.run(check_hoarder, str(tmp_path))
 

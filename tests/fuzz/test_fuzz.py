@@ -17,6 +17,7 @@ from tests.fuzz import recipe as vocabulary
 from tests.fuzz.case import fails
 from tests.fuzz.recipe import CALLS, CONTAINERS, LEAVES, Layer, Recipe, kinds
 from tests.fuzz.strategies import recipes
+from tests.slow import slow_if
 
 LINEAR = Layer("linear", width=4)
 CUSTOM = Layer("custom", width=6, frozen=True)
@@ -207,6 +208,10 @@ FOUND = {
 }
 
 
+LONG = ("branches_of_cond_whose_weights_go_behind_them", "rows_that_are_sent_while_a_layer_before_them_is_computed")
+
+
+@slow_if(lambda name: name in LONG)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_fuzzing_found(make_workers, name: str) -> None:
     problem = fails(make_workers, FOUND[name])

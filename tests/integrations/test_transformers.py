@@ -15,7 +15,7 @@ import torch
 
 import zerofx
 from tests.integrations.launched import as_torchrun_would, close, converted, forget, plain, run_script
-from tests.slow import quick_if, slow
+from tests.slow import quick_if
 from tests.workers import Workers
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install zerofx[transformers]")
@@ -124,7 +124,8 @@ def documentation() -> str:
     return page.read_text()
 
 
-@pytest.mark.parametrize("stage", [slow(2), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_generate_in_evaluation_gives_the_tokens_of_ddp_on_ranks_that_stop_at_different_steps(
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:

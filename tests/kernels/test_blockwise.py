@@ -195,6 +195,7 @@ def test_the_kernel_rounds_neighbours_and_both_moments_independently(device: str
     assert_rounded_independently(shard.exp_avg, shard.exp_avg_sq)
 
 
+@pytest.mark.slow
 def test_the_cpu_rounds_neighbours_and_both_moments_independently() -> None:
     n = 1 << 17
     codes, roots = torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)
@@ -245,6 +246,7 @@ def test_after_100_steps_the_kernel_is_near_float64(device: str) -> None:
     assert error_of(shard.weights, initial, exact) < ERROR
 
 
+@pytest.mark.slow
 def test_after_100_steps_the_cpus_step_is_near_float64() -> None:
     initial, grads = torch.randn(5000, generator=torch.Generator().manual_seed(0)), steady_gradients(5000)
     param, codes, roots = initial.clone(), torch.zeros(5000, dtype=torch.int8), torch.zeros(5000, dtype=torch.uint8)

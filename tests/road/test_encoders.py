@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.road.training import check, zerofx_run
+from tests.slow import quick_if
 
 
+@quick_if(lambda name, stage: (name, stage) in {("bert", 2), ("vit", 3)})
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_it_trains_and_saves_as_what_it_replaces(workers2, wanted, tmp_path, name: str, stage: int) -> None:
