@@ -30,6 +30,9 @@ from zerofx.checkpoint import (
 )
 from zerofx.compiler.api import compile, drop_kept, graphs, no_sync, published, verify
 from zerofx.compiler.shard import shard
+from zerofx.inspect.choose.alike import explain
+from zerofx.inspect.choose.choice import Choice
+from zerofx.inspect.choose.choose import choose
 from zerofx.inspect.memory import MemorySummary, memory_summary
 from zerofx.inspect.predict.calibrate import calibrate
 from zerofx.inspect.predict.dry_run import dry_run
@@ -61,6 +64,7 @@ __all__ = [
     "EMA",
     "AdamW",
     "CheckpointError",
+    "Choice",
     "Grouping",
     "Memory",
     "MemorySummary",
@@ -78,9 +82,11 @@ __all__ = [
     "VerificationError",
     "Wire",
     "calibrate",
+    "choose",
     "compile",
     "drop_kept",
     "dry_run",
+    "explain",
     "explain_optimizer",
     "export_safetensors",
     "full_parameters",

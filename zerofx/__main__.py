@@ -4,12 +4,13 @@
 
     $ python -m zerofx doctor
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB
+    $ python -m zerofx choose llama-3.1-8b --gpus 8 --memory 80GB
     $ python -m zerofx plan --model llama-3.1-8b --world-size 16 --gpu-memory 80GB --bandwidth 400Gbit \
           --node-bandwidth 450GB --ranks-per-node 8 --flops 400T --tokens 8192 --sequence-length 4096
 
-``--version`` says which zerofx and which PyTorch. What ``plan`` prints is `zerofx.plan`. Errors go to stderr, and the
-exit status is 2 then, or 1 if no stage fits. What ``doctor`` prints is `zerofx.inspect.doctor`; 1 is something that
-fails.
+``--version`` says which zerofx and which PyTorch. What ``plan`` prints is `zerofx.plan`, and what ``choose`` prints is
+`zerofx.choose`. Errors go to stderr, and the exit status is 2 then, or 1 if no stage fits. What ``doctor`` prints is
+`zerofx.inspect.doctor`; 1 is something that fails.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from zerofx import __version__
+from zerofx.inspect.choose.choice import Choice
+from zerofx.inspect.choose.choose import choose
 from zerofx.inspect.doctor.examine import SECONDS, doctor
 from zerofx.inspect.predict import shapes
 from zerofx.inspect.predict.plan import plan
+from zerofx.model.memory import Memory
 from zerofx.model.precision import MixedPrecision
+from zerofx.model.units import BYTES, PREFIXES, parse_bytes, parse_number
+from zerofx.runtime.state.account import state_of
+from zerofx.simulate.clock import ordinary
 
 _DTYPES = {
     "bf16": (torch.bfloat16, None),
@@ -33,28 +41,13 @@ _DTYPES = {
     "fp32": (torch.float32, None),
     "mixed": (torch.float32, MixedPrecision(torch.bfloat16)),
 }
-_PREFIXES = {"": 1.0} | {p: 1000.0**i for i, p in enumerate("kMGTP", start=1)}
-_BYTES = (
-    {prefix + "B": factor for prefix, factor in _PREFIXES.items()}
-    | {prefix + "iB": 1024.0**i for i, prefix in enumerate("kMGT", start=1)}
-    | {"": 1.0}
-)
 _BANDWIDTH = (
-    _BYTES
-    | {unit + "/s": factor for unit, factor in _BYTES.items() if unit}
-    | {prefix + unit: factor / 8 for prefix, factor in _PREFIXES.items() for unit in ("bit", "bit/s", "bps")}
+    BYTES
+    | {unit + "/s": factor for unit, factor in BYTES.items() if unit}
+    | {prefix + unit: factor / 8 for prefix, factor in PREFIXES.items() for unit in ("bit", "bit/s", "bps")}
 )
-_FLOPS = {prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("", "flop/s", "flops")}
+_FLOPS = {prefix + unit: factor for prefix, factor in PREFIXES.items() for unit in ("", "flop/s", "flops")}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-
-
-def parse_bytes(text: str) -> float:
-    """``80GB`` and ``80GiB`` as bytes: decimal units and binary ones.
-
-    Raises:
-        ValueError: no number of bytes, more than 0.
-    """
-    return _parse(text, _BYTES, "bytes, such as 80GB or 80GiB")
 
 
 def parse_memory(text: str) -> float:
@@ -78,26 +71,17 @@ def parse_bandwidth(text: str) -> float:
     expected = "a bandwidth, such as 400Gbit (per second) or 50GB"
     if re.search(r"b(/s)?\s*$", text):
         raise ValueError(f"{text!r}: expected {expected}. Bits are written bit or bps, bytes B.")
-    return _parse(text, _BANDWIDTH, expected)
+    return parse_number(text, _BANDWIDTH, expected)
 
 
 def parse_flops(text: str) -> float:
     """``400T`` as floating-point operations per second; raises as `parse_bytes`."""
-    return _parse(text, _FLOPS, "operations per second, such as 400T")
+    return parse_number(text, _FLOPS, "operations per second, such as 400T")
 
 
 def parse_seconds(text: str) -> float:
     """``20us`` as seconds; raises as `parse_bytes`."""
-    return _parse(text, _SECONDS, "seconds, such as 20us")
-
-
-def _parse(text: str, units: dict[str, float], expected: str) -> float:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-zµ/]*)\s*", text)
-    factors = {unit.lower(): factor for unit, factor in units.items()}
-    unit = match[2].lower() if match else ""
-    if match is None or unit not in factors or not float(match[1]) > 0:
-        raise ValueError(f"{text!r}: expected {expected}.")
-    return float(match[1]) * factors[unit]
+    return parse_number(text, _SECONDS, "seconds, such as 20us")
 
 
 def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
@@ -122,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TIME",
         help="for what has to be tried: 50s",
     )
+    _add_choose(commands.add_parser("choose", help="how to train a model within a memory, and what would change that"))
     planning = commands.add_parser("plan", help="what each stage would cost, and which one fits")
     planning.add_argument(
         "--model", required=True, help=f"one of {', '.join(shapes.SHAPES)}; or a Hugging Face config.json"
@@ -130,12 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_argument(
         "--gpu-memory", type=_argument(parse_memory), metavar="BYTES", help="of one rank: 80GB, 80GiB"
     )
-    planning.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        default="bf16",
-        help="of the parameters; 16 bits have float32 masters in zerofx.AdamW, mixed is float32 and computes in bf16",
-    )
+    _add_dtype(planning)
     planning.add_argument("--micro-batches", type=int, default=1, metavar="K", help="backwards per optimizer step")
     planning.add_argument("--no-sync", action="store_true", help="all but the last under zerofx.no_sync")
     planning.add_argument("--offload", metavar="PATH", help="a folder for the optimizer's state; not looked for")
@@ -171,11 +151,81 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="bf16",
+        help="of the parameters; 16 bits have float32 masters in zerofx.AdamW, mixed is float32 and computes in bf16",
+    )
+
+
+def _add_choose(choosing: argparse.ArgumentParser) -> None:
+    choosing.add_argument("model", help=f"one of {', '.join(shapes.SHAPES)}; or a Hugging Face config.json")
+    choosing.add_argument("--gpus", type=int, required=True, metavar="M", help="number of ranks, a GPU each")
+    choosing.add_argument(
+        "--memory", type=_argument(parse_memory), required=True, metavar="BYTES", help="of one rank: 80GB, 80GiB"
+    )
+    _add_dtype(choosing)
+    choosing.add_argument("--batch", type=int, default=1, metavar="B", help="samples of a micro-batch on one rank")
+    choosing.add_argument("--sequence-length", type=int, default=2048, metavar="S", help="tokens of a sample")
+    choosing.add_argument("--micro-batches", type=int, default=1, metavar="K", help="backwards per optimizer step")
+    choosing.add_argument("--offload", metavar="PLACE", help='"cpu", for where nothing fits without')
+    rates = choosing.add_argument_group("rates", "those that are not given are an ordinary GPU's")
+    for name, parse, words in (
+        ("bandwidth", parse_bandwidth, "that a rank receives while it sends as much: 50GB"),
+        ("latency", parse_seconds, "of a collective: 20us"),
+        ("flops", parse_flops, "that a rank reaches, not its peak: 400T"),
+        ("memory-bandwidth", parse_bandwidth, "of its memory: 2TB"),
+    ):
+        rates.add_argument(f"--{name}", type=_argument(parse), metavar="RATE", help=words)
+
+
+def _choose(given: argparse.Namespace) -> Choice:
+    """What `zerofx.choose` chooses for a model of the table.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    dtype, precision = _DTYPES[given.dtype]
+    said = {
+        "link_bytes_per_s": given.bandwidth,
+        "link_latency_s": given.latency,
+        "flops_per_s": given.flops,
+        "memory_bytes_per_s": given.memory_bandwidth,
+    }
+    rates = replace(ordinary("cuda"), **{name: value for name, value in said.items() if value is not None})
+    module = shapes.build(given.model, dtype, runs=True)
+    masters, moments = state_of(dtype.itemsize)
+    memory = Memory(
+        int(given.memory), moments=(masters + moments) / dtype.itemsize, micro_batches=given.micro_batches, rates=rates
+    )
+    choice = choose(
+        module,
+        world_size=given.gpus,
+        memory=memory,
+        call=shapes.batch_of(module, given.batch, given.sequence_length),
+        backend="nccl",
+        device="cuda" if torch.version.cuda else "cpu",
+        mixed_precision=precision,
+        offload=given.offload,
+    )
+    said_all = all(value is not None for value in said.values())
+    return choice if said_all else replace(choice, rates_of="of an ordinary GPU, where they are not given")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     given = _parser().parse_args(arguments)
     if given.command == "doctor":
         return doctor(given.timeout)
+    if given.command == "choose":
+        try:
+            print(_choose(given))
+        except (ValueError, ModuleNotFoundError) as e:
+            print(f"python -m zerofx choose: {e}", file=sys.stderr)
+            return 2
+        return 0
     dtype, precision = _DTYPES[given.dtype]
     try:
         made = plan(

@@ -15,6 +15,9 @@ import torch._dynamo
 from torch import nn
 from torch.fx import GraphModule, Node
 
+NotOneGraph = torch._dynamo.exc.Unsupported
+"""With ``fullgraph=True``: what Dynamo does not capture (2.11, 2.13, 2.15)."""
+
 
 def compile_module(module: nn.Module, **options: Any) -> None:
     """``module.compile(**options)`` through a frame of the module's own (2.11, 2.13, 2.15).

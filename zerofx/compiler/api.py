@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerofx._torch import compile_module
+from zerofx.compiler.auto import chosen, is_open
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord, Trace, records_of
@@ -20,7 +21,14 @@ from zerofx.compiler.shard import shard_module
 from zerofx.runtime.state.group import ShardGroup, groups_of
 
 
-def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> nn.Module:
+def compile(
+    module: nn.Module,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    batch: Any = None,
+    **options: Any,
+) -> nn.Module:
     """Shard ``module`` in place and compile it; returns the same object.
 
     Train it as before. ``loss.backward()`` leaves sharded gradients in ``.grad``. Any elementwise ``torch.optim``
@@ -30,11 +38,18 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
         module: not sharded yet, with its parameters on one device. Build it by the same code on every rank. Weights are
             taken from rank 0 unless ``init_sync=False``.
         dynamic, fullgraph: as in ``torch.compile``.
+        batch: what ``module`` is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+            With it and ``memory=`` the stage is chosen, and what else was left open (`zerofx.choose`). Only shapes and
+            dtypes count; they should be the largest that come.
         **options: see `zerofx.compiler.options.Options`: ``stage``, ``executor``, ``groups``, ``mesh``, ...
 
     Raises:
         ValueError, RuntimeError: bad options, or a module that cannot be sharded. Nothing has changed then.
     """
+    choice = None
+    if is_open(options, batch):
+        choice = chosen(module, options, batch)
+        options = choice.options
     checked = Options.of(options)
     if fullgraph and checked.leaf_modules is not None:
         raise ValueError("fullgraph=True with leaf_modules: leaf modules run outside of any graph. Leave one out.")
@@ -42,7 +57,7 @@ def compile(module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool =
     compiled = functools.partial(_compile, options=checked, dynamic=dynamic, fullgraph=fullgraph)
     compiled(module)
     for family in {group.family for group in groups}:
-        family.recipe = replace(family.recipe, compiled=compiled)
+        family.recipe = replace(family.recipe, compiled=compiled, choice=choice)
     return module
 
 

@@ -69,12 +69,14 @@ class Backend:
         pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of ``options.executor``. The
             backward is compiled with the forward then.
         code: whether Inductor writes its code for these graphs all the same. It is read, and not compiled.
+        probe: whether `memory=` may run kernels, for what they take inside of themselves.
         unread: what graphs without parameters were given, which `memory=` counts: inputs that were then cast, say.
     """
 
     options: Options
     pretend: Executed | None = None
     code: bool = False
+    probe: bool = True
     unread: list[weakref.ref[torch.Tensor]] = field(default_factory=list, compare=False)
 
     def __repr__(self) -> str:
@@ -101,7 +103,7 @@ class Backend:
         return writing(self._compile(before, example_inputs), written.places)
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        unit = Unit.of(self.options, example_inputs, self.pretend, self.code)
+        unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe)
         pair = Pair(unit, self.options.executor)
         cut, compilers = Cut(pair), Compilers(pair)
         if self.options.memory is not None:

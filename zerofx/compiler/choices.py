@@ -1,9 +1,10 @@
-"""What a budget decided for a graph, for people to read: `Activations` and `Division`."""
+"""What a budget decided for a graph, for people to read: `Activations` and `Division`; or that it is `TooSmall`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,35 @@ class Activations:
     offloaded_bytes: int = 0
 
 
+class Offer(NamedTuple):
+    """A division that was predicted: bytes of a rank at the worst moment, and those of them at rest.
+
+    Seconds of a step's forwards and backwards, and of the optimizer behind them.
+    """
+
+    needs: int
+    at_rest: int
+    step_s: float
+    optimizer_s: float
+
+    @property
+    def whole_s(self) -> float:
+        """Of all of a step."""
+        return self.step_s + self.optimizer_s
+
+
+class TooSmall(ValueError):
+    """No division of ``memory`` fits.
+
+    Attributes:
+        offers: what would: from the least on, each faster than those before it.
+    """
+
+    def __init__(self, message: str, offers: tuple[Offer, ...]) -> None:
+        super().__init__(message)
+        self.offers = offers
+
+
 @dataclass(frozen=True)
 class Division:
     """How ``memory`` was divided for one pair of graphs (`zerofx.compiler.division`).
@@ -45,8 +75,10 @@ class Division:
         left: of that, what stays between forward and backward.
         memory_budget: for gathered weights; None: as without the option.
         step_s: predicted seconds of the forwards and backwards of one optimizer step.
+        optimizer_s: of the optimizer's step behind them, if that is `zerofx.AdamW`'s.
         tried: how many divisions were predicted.
         elsewhere: what other graphs of the module add at the worst moment.
+        offers: of those that were predicted, from the least on, each that is faster than those before it.
     """
 
     nbytes: int
@@ -55,8 +87,10 @@ class Division:
     left: int
     memory_budget: float | None
     step_s: float
+    optimizer_s: float = 0.0
     tried: int = 1
     elsewhere: int = 0
+    offers: tuple[Offer, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -28,6 +28,7 @@ from typing import Any
 from torch import nn
 
 from zerofx._torch import around_copies
+from zerofx.compiler.auto import Choice
 from zerofx.compiler.options import Options
 from zerofx.compiler.shadow import take_turns
 from zerofx.model.offload import Offload
@@ -48,11 +49,13 @@ class Recipe:
         options: what the user asked for.
         root: the module that was sharded.
         compiled: compiles a copy; None: it runs as it reads.
+        choice: why it has these options; None: the user gave them all.
     """
 
     options: Options
     root: weakref.ref[nn.Module]
     compiled: Callable[[nn.Module], None] | None = None
+    choice: Choice | None = None
 
 
 def copied(module: nn.Module, memo: dict[int, Any], by_parts: Callable[[], nn.Module]) -> nn.Module:

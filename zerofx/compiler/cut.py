@@ -93,6 +93,7 @@ class Cut:
             family=unit.family,
             fuses=unit.fuses,
             pretended=unit.pretend is not None,
+            probes=unit.probe,
             share=unit.share,
             away=away_of(unit.family, memory.rates),
             alike=pair.alike,

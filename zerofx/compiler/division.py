@@ -45,7 +45,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import Away, ladders
-from zerofx.compiler.choices import Activations, Division
+from zerofx.compiler.choices import Activations, Division, Offer, TooSmall
 from zerofx.compiler.compared import Comparison
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Contexts, Rung, named, through_passes
@@ -59,7 +59,7 @@ from zerofx.runtime.ranks.watch import watch_of
 from zerofx.runtime.state.footprint import Demand
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.state_file import KEPT
-from zerofx.simulate.price import Price, at_rest, of_code, price
+from zerofx.simulate.price import Price, at_rest, of_code, optimizer_s, price
 from zerofx.simulate.rehearsal import Pair
 
 STEPS = 2
@@ -77,6 +77,7 @@ class Tried(NamedTuple):
     at_rest: int
     price: Price
     elsewhere: int
+    optimizer_s: float
 
     @property
     def needs(self) -> int:
@@ -92,7 +93,8 @@ class Subject:
         groups: those that it reads; the first is any.
         family: those of its module.
         fuses: whether its executor fuses pointwise operations.
-        pretended: it is of `zerofx.dry_run`: no kernel runs, and no other rank is asked.
+        pretended: it is of `zerofx.dry_run`: no other rank is asked.
+        probes: whether kernels are run, for what they take inside of themselves.
         share: of all that no graph has read yet, what this one does.
         away: what of activations may leave the device; None: nothing.
         alike: what tensor-parallel ranks have alike of it; None: they do not share activations.
@@ -104,6 +106,7 @@ class Subject:
     family: Family
     fuses: bool
     pretended: bool
+    probes: bool
     share: float
     away: Away | None
     alike: Comparison | None
@@ -132,14 +135,14 @@ class Trials:
         self.family, self.held, self.names = of.family, of.family.footprint, of.names
         self.tried: dict[tuple[int, float | None], Tried | None] = {}
         self._needed = max((group.gathered_nbytes for group in of.groups), default=0)
-        self._workspaces: dict[Any, int] | None = None if of.pretended else {}
+        self._workspaces: dict[Any, int] | None = {} if of.probes else None
         self._others: list[Demand] = self.held.taken_elsewhere(self.names)
 
     def choose(self) -> Tried:
         """The fastest that fits.
 
         Raises:
-            ValueError: none does.
+            TooSmall: none does.
         """
         first = self.try_(0, self._most())
         if first is not None and self.fits(first):
@@ -153,10 +156,13 @@ class Trials:
                 self._climb(rung)
         fitting = [tried for tried in self.found() if self.fits(tried)]
         if not fitting:
-            least, costs = self._offers()
-            raise ValueError(
+            self.try_(0, self._most())
+            least = min(self.found(), key=lambda tried: (tried.needs, tried.price.step_s))
+            raise TooSmall(
                 f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
-                f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. Predicted: {costs}."
+                f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. "
+                f"Predicted: {_in_words(self.offers())}.",
+                self.offers(),
             )
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
 
@@ -226,8 +232,8 @@ class Trials:
                 return None
             layouts = [group.graph_layout for group in self.family.groups()]
             rest = at_rest(graphs[0], layouts, self.memory)
-            found = price(*graphs, self.memory, self._workspaces)
-            self.tried[key] = Tried(rung, memory_budget, rest, found, self._elsewhere(rest, found))
+            found, behind = price(*graphs, self.memory, self._workspaces), optimizer_s(graphs[0], layouts, self.memory)
+            self.tried[key] = Tried(rung, memory_budget, rest, found, self._elsewhere(rest, found), behind)
         return self.tried[key]
 
     def _elsewhere(self, at_rest: int, price: Price) -> int:
@@ -266,19 +272,20 @@ class Trials:
                 here += nbytes
         return here + (min(KEPT, away) if self.memory.micro_batches > 1 else 0)  # sums that stay a while
 
-    def _offers(self) -> tuple[Tried, str]:
-        """What needs least; and in words how long a step takes with it, and with more, up to all."""
-        self.try_(0, self._most())
-        offers: list[Tried] = []
+    def offers(self) -> tuple[Offer, ...]:
+        """What needs least; and what takes more, up to all, each faster than those before it."""
+        offers: list[Offer] = []
         for tried in sorted(self.found(), key=lambda tried: (tried.needs, tried.price.step_s)):
-            if not offers or tried.price.step_s < offers[-1].price.step_s:
-                offers.append(tried)
-        least, *faster = offers
-        shown = [faster[i] for i in sorted({0, len(faster) // 2, len(faster) - 1})] if faster else []
-        costs = "; ".join(
-            f"at {x.needs:,} a step takes about {format_seconds(x.price.step_s)}" for x in [least, *shown]
-        )
-        return least, costs
+            if not offers or tried.price.step_s < offers[-1].step_s:
+                offers.append(Offer(tried.needs, tried.at_rest, tried.price.step_s, tried.optimizer_s))
+        return tuple(offers)
+
+
+def _in_words(offers: tuple[Offer, ...]) -> str:
+    """How long a step takes with the least, and with more."""
+    least, *faster = offers
+    shown = [faster[i] for i in sorted({0, len(faster) // 2, len(faster) - 1})] if faster else []
+    return "; ".join(f"at {x.needs:,} a step takes about {format_seconds(x.step_s)}" for x in [least, *shown])
 
 
 def _of_others(tried: Tried) -> str:
@@ -300,7 +307,7 @@ def divide(
     """Cut ``joint`` by the division that is chosen; None: nothing of it goes to backward.
 
     Raises:
-        ValueError: ``memory`` is too small.
+        TooSmall: ``memory`` is too small.
         OutOfStepError: another rank has chosen otherwise.
     """
     rungs: list[tuple[list[Node], Activations]] = []
@@ -344,8 +351,10 @@ def divide(
         left=price.left,
         memory_budget=tried.memory_budget,
         step_s=price.step_s,
+        optimizer_s=tried.optimizer_s,
         tried=len(trials.found()),
         elsewhere=tried.elsewhere,
+        offers=trials.offers(),
     )
     return partition(joint, named(nodes)), Divided(activations, tried.memory_budget, division)
 

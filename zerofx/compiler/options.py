@@ -80,8 +80,9 @@ class Options:
         partition_activations: the tensor-parallel dimension of a mesh (``mesh["tp"]``), or its process group. Of what
             all of its ranks have alike, each saves a part, and backward gathers it (docs/activations.md). None: each
             saves all.
-        memory: bytes of its device that a rank may use for weights, gradients, optimizer state and activations, or a
-            `zerofx.Memory`. The two budgets above follow from it (docs/memory.md). None: no such limit.
+        memory: bytes of its device that a rank may use for weights, gradients, optimizer state and activations; a text
+            such as "80GB"; or a `zerofx.Memory`. The two budgets above follow from it (docs/memory.md). None: no such
+            limit.
         groups: see `zerofx.model.grouping`.
         leaf_modules: module classes and patterns of module names ("layers.*.mlp"), for modules whose code chooses
             layers by data. They run outside of any graph, and are gathered whole when they are entered. See
@@ -126,7 +127,7 @@ class Options:
     memory_budget: float | None = None
     activation_budget: float | None = None
     partition_activations: DeviceMesh | dist.ProcessGroup | str | None = None
-    memory: int | Memory | None = None
+    memory: int | str | Memory | None = None
     groups: Grouping | Iterable[type[nn.Module]] | BlockRule | None = None
     leaf_modules: Sequence[Rule] | None = None
     ignored: Ignored | None = None

@@ -74,7 +74,7 @@ def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
     sharing = sharing.by(options.sharding, two_hops=options.two_hops) if options.stage else sharing.undivided()
-    device = _device(module, options, sharing.weights)
+    device = device_of(module, options.device, sharing.weights)
     apart, subclasses = Apart(module), Subclasses(module)
     try:
         planned = plan_alike(module, options, sharing, device, apart, subclasses)
@@ -230,13 +230,13 @@ class _Conversion:
             load(path, self.module, rng=False)
 
 
-def _device(module: nn.Module, options: Options, ranks: RankGroup) -> torch.device:
+def device_of(module: nn.Module, device: torch.device | str | None, ranks: RankGroup) -> torch.device:
     """Where the shards are to be: with the parameters, or where a module of the meta device is to go."""
     first = next(module.parameters(), None) if isinstance(module, nn.Module) else None
     if first is None or not first.is_meta:
         return torch.device("cpu") if first is None else first.device
-    if options.device is not None:
-        return torch.device(options.device)
+    if device is not None:
+        return torch.device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or ranks.backend(accelerator) == "gloo":
         return torch.device("cpu")

@@ -33,6 +33,7 @@ class Unit:
             lives, which is longer than a model.
         pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of an executor.
         code: whether Inductor writes its code for these all the same. It is read, and not compiled.
+        probe: whether `memory=` may run kernels, for what they take inside of themselves.
     """
 
     options: Options
@@ -40,10 +41,15 @@ class Unit:
     groups: Mapping[GroupLayout, ShardGroup]
     pretend: Executed | None = None
     code: bool = False
+    probe: bool = True
 
     @staticmethod
     def of(
-        options: Options, example_inputs: Sequence[Any], pretend: Executed | None = None, code: bool = False
+        options: Options,
+        example_inputs: Sequence[Any],
+        pretend: Executed | None = None,
+        code: bool = False,
+        probe: bool = True,
     ) -> Unit:
         """Raises: see `check_claimable` and `check_one_module`."""
         tensors = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
@@ -52,7 +58,7 @@ class Unit:
         check_one_module(list(tensors.values()))
         sharded = {i: ParameterRef(x._group.graph_layout, x._slot) for i, x in tensors.items()}
         groups = {x._group.graph_layout: x._group for x in tensors.values()}
-        return Unit(options, sharded, weakref.WeakValueDictionary(groups), pretend, code)
+        return Unit(options, sharded, weakref.WeakValueDictionary(groups), pretend, code, probe)
 
     @property
     def names(self) -> frozenset[str]:

@@ -5,6 +5,7 @@ memory           what a rank holds now
 report           everything about one model, as a page
 report_timeline  that page's time line
 predict/         time and memory, foretold
+choose/          what options to train it with
 doctor/          what this machine has, and whether it works
 ===============  ===============================================================
 

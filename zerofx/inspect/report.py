@@ -3,6 +3,7 @@
 =========================  ===============================================  ===================================
 part of the page           what                                             from
 =========================  ===============================================  ===================================
+the choice                 what was chosen, and why; if anything was        `zerofx.choose`
 the step                   time, exposed time, bytes; measured beside it    `zerofx.predict`
 a chart per graph          compute, collectives, waits; live bytes          its spans and live bytes
 groups                     members, bytes, this rank's part                 the layouts
@@ -107,7 +108,7 @@ def report(
     page = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(
         title=escape(f"{name}, stage {context.stage}, {ranks_of(context, layouts[0])}"),
         facts=_facts(layouts, first, any(record.pretended for record in chosen)),
-        step=_step(prediction, measured or {}),
+        step=_choice(model) + _step(prediction, measured or {}),
         phases="".join(_phase(phase, len(chosen)) for phase in prediction.phases),
         groups=_group_table(layouts, context),
         graphs="".join(_graph(i, trace, len(chosen)) for i, trace in traces),
@@ -135,6 +136,12 @@ def _facts(layouts: list[GroupLayout], trace: Trace, pretended: bool) -> str:
         dtypes = {str(layout.weight_dtype).removeprefix("torch.") for layout in layouts}
         facts.append(f"computes in {' and '.join(sorted(dtypes))}")
     return " · ".join([*facts, f"torch {escape(torch.__version__)}"])
+
+
+def _choice(model: nn.Module | GraphRecord) -> str:
+    """What was chosen for it, and why; "" where nothing was."""
+    choice = None if isinstance(model, GraphRecord) else _groups(model)[0].family.recipe.choice
+    return "" if choice is None else f"<pre>{escape(str(choice))}</pre>"
 
 
 def _step(prediction: Prediction, measured: Mapping[str, float]) -> str:

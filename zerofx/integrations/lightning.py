@@ -48,6 +48,7 @@ from zerofx.integrations.states import (
     pairs,
     unwrapped_optimizer,
 )
+from zerofx.runtime.state.group import groups_of
 
 StateDictType = Literal["full", "sharded"]
 REST = "rest.ckpt"
@@ -103,7 +104,8 @@ class _Zero:
         if any(p.is_meta for p in module.parameters()):
             options.setdefault("device", self.root_device)
         compile_once(module, options)
-        _compile_layers(module, options)
+        chosen: Options = groups_of(module)[0].family.recipe.options
+        _compile_layers(module, Backend(chosen), {name: options[name] for name in OF_COMPILE if name in options})
         return module
 
     def _save_shards(self, folder: Path, modules: list[nn.Module], optimizers: list[Any]) -> None:
@@ -118,16 +120,14 @@ class _Zero:
             load(found, module, optimizer, rng=False)
 
 
-def _compile_layers(module: nn.Module, options: Mapping[str, Any]) -> None:
+def _compile_layers(module: nn.Module, backend: Backend, of_compile: Mapping[str, Any]) -> None:
     """Compile each layer of ``module`` by itself, too: for calls that do not come from its ``forward``.
 
     A compiled call inside of a compiled call is traced with that one, so nothing is compiled twice for it.
     """
-    of_compile = {name: options[name] for name in OF_COMPILE if name in options}
-    backend = Backend(Options.of({name: value for name, value in options.items() if name not in OF_COMPILE}))
     for layer in module.children():
         if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
-            _compile_layers(layer, options)
+            _compile_layers(layer, backend, of_compile)
         elif next(layer.parameters(), None) is not None:
             compile_module(layer, backend=backend, **of_compile)
 

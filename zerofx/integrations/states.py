@@ -21,12 +21,15 @@ from torch import nn
 from zerofx.checkpoint.export import gathered_value
 from zerofx.checkpoint.nested import mapped
 from zerofx.compiler.api import compile, no_sync
-from zerofx.compiler.options import Options
+from zerofx.compiler.auto import check_open
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
 OF_COMPILE = ("dynamic", "fullgraph")
 """Options of ``zerofx.compile`` that are ``torch.compile``'s."""
+
+BATCH = "batch"
+"""The option by which others are chosen."""
 
 
 def checked_options(options: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def checked_options(options: Mapping[str, Any] | None, where: str) -> dict[str, 
         raise ValueError(f"{where}={options!r}: expected a dictionary of zerofx.compile's options, such as stage=3.")
     given = dict(options or {})
     try:
-        Options.of({name: value for name, value in given.items() if name not in OF_COMPILE})
+        check_open({name: value for name, value in given.items() if name not in (*OF_COMPILE, BATCH)}, given.get(BATCH))
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from e
     return given

@@ -11,8 +11,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
+
+from zerofx.model.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         if isinstance(self.nbytes, bool) or not isinstance(self.nbytes, int) or self.nbytes <= 0:
-            raise ValueError(f"memory={self.nbytes!r}: expected a number of bytes above 0, or a zerofx.Memory.")
+            said = 'a number of bytes above 0, a text such as "80GB", or a zerofx.Memory'
+            raise ValueError(f"memory={self.nbytes!r}: expected {said}.")
         if not (isinstance(self.moments, (int, float)) and self.moments >= 0):
             raise ValueError(f"Memory(moments={self.moments!r}): expected a number from 0 on: 2 for Adam.")
         if not (isinstance(self.micro_batches, int) and self.micro_batches >= 1):
@@ -49,5 +53,12 @@ class Memory:
 
     @staticmethod
     def of(given: Any) -> Memory | None:
-        """A number of bytes means a `Memory` of so many."""
+        """A number of bytes, or a text such as ``"80GB"``, means a `Memory` of so many.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                given = int(parse_bytes(given))
         return given if given is None or isinstance(given, Memory) else Memory(given)

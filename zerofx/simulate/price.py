@@ -18,7 +18,7 @@ import torch
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes.context import Context
-from zerofx.runtime.state.account import Terms, of_group
+from zerofx.runtime.state.account import Elements, Terms, of_group, touched
 from zerofx.simulate.asked import ask
 from zerofx.simulate.clock import on_the_clock, ordinary
 from zerofx.simulate.files import Files
@@ -76,6 +76,24 @@ def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> i
         if node.name not in context.parameters and isinstance(value, torch.Tensor):
             inputs[value.untyped_storage()._cdata] = int(value.untyped_storage().nbytes())
     return held + sum(inputs.values())
+
+
+def optimizer_s(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> float:
+    """Seconds of the step of `zerofx.AdamW` behind the backwards: bound by memory, and by the disk where that is known.
+
+    Args:
+        layouts: of the module's groups, as graphs see them.
+    """
+    context, rates = forward.context, memory.rates or ordinary(_device(forward))
+    if (files := Files.of_module(context, layouts)) is not None:
+        through = 0.0 if rates.disk_bytes_per_s is None else (files.read + files.written) / rates.disk_bytes_per_s
+        return float(max(through, files.touched / rates.memory_bytes_per_s))
+    nbytes = 0
+    for layout in (layout for layout in layouts if layout.requires_grad):
+        terms = Terms.of_graphs(context, layout)
+        n = Elements.of(layout, terms)
+        nbytes += touched(layout.dtype.itemsize) * (n.numel if terms.given == "parameters" else n.owned)
+    return float(nbytes / rates.memory_bytes_per_s)
 
 
 def passing(files: Files | None, context: Context) -> int:

@@ -13,12 +13,13 @@ decoders   those that are made here: Llama's family and GPT-2
 predict    what the compiled graphs will take, by `zerofx.simulate`
 calibrate  the rates of this machine and network
 disk       that of a disk
+kept       a file of them
 dry_run    graphs for any number of ranks, on one machine
 =========  =================================================================
 
 ::
 
-    disk ◀── calibrate
+    disk ◀── calibrate ──▶ kept
     plan ──▶ run ──▶ schemes ──▶ speed ──▶ flops
                      schemes ──▶ wires ──▶ cost
 """

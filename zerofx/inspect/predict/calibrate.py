@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zerofx._torch import backend_name
 from zerofx.inspect.predict.disk import seconds_per_byte
+from zerofx.inspect.predict.kept import keep_rates
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.sharing import RankGroup
@@ -36,6 +37,7 @@ def calibrate(
     *,
     replica_group: dist.ProcessGroup | None = None,
     path: str | Path | None = None,
+    keep: bool = False,
 ) -> Rates:
     """The rates of this machine and network; takes about a second, and another for a disk.
 
@@ -49,6 +51,8 @@ def calibrate(
             columns use it. ``process_group`` is that of the second then.
         path: a folder, as for ``offload=``: its disk is timed, while all ranks of ``process_group`` read and write
             there (`zerofx.inspect.predict.disk`). Each takes 64 MB of it meanwhile.
+        keep: write the rates to a file of this user (`zerofx.inspect.predict.kept`), where `zerofx.choose` finds those
+            for as many ranks.
 
     Returns:
         Rates for `zerofx.predict`, the same on every rank.
@@ -74,16 +78,19 @@ def calibrate(
     after = _product(device), _copy(device)
     found = [*map(min, before, after), core_share, disk, *gathers, *between]
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
-    for ranks in (group, replica_group):
-        if ranks is not None and ranks.size() > 1:
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks)
+    for each in (group, replica_group):
+        if each is not None and each.size() > 1:
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=each)
     product, copy, core_share, disk, *times = slowest.tolist()
     rate, latency = _link(times[: len(SIZES)], group)
     rates = Rates(1 / product, 1 / copy, rate, latency, core_share, disk_bytes_per_s=1 / disk if disk else None)
-    if replica_group is None or replica_group.size() == 1:
-        return rates
-    rate, latency = _link(times[len(SIZES) :], replica_group)
-    return replace(rates, replica_bytes_per_s=rate, replica_latency_s=latency)
+    ranks = group.size()
+    if replica_group is not None and replica_group.size() > 1:
+        rate, latency = _link(times[len(SIZES) :], replica_group)
+        rates, ranks = replace(rates, replica_bytes_per_s=rate, replica_latency_s=latency), ranks * replica_group.size()
+    if keep:
+        keep_rates(rates, device.type, ranks)
+    return rates
 
 
 def _link(times: list[float], group: dist.ProcessGroup) -> tuple[float, float]:

@@ -67,6 +67,7 @@ def dry_run(
     backend: str = "gloo",
     device: torch.device | str = "cpu",
     code: bool = False,
+    probe: bool = False,
     architecture: str = "sm_90",
     call: dict[str, Any] | None = None,
     **options: Any,
@@ -83,6 +84,8 @@ def dry_run(
         backend: the communication backend that `zerofx.passes.lower` spells collectives for: "gloo", "nccl".
         device: what the graphs are for. "cuda" needs PyTorch's CUDA build, and no GPU.
         code: have Inductor write its code for them, and read it as `zerofx.compile` does; ``trace.code`` is the text.
+        probe: with ``memory=``, run each kernel of the step once on zeros, for what it takes inside of itself, as
+            `zerofx.compile` does. It takes about the time of a step, and the memory of one kernel's arguments.
         architecture: of the CUDA device that code is written for: "sm_80" (A100), "sm_90" (H100).
         call: keyword arguments that it is called with.
         **options: as they would be given to `zerofx.compile`, ``sharding`` too; no ``mesh``.
@@ -110,6 +113,8 @@ def dry_run(
     if code and checked.executor != "inductor":
         raise ValueError(f"code=True with executor={checked.executor!r}: that one has no code but the graph itself.")
     device = torch.device(device)
+    if probe and device.type != "cpu":
+        raise ValueError(f"probe=True with device={str(device)!r}: there is no such device to run kernels on.")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
     weights_of(checked.stage, checked.one_copy).check(device)
@@ -133,7 +138,7 @@ def dry_run(
         if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
             check_places(offload, {"world_size": world_size})
         groups = _shard(module, sharing, checked, device, layouts)
-        compile_module(module, backend=Backend(checked, place.pretend, code), dynamic=False, fullgraph=True)
+        compile_module(module, backend=Backend(checked, place.pretend, code, probe), dynamic=False, fullgraph=True)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
         stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call or {}))

@@ -238,7 +238,7 @@ def plan(
     )
     run = Run(layouts, micro_batches, no_sync, wire, filed, speed)
     bare = replace(run, wire=wire if replicas == 1 else None, speed=None)
-    least = None if memory is None else _least(lambda number: bare.in_stage(3, sharing(number)).needed < memory)
+    least = None if memory is None else least_number(lambda number: bare.in_stage(3, sharing(number)).needed < memory)
     if replicas == 1:
         made = [run.in_stage(stage, ranks if stage else ranks.undivided()) for stage in stages]
     else:
@@ -285,8 +285,8 @@ def _schemes(stage: int, sharding: Sharding | None, ranks: int) -> tuple[Shardin
     return tuple(each for each in SCHEMES if ranks > 1 or not each.has_secondary)
 
 
-def _least(fits: Callable[[int], bool]) -> int | None:
-    """The smallest number of ranks that fits, where more ranks never need more."""
+def least_number(fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of ranks that fits, where more ranks never need more; None: not even `MOST_RANKS` do."""
     high = 1
     while not fits(high):
         high *= 2

@@ -84,18 +84,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Name -> Hugging Face configuration; what is not said is transformers' default."""
 
 
-def build(model: str | Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+LOSS_TYPES = {"gpt2": "ForCausalLM"}
+"""Of models whose loss transformers guesses from the class's name, which breaks a graph where the name has none."""
+
+
+def build(model: str | Path, dtype: torch.dtype = torch.bfloat16, *, runs: bool = False) -> nn.Module:
     """The module of ``model`` on the meta device, its parameters in ``dtype``. Nothing is downloaded or allocated.
 
     Args:
         model: a name from `SHAPES`, or the path of a Hugging Face ``config.json`` (or of its folder).
+        runs: with its arithmetic, so by transformers: as it is trained, without a cache of keys and values.
 
     Raises:
         ValueError: no such name or file, or a configuration that transformers does not know.
         ModuleNotFoundError: transformers makes it, and is not installed.
     """
     config = dict(SHAPES.get(str(model)) or _read(Path(model)))
-    if str(model) in SHAPES:
+    if str(model) in SHAPES and not runs:
         with torch.device("meta"):
             module = decoder(config)
         if module is not None:
@@ -116,10 +121,25 @@ def build(model: str | Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         raise ValueError(
             f"{model}: model_type {kind!r} is not known to transformers {transformers.__version__}."
         ) from e
+    if runs:
+        made.use_cache = False
     cls = getattr(transformers, architectures[0], None) if architectures else None
     with torch.device("meta"):
         module = transformers.AutoModel.from_config(made) if cls is None else cls(made)
+    if runs and kind in LOSS_TYPES:
+        module.loss_type = LOSS_TYPES[kind]
     return module.to(dtype)
+
+
+def batch_of(module: nn.Module, samples: int, length: int) -> dict[str, torch.Tensor]:
+    """What a module of transformers is called with in training: ``samples`` of ``length`` tokens, or of one image."""
+    config: Any = module.config
+    if (size := getattr(config, "image_size", None)) is not None:
+        channels = getattr(config, "num_channels", 3)
+        labels = torch.zeros(samples, dtype=torch.int64, device="meta")
+        return {"pixel_values": torch.zeros(samples, channels, size, size, device="meta"), "labels": labels}
+    tokens = torch.zeros(samples, length, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""What there is to choose from for a model, and what each alternative would take.
+
+===========  ==============================================================  ==========================================
+option       alternatives                                                    unless
+===========  ==============================================================  ==========================================
+stage        0, 2 and 3; 1 in the place of 2 where gradients are kept back   it is given, or an option goes with fewer
+             (``Memory.no_sync``)
+sharding     in stage 3 on a mesh of two dimensions, every scheme            it is given
+offload      of a place: nothing; else the optimizer's state; else all that  it is a `zerofx.Offload`, or none is given
+             can be there. The next only where nothing fits without
+the budgets  as ``memory=`` divides them
+===========  ==============================================================  ==========================================
+
+Each is a dry run with ``memory=`` (`zerofx.compiler.division`), on the clock of `zerofx.predict`. Nothing here counts
+bytes or seconds of a step.
+
+Two are not predicted. What takes more than the budget at rest alone cannot fit. And stage 3 is never faster than
+stage 2 where that keeps all that there is: it gathers as much, or more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx._torch import NotOneGraph
+from zerofx.compiler.auto import AUTO
+from zerofx.compiler.choices import TooSmall
+from zerofx.compiler.options import Options
+from zerofx.compiler.records import GraphRecord
+from zerofx.inspect.choose.choice import Alternative
+from zerofx.inspect.predict.dry_run import dry_run
+from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.ignored import ignored_in
+from zerofx.model.memory import Memory
+from zerofx.model.offload import Offload
+from zerofx.model.sharding import SCHEMES
+from zerofx.model.units import format_bytes
+from zerofx.runtime.ranks.sharing import OneGroup
+from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
+
+NEAR = 1.5
+"""What takes up to so many times the budget at rest is predicted, to say what more memory would buy."""
+
+OF_PROCESSES = ("mesh", "reduce_group", "init", "init_sync", "device", "timeout", "progress")
+"""Options that say where and how ranks run: they change neither bytes nor seconds."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """For what there is to choose.
+
+    Attributes:
+        args, call: what the module is called with.
+        world_size: ranks; or replicas, and ranks of each.
+        memory: with rates.
+        backend, device: what graphs are for.
+        probe: whether kernels may be run.
+        given: options as the user gave them.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    call: dict[str, Any]
+    world_size: int | tuple[int, int]
+    memory: Memory
+    backend: str
+    device: torch.device
+    probe: bool
+    given: dict[str, Any]
+
+    @property
+    def ranks(self) -> str:
+        """How many there are, in words."""
+        if isinstance(self.world_size, tuple):
+            return f"{self.world_size[0]} replicas of {self.world_size[1]} ranks"
+        return f"{self.world_size} ranks"
+
+    def alternatives(self) -> list[Alternative]:
+        """All of them, in the order in which they were predicted.
+
+        Raises:
+            ValueError: the options go with no stage; or the module is several graphs.
+        """
+        found: list[Alternative] = []
+        for offload in self._offloads():
+            for options in self._candidates(offload):
+                found.append(self._predicted_beside(options, found))
+            if any(each.division is not None for each in found):
+                break
+        if all(each.impossible for each in found):
+            raise ValueError(found[0].why)
+        return found
+
+    def _offloads(self) -> Iterator[dict[str, Any]]:
+        """What is offloaded: each is for where nothing fits with those before it."""
+        place = self.given.get("offload")
+        if not isinstance(place, (str, Path)):
+            yield {} if place is None else {"offload": place}
+            return
+        yield {"offload": None}
+        yield {"offload": Offload(place)}
+        if place != "cpu":
+            yield {"offload": Offload(place, place, place, activations=place)}
+
+    def _candidates(self, offload: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Options of one alternative each."""
+        stage = self.given.get("stage", AUTO)
+        middle = 1 if self.memory.no_sync else 2
+        for each in (middle, 0, 3) if stage == AUTO else (stage,):
+            several = each == 3 and isinstance(self.world_size, tuple) and self.given.get("sharding") is None
+            for scheme in SCHEMES if several else (None,):
+                yield {"stage": each, **({} if scheme is None else {"sharding": scheme}), **offload}
+
+    def _predicted_beside(self, options: dict[str, Any], others: list[Alternative]) -> Alternative:
+        """An alternative; not predicted if it cannot be better than ``others``."""
+        for other in others:
+            if options["stage"] == 3 and other.stage in (1, 2) and other.keeps_all and "sharding" not in options:
+                return Alternative(options, why=f"no faster than stage {other.stage}, which keeps all that it needs")
+        try:
+            held = self.at_rest(options, self.world_size)
+        except ValueError as e:
+            return Alternative(options, why=str(e), impossible=True)
+        rest = 0 if held is None else held.weights + held.moments
+        if rest > NEAR * self.memory.nbytes:
+            return Alternative(options, why=f"needs more than {format_bytes(rest)} at rest alone")
+        return self.predicted(options)
+
+    def predicted(self, options: dict[str, Any], **changed: Any) -> Alternative:
+        """What an alternative takes; ``changed``: fields of this question that are other for it."""
+        asked = replace(self, **changed)
+        try:
+            record = asked._dry_run(options)
+        except NotOneGraph as e:
+            raise ValueError(
+                f"{type(self.module).__name__} is not one graph, and what it takes is not known before it runs: give "
+                f"stage= a number, and leave batch= out. Dynamo says: {str(e).splitlines()[0]}"
+            ) from e
+        except Exception as e:
+            if (too_small := _in_chain(e)) is not None:
+                return Alternative(options, offers=too_small.offers)
+            if not isinstance(e, ValueError):
+                raise
+            return Alternative(options, why=str(e), impossible=True)
+        assert record.forward is not None
+        activations, division = record.forward.activations, record.forward.division
+        saved, whole = (activations.saved_bytes, activations.whole_bytes) if activations is not None else (0, 0)
+        assert division is not None
+        return Alternative(options, division, division.offers, saved, whole)
+
+    def _dry_run(self, options: dict[str, Any]) -> GraphRecord:
+        given = {name: value for name, value in self.given.items() if name not in OF_PROCESSES}
+        given |= {"offload": None, **options, "memory": self.memory, "progress": False}
+        where: Any = {"world_size": self.world_size, "backend": self.backend, "device": self.device}
+        return dry_run(self.module, *self.args, call=self.call, probe=self.probe, **where, **given)
+
+    def at_rest(self, options: dict[str, Any], world_size: int | tuple[int, int]) -> Account | None:
+        """What a rank holds between backward and the optimizer's step; None where no layout alone says that.
+
+        Raises:
+            ValueError: options that do not go together.
+        """
+        given = {name: value for name, value in self.given.items() if name not in (*OF_PROCESSES, "memory")}
+        checked = Options.of({k: v for k, v in {**given, "offload": None, **options}.items() if k != "sharding"})
+        plain = all(type(p) is nn.Parameter for p in self.module.parameters())
+        if isinstance(world_size, tuple) or checked.offload is not None or not plain or checked.one_copy:
+            return None
+        sharing = OneGroup.pretended(world_size, self.backend)
+        sharing = sharing if checked.stage else sharing.undivided()  # type: ignore[assignment]
+        how: Any = {"backend": self.backend, "code_block": checked.code_block}
+        how |= {"mixed_precision": checked.mixed_precision, "ignored": ignored_in(self.module, checked.ignored)}
+        held = Account()
+        for layout, _ in plan_groups(self.module, sharing.optimizer.size, Grouping.of(checked.groups), **how):
+            state = (0, self.memory.moments * layout.dtype.itemsize)
+            shared = sharing, sharing.weights.size, sharing.copies
+            terms = Terms.of(checked.stage, layout, checked.wire, *shared, optimizer=state)
+            held += at_rest(Elements.of(layout, terms), terms, trained=layout.requires_grad)
+        return held
+
+
+def _in_chain(error: BaseException | None) -> TooSmall | None:
+    """What Dynamo has wrapped."""
+    while error is not None and not isinstance(error, TooSmall):
+        error = error.__cause__ or error.__context__
+    return error
