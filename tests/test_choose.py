@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import html
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from tests.integrations.launched import as_torchrun_would
 from tests.slow import quick_if
 from tests.test_memory import PLENTY, Small, built, data, division, trained
 from tests.workers import Workers
@@ -21,6 +24,7 @@ from zerofx.inspect.choose.choice import Alternative, best_first
 from zerofx.inspect.predict.kept import keep_rates, kept_rates
 from zerofx.integrations.states import checked_options
 from zerofx.model.sharding import SCHEMES
+from zerofx.runtime.state.group import groups_of
 
 RATES = zerofx.Rates(5e10, 1e10, 1e9, 1e-4, disk_bytes_per_s=1e9)
 HOW: dict[str, Any] = {"executor": "eager", "groups": zerofx.Grouping(min_bytes=0)}
@@ -256,3 +260,42 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(workers2: Workers) -> N
     one, other = workers2.run(chosen_by_a_larger_batch, tight(0, 1) + 4096)
     assert one.startswith("RuntimeError: rank 1 cannot choose for this Small: memory=")
     assert other.startswith("ValueError: memory=") and "is too small for Small on 2 ranks" in other
+
+
+def test_a_report_has_the_choice_and_a_copy_keeps_it(fake_world: Any, tmp_path: Path) -> None:
+    fake_world(2)
+    x, y = data()
+    net = zerofx.compile(Small(1), memory=PLENTY, batch={"x": x, "y": y}, stage="auto", **HOW)
+    net(x, y).backward()
+    page = zerofx.report(net, tmp_path / "page.html").read_text()
+    assert html.escape(str(zerofx.explain(net))) in page
+    assert str(zerofx.explain(copy.deepcopy(net))) == str(zerofx.explain(net))
+
+
+def test_a_strategy_of_lightning_compiles_layers_by_what_was_chosen_for_the_module(fake_world: Any) -> None:
+    lightning = pytest.importorskip("zerofx.integrations.lightning", exc_type=ImportError)
+    fake_world(2)
+    x, y = data()
+    strategy = lightning.FabricStrategy(zerofx={"memory": PLENTY, "batch": (x, y), **HOW})
+    net = strategy._compile(Small(1))
+    stage = zerofx.explain(net).chosen.stage
+    assert groups_of(net)[0].family.stage == stage
+    assert net.tokens(x).shape == (*x.shape, 32) and net(x, y).dim() == 0
+    assert {record.forward.context.stage for record in zerofx.graphs(net) if record.forward} == {stage}
+
+
+def prepared(nbytes: int) -> tuple[int, str]:
+    from zerofx.integrations.accelerate import Accelerator
+
+    x, y = data()
+    with as_torchrun_would():
+        options = {"memory": nbytes, "batch": (x, y), **HOW}
+        net = Accelerator(cpu=True, zerofx=options).prepare(Small(1))
+        net(x, y).backward()
+    return groups_of(net)[0].family.stage, str(zerofx.explain(net))
+
+
+def test_accelerate_passes_it_through(workers2: Workers) -> None:
+    pytest.importorskip("accelerate")
+    one, other = workers2.run(prepared, PLENTY, timeout=200)
+    assert one == other and one[1].startswith(f"stage {one[0]} for Small on 2 ranks within 1.0 GB")

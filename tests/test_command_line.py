@@ -173,3 +173,17 @@ def test_bytes_have_decimal_and_binary_units() -> None:
             parse_bytes(text)
     with pytest.raises(SystemExit):
         main(["plan", "--model", "gpt2", "--world-size", "2", "--gpu-memory", "much"])
+
+
+def test_choose_says_how_to_train_a_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = f"choose {tmp_path} --gpus 8 --batch 2 --sequence-length 32 --bandwidth 50GB --memory"
+    assert main([*command.split(), "1GB"]) == 0
+    said = capsys.readouterr().out
+    assert "for LlamaForCausalLM on 8 ranks within 1.0 GB" in said
+    assert "rates      of an ordinary GPU, where they are not given" in said
+    assert main("choose nobody --gpus 8 --memory 1GB".split()) == 2
+    assert "python -m zerofx choose: 'nobody': no such file" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 ============  ==================================================================
 api           the calls that a user makes
 options       their options, checked
+auto          options that are left open, and who chooses them
 checks        what is checked before a module is sharded
 apart         DTensors on other dimensions: this rank's part of each is what is sharded
 subclasses    frozen tensor subclasses: the tensors inside of them are what is sharded

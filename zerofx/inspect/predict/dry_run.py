@@ -112,11 +112,7 @@ def dry_run(
         raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
     if code and checked.executor != "inductor":
         raise ValueError(f"code=True with executor={checked.executor!r}: that one has no code but the graph itself.")
-    device = torch.device(device)
-    if probe and device.type != "cpu":
-        raise ValueError(f"probe=True with device={str(device)!r}: there is no such device to run kernels on.")
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture={architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
+    device = _checked_device(device, architecture, probe)
     weights_of(checked.stage, checked.one_copy).check(device)
     sharing = pretended(replicas, ranks, backend, sharding, two_hops=checked.two_hops)
     sharing = sharing if checked.stage else sharing.undivided()
@@ -146,6 +142,15 @@ def dry_run(
             module(*args, **kwargs)
     (record,) = records_of(groups)
     return record
+
+
+def _checked_device(device: torch.device | str, architecture: str, probe: bool) -> torch.device:
+    device = torch.device(device)
+    if probe and device.type != "cpu":
+        raise ValueError(f"probe=True with device={str(device)!r}: there is no such device to run kernels on.")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
+    return device
 
 
 @contextlib.contextmanager
