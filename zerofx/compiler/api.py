@@ -22,12 +22,7 @@ from zerofx.runtime.state.group import ShardGroup, groups_of
 
 
 def compile(
-    module: nn.Module,
-    *,
-    dynamic: bool | None = None,
-    fullgraph: bool = False,
-    batch: Any = None,
-    **options: Any,
+    module: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, batch: Any = None, **options: Any
 ) -> nn.Module:
     """Shard ``module`` in place and compile it; returns the same object.
 
@@ -46,11 +41,8 @@ def compile(
     Raises:
         ValueError, RuntimeError: bad options, or a module that cannot be sharded. Nothing has changed then.
     """
-    choice = None
-    if is_open(options, batch):
-        choice = chosen(module, options, batch)
-        options = choice.options
-    checked = Options.of(options)
+    choice = chosen(module, options, batch) if is_open(options, batch) else None
+    checked = Options.of(options if choice is None else choice.options)
     if fullgraph and checked.leaf_modules is not None:
         raise ValueError("fullgraph=True with leaf_modules: leaf modules run outside of any graph. Leave one out.")
     groups = shard_module(module, checked)
