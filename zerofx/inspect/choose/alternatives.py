@@ -115,7 +115,14 @@ class Question:
         for each in (middle, 0, 3) if stage == AUTO else (stage,):
             several = each == 3 and isinstance(self.world_size, tuple) and self.given.get("sharding") is None
             for scheme in SCHEMES if several else (None,):
-                yield {"stage": each, **({} if scheme is None else {"sharding": scheme}), **offload}
+                options = {"stage": each, **({} if scheme is None else {"sharding": scheme}), **offload}
+                if (
+                    each != 3
+                    and self.given.get("offload") is not (place := offload.get("offload"))
+                    and place is not None
+                ):
+                    options["offload"] = replace(place, weights=None)  # they are whole there
+                yield options
 
     def _predicted_beside(self, options: dict[str, Any], others: list[Alternative]) -> Alternative:
         """An alternative; not predicted if it cannot be better than ``others``."""
@@ -147,10 +154,14 @@ class Question:
             if not isinstance(e, ValueError):
                 raise
             return Alternative(options, why=str(e), impossible=True)
-        assert record.forward is not None
-        activations, division = record.forward.activations, record.forward.division
-        saved, whole = (activations.saved_bytes, activations.whole_bytes) if activations is not None else (0, 0)
-        assert division is not None
+        activations = None if record.forward is None else record.forward.activations
+        division = None if record.forward is None else record.forward.division
+        if activations is None or division is None:
+            raise ValueError(
+                f"{type(self.module).__name__} leaves nothing for a backward: no parameter that is trained takes part "
+                "in what it returns, and there is no step to choose for. Give stage= a number, and leave batch= out."
+            )
+        saved, whole = activations.saved_bytes, activations.whole_bytes
         return Alternative(options, division, division.offers, saved, whole)
 
     def _dry_run(self, options: dict[str, Any]) -> GraphRecord:

@@ -39,6 +39,8 @@ def refuse(question: Question, alternatives: list[Alternative]) -> NoReturn:
     if not predicted:
         possible = [each for each in alternatives if not each.impossible]
         predicted = [question.predicted(max(possible, key=lambda each: each.stage).options)]
+    if not all(each.offers for each in predicted):
+        raise ValueError(predicted[0].why)
     best = min(predicted, key=lambda each: each.offers[0].needs)
     least = best.offers[0]
     ways = [f"memory={least.needs:,}"]
