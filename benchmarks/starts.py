@@ -70,6 +70,7 @@ def alone(model: GPT) -> nn.Module:
 CONTENDERS: dict[str, Callable[[GPT], nn.Module]] = {
     "zerofx": zerofx(3),
     "zerofx-0": zerofx(0),
+    "zerofx-regional": zerofx(3, executor="regional"),
     "zerofx-eager": zerofx(3, executor="eager"),
     "fsdp2": fsdp2,
     "ddp": ddp,

@@ -235,6 +235,18 @@ def written_by(node: Node) -> list[Node]:
     return written
 
 
+def draws(node: Node) -> bool:
+    """Whether an operator draws random numbers, by the device's generator."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0)
+    return True
+
+
 def last_use(node: Node, order: dict[Node, int]) -> Node | None:
     """The last node that reads ``node``'s memory, itself or through a view; None where it leaves the graph."""
     if escapes(node):

@@ -19,10 +19,9 @@ draws nothing.
 
 from __future__ import annotations
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from zerofx._torch import OpOverload, must_save, saving_is_decided
+from zerofx._torch import must_save, saving_is_decided
 from zerofx.passes import edit
 
 
@@ -31,18 +30,7 @@ def save_random(gm: GraphModule) -> int:
     late = edit.behind_tangents(gm.graph)
     marked = 0
     for node in gm.graph.nodes:
-        if node not in late and _draws(node) and not saving_is_decided(node):
+        if node not in late and edit.draws(node) and not saving_is_decided(node):
             must_save(node)
             marked += 1
     return marked
-
-
-def _draws(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0)
-    return True

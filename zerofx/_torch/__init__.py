@@ -113,13 +113,16 @@ from zerofx._torch.higher_order import (
     is_region,
 )
 from zerofx._torch.inductor import (
+    box,
     boxed,
     compile_with_inductor,
     generate_code,
+    generate_region,
     inductor_config,
     pin_order,
     pinned,
     source_code,
+    symbols_of,
     taken_apart,
     write_code,
 )

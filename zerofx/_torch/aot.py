@@ -149,6 +149,14 @@ def forget_output_strides(gm: GraphModule, positions: Sequence[int]) -> None:
                 strides[position] = None
 
 
+def strides_unreported() -> contextlib.AbstractContextManager[Any]:
+    """What is compiled, or loaded, inside is no whole graph: AOTAutograd hears nothing of it (2.11, 2.13, 2.15)."""
+    from torch._guards import TracingContext
+
+    inside = TracingContext.try_get() is not None
+    return TracingContext.report_output_strides() if inside else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def donated_inputs(places: Mapping[int, int]) -> Iterator[list[int]]:
     """While code is generated inside: where inputs are now that a backward may write over (2.11, 2.13, 2.15).

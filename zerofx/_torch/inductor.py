@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx._torch.aot import strides_unreported
 from zerofx._torch.code_cache import drop_cut_off
 from zerofx._torch.tensors import pytree
 from zerofx._torch.warm import users_tag
@@ -114,6 +115,39 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
     _forget_lost_outputs(gm)
     with inductor_config(), dependences_kept(), sent_kept(), products_in_packs(), operands_of_branches():
         return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
+
+
+def generate_region(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    """Inductor's code for a region of a rewritten graph; returns a boxed callable (2.11, 2.13, 2.15).
+
+    Its outputs have the strides that they were traced with: who reads them counts on it. It writes to no input, and
+    AOTAutograd is not told of its outputs' strides, for they are not the graph's.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = gm.graph.output_node()
+    values: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(values)))
+    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in values]
+    how = {**kwargs, "static_input_idxs": (), "is_backward": False}
+    with inductor_config(), products_in_packs(), strides_unreported():
+        return compile_fx_inner(gm, example_inputs, **how)
+
+
+def box(*values: Any) -> list[Any]:
+    """A list of ``values``, for a boxed function to empty."""
+    return list(values)
+
+
+def symbols_of(value: Any) -> set[Any]:
+    """The symbols in a fake value's sizes (2.11, 2.13, 2.15)."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    found: set[Any] = set()
+    for each in pytree.tree_leaves(value):
+        if isinstance(each, (torch.Tensor, torch.SymInt)):
+            found |= free_symbols(each)
+    return found
 
 
 def _forget_lost_outputs(gm: GraphModule) -> None:

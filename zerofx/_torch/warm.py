@@ -14,9 +14,12 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch.fx import GraphModule
+
+from zerofx._torch.aot import strides_unreported
 
 Load = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 """Binds what was written with some code, and that code, to this process."""
@@ -122,17 +125,19 @@ def _entries() -> Any:
             if isinstance(self.code, CompiledFxGraph):
                 self.code = copy.copy(self.code)
                 self.code.prepare_for_serialization()
-            elif (gm := getattr(self.code, "graph_module", None)) is not None and not gm.state_dict() | gm._modules:
-                self.code = _text_of(gm)
+            elif (gm := getattr(self.code, "graph_module", None)) is not None and not gm.state_dict():
+                self.code = _text_of(gm), {name: _prepared(region) for name, region in gm.named_children()}
             else:
                 raise BypassAOTAutogradCache("zerofx: code with constants, or none of Inductor's")
 
         def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
-            if isinstance(self.code, str):
-                code = _function_of(self.code)
+            if isinstance(self.code, tuple):
+                text, regions = self.code
+                how = {**graph_kwargs, "static_input_idxs": ()}
+                with strides_unreported():
+                    code = _function_of(text, {name: loaded(region, (), how) for name, region in regions.items()})
             else:
-                loadable = BundledOutputCodeLoadable(self.code)
-                code = loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
+                code = loaded(self.code, example_inputs, graph_kwargs)
             self.run = _LOAD.get()(self.lowered, code)
 
         def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -140,6 +145,10 @@ def _entries() -> Any:
 
         def __reduce__(self) -> Any:
             return _entry, (self.lowered, self.code)
+
+    def loaded(code: Any, example_inputs: Any, graph_kwargs: Any) -> Callable:
+        loadable = BundledOutputCodeLoadable(code)
+        return loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
 
     theirs = AOTAutogradCache.make_entry
 
@@ -170,9 +179,21 @@ def _text_of(gm: GraphModule) -> str:
     return f"{_format_import_block(code.globals, sys_importer)}\n{code.src}"
 
 
-def _function_of(text: str) -> Callable[[list[Any]], Any]:
-    """The boxed function that `_text_of` wrote (2.11, 2.13, 2.15)."""
+def _prepared(region: Any) -> Any:
+    """The code of a module that calls it, to be written (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if not isinstance(code := getattr(region, "code", None), CompiledFxGraph):
+        raise BypassAOTAutogradCache("zerofx: a graph that calls others, or code that is none of Inductor's")
+    code = copy.copy(code)
+    code.prepare_for_serialization()
+    return code
+
+
+def _function_of(text: str, regions: dict[str, Callable]) -> Callable[[list[Any]], Any]:
+    """The boxed function that `_text_of` wrote, and what it calls by name (2.11, 2.13, 2.15)."""
     from torch.fx.graph_module import _forward_from_src
 
     function = _forward_from_src(text, {})
-    return lambda args: function(None, args)
+    return lambda args: function(SimpleNamespace(**regions), args)

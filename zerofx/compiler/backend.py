@@ -104,7 +104,7 @@ class Backend:
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe)
-        pair = Pair(unit, self.options.executor)
+        pair = Pair(unit, "inductor" if self.options.executor == "inductor" else "eager")
         cut, compilers = Cut(pair), Compilers(pair)
         if self.options.memory is not None:
             given = [x for i, x in enumerate(example_inputs) if i not in unit.sharded]

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -21,15 +22,16 @@ from zerofx.compiler.observed import groups_of, log_compiled
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.progress import Progress, progress_of
 from zerofx.compiler.records import Trace, count, remember
+from zerofx.compiler.regional import cut_into_regions, takes
 from zerofx.compiler.rewriting import copy_graph, examples_of, fixed_inputs, replaced_inputs, replaced_outputs
 from zerofx.compiler.runners import BackwardCode, backward_runner
 from zerofx.compiler.shadow import shadow_of
 from zerofx.compiler.unit import Executed
 from zerofx.compiler.written import check_unwritten
 from zerofx.passes import edit
-from zerofx.passes.context import Context, Phase, Sync
+from zerofx.passes.context import Context, Executor, Phase, Sync
 from zerofx.passes.kinds import NODE_KINDS
-from zerofx.passes.proof.code import Promise
+from zerofx.passes.proof.code import Promise, check_region
 from zerofx.runtime.ranks.agree import Schedule, fingerprint
 from zerofx.runtime.ranks.watch import watch_of, watch_together
 from zerofx.runtime.ranks.watched import watched_beside
@@ -74,8 +76,12 @@ class Compilers:
         elif kwargs.get("is_inference"):
             phase = "inference"
 
+        executor = self._executor(gm)
+
         def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
             how = {**kwargs, "static_input_idxs": static}
+            if self.unit.pretend is None and executor == "eager":
+                return _torch.boxed(cut_into_regions(gm, self.pair.own_kinds, partial(_region, kwargs)))
             if self.unit.pretend is None:
                 return _torch.generate_code(gm, inputs, **how)
             run = self.unit.pretend(gm, inputs, static)
@@ -85,6 +91,11 @@ class Compilers:
 
         static = kwargs.get("static_input_idxs") or ()
         return self._compile(gm, example_inputs, phase, generate, static)
+
+    def _executor(self, gm: GraphModule) -> Executor:
+        """What the passes make a graph ready for: regions run inside of a graph that runs as it reads."""
+        regional = self.unit.options.executor == "regional"
+        return "inductor" if regional and not takes(gm) else self.pair.executor
 
     def forward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         """The eager executor's forward."""
@@ -112,6 +123,7 @@ class Compilers:
             return self._compile_backward(gm, example_inputs, execute, static)
         check_unwritten(gm, self.pair)
         ctx = self.pair.context(gm, phase)
+        ctx.executor = self._executor(gm)
         compiled, common, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
         setattr(self.record, phase, trace)
         saved, left = dict(ctx.found.saved_parameters), self.pair.handover.kept_gathered
@@ -178,6 +190,7 @@ class Compilers:
         static: Sequence[int],
     ) -> BackwardCode:
         ctx = self.pair.context(gm, "backward", sync, steps)
+        ctx.executor = self._executor(gm)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         n_outputs = len(edit.output_values(gm.graph))
         compiled, common, trace = self._rewrite(gm, ctx, example_inputs, execute, static)
@@ -239,7 +252,8 @@ class Compilers:
         theirs = {i: k for k, i in enumerate(kept) if placeholders[i].name not in replaced}
         moved = replaced_outputs(trace.before, gm) if ctx.phase == "forward" else []
         _torch.forget_output_strides(gm, moved)
-        coded = self.unit.options.executor == "inductor" and (self.unit.pretend is None or self.unit.code)
+        trace.regional = self.unit.fuses and ctx.executor == "eager"
+        coded = ctx.executor == "inductor" and (self.unit.pretend is None or self.unit.code)
         promise = Promise.of(gm, ctx) if coded else None
         progress.at("code for the executor")
         with _torch.donated_inputs(theirs if self.donates else {}) as donated:
@@ -261,7 +275,7 @@ class Compilers:
             "schedules": schedules,
             "published": tuple(ctx.found.published),
             "carries": _carries(gm),
-            "donates": bool(donated) and self.unit.fuses and ctx.phase == "backward",
+            "donates": bool(donated) and ctx.executor == "inductor" and ctx.phase == "backward",
             "elsewhere": ctx.elsewhere,
             "fingerprint": what,
             "text": trace.code,
@@ -284,6 +298,14 @@ class Compilers:
         refs = self.forward_lowered.saved.values() if self.forward_lowered is not None else ()
         saved = [self.unit.groups[ref.layout].parameter(ref.slot) for ref in refs]
         return [parameter for parameter in saved if isinstance(parameter, ShardedParameter)]
+
+
+def _region(how: dict[str, Any], gm: GraphModule, inputs: list[Any], first: Node) -> Callable:
+    """The code of one region, which has been checked."""
+    code = _torch.generate_region(gm, inputs, **how)
+    if (text := _torch.source_code(code)) is not None:
+        check_region(text, first)
+    return code
 
 
 def _unrun(args: list[Any]) -> Any:

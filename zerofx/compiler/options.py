@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,11 @@ from zerofx.model.rules import Rule
 from zerofx.model.sharding import Sharding
 from zerofx.model.wire import Wire
 from zerofx.passes import pipeline
-from zerofx.passes.context import Buckets, Executor
+from zerofx.passes.context import Buckets
 from zerofx.passes.own import Pass, nearest
 from zerofx.runtime.eager.leaf import check_rules
 
-EXECUTORS = ("inductor", "eager")
+EXECUTORS = ("inductor", "regional", "eager")
 BUCKETS = ("group", "parameter", "all")
 
 RETIRED = {
@@ -70,7 +70,8 @@ class Options:
     Attributes:
         stage: what is sharded. 0: nothing (plain data parallelism), 1: optimizer state, 2: gradients too, 3: parameters
             too. 1 and 2 differ only in what a rank keeps while it accumulates (docs/stages.md).
-        executor: "inductor" generates code; "eager" runs the rewritten graph as it reads.
+        executor: "inductor" generates code for the whole graph; "regional" for its regions, equal ones once
+            (docs/start-up.md); "eager" runs the rewritten graph as it reads.
         memory_budget: stage 3, the most bytes of gathered weights that a rank holds at any time. First, each gather
             starts two groups ahead. What is left of the budget keeps the last groups gathered from forward to backward.
             The rest starts gathers earlier. None: what two groups ahead take, and a quarter of the largest group.
@@ -123,7 +124,7 @@ class Options:
     """
 
     stage: int = 3
-    executor: Executor = "inductor"
+    executor: Literal["inductor", "regional", "eager"] = "inductor"
     memory_budget: float | None = None
     activation_budget: float | None = None
     partition_activations: DeviceMesh | dist.ProcessGroup | str | None = None

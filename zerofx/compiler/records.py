@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from zerofx.compiler.explain import explain, has_words, purpose
 from zerofx.compiler.listing import difference, python_of
 from zerofx.compiler.printing import format_trace
+from zerofx.compiler.regional import describe
 from zerofx.compiler.rewriting import Rewriting
 from zerofx.runtime.ranks.turns import Shadow
 from zerofx.runtime.state.group import ShardGroup
@@ -55,7 +56,8 @@ class Trace(Rewriting):
         return explain(self, words)
 
     def __str__(self) -> str:
-        return format_trace(self)
+        regions = describe(self.final, self.context.own_kinds) if self.regional else []
+        return "\n".join([format_trace(self), *regions])
 
 
 @dataclass

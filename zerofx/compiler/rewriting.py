@@ -38,6 +38,7 @@ class Rewriting:
         activations: what was saved and recomputed within a budget; None: there is none, or it changes nothing.
         division: how ``memory`` was divided; None: there is no such budget.
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
+        regional: its regions are compiled, and it runs as it reads (`zerofx.compiler.regional`).
         pretended: nothing runs the graph: it is of `zerofx.dry_run`.
     """
 
@@ -52,6 +53,7 @@ class Rewriting:
         self.edits: dict[str, int] = {}
         self.code: str | None = None
         self.pretended = pretended
+        self.regional = False
         self.seconds: dict[str, float] = {"record": time.perf_counter() - start}
 
     @property

@@ -98,7 +98,7 @@ class Unit:
     @property
     def fuses(self) -> bool:
         """Whether the executor fuses pointwise operations."""
-        return self.options.executor == "inductor"
+        return self.options.executor != "eager"
 
     @property
     def share(self) -> float:

@@ -35,12 +35,14 @@ wrapper.py   the wrapper, walked line by line
 promise.py   what the graph asks for
 rules.py     the table above, but for
 carried.py   the rules of what lives elsewhere
+region.py    the rule of a region's code, which has none of that in it
 ===========  ==============================================================
 """
 
 from __future__ import annotations
 
 from zerofx.passes.proof.code.promise import Promise
+from zerofx.passes.proof.code.region import check_region
 from zerofx.passes.proof.code.rules import check_code
 
-__all__ = ["Promise", "check_code"]
+__all__ = ["Promise", "check_code", "check_region"]
