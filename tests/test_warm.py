@@ -116,7 +116,9 @@ def cold_and_warm(folder: str, options: dict[str, Any], how: dict[str, Any]) -> 
     return found
 
 
-EVERY = [{"stage": stage, "executor": executor} for stage in (3, 0, 1, 2) for executor in ("eager", "inductor")]
+EXECUTORS = ("eager", "inductor", "regional")
+EVERY = [{"stage": stage, "executor": executor} for executor in EXECUTORS for stage in (3, 0, 1, 2)]
+QUICK = [{"stage": 3, "executor": "eager"}, {"stage": 3, "executor": "inductor"}, {"stage": 0, "executor": "eager"}]
 MORE: dict[str, dict[str, Any]] = {
     "bfloat16": {"mixed_precision": BF16},
     "wire": {"wire": zerofx.Wire(weights="int8", gradients="int8")},
@@ -138,7 +140,7 @@ def check(workers: Workers, folder: Path, options: dict[str, Any], **how: Any) -
         assert first[1] >= 2 and second[0] >= 2 and second[1] == 0
 
 
-@pytest.mark.parametrize("options", [*EVERY[:3], *map(slow, EVERY[3:])], ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize("options", [x if x in QUICK else slow(x) for x in EVERY], ids=lambda x: "-".join(map(str, x.values())))
 def test_a_second_start_is_served_and_trains_bit_by_bit_as_the_first(
     workers2: Workers, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -195,6 +197,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "groups": {"groups": zerofx.Grouping(min_bytes=1 << 20)},
     "lookups": {"lookups": True},
     "executor": {"executor": "inductor"},
+    "regions": {"executor": "regional"},
     "activation": {"build": lambda: Net(torch.sigmoid)},
 }
 

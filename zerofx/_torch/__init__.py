@@ -113,6 +113,7 @@ from zerofx._torch.higher_order import (
     is_region,
 )
 from zerofx._torch.inductor import (
+    SEEDS,
     box,
     boxed,
     compile_with_inductor,

@@ -134,6 +134,10 @@ def generate_region(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: An
         return compile_fx_inner(gm, example_inputs, **how)
 
 
+SEEDS = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+"""Between which numbers Inductor's code draws seeds: the operator, run as it is, draws others (2.11, 2.13, 2.15)."""
+
+
 def box(*values: Any) -> list[Any]:
     """A list of ``values``, for a boxed function to empty."""
     return list(values)

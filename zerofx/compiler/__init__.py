@@ -25,6 +25,7 @@ unit          what compiles one graph starts from: options, and which inputs are
 pair          what the forward and the backward of one graph share; contexts
 cut           what forward saves, as AOTAutograd cuts a graph in two
 compilers     one graph of a pair: passes, executor, and what runs it
+regional      the executor that compiles equal regions of a graph once
 lowered       what is left of a graph when it is compiled: its code, and what binds that to groups
 warm          a warm start: what an earlier process compiled, from a cache
 rewriting     one graph on its way through the passes

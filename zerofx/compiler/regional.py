@@ -300,7 +300,8 @@ def cut_into_regions(gm: GraphModule, own: Collection[str], compile_region: Comp
         own: the kinds of nodes of a user's passes.
         compile_region: compiles one.
     """
-    cut, graph, root = Cut(gm, own), Graph(), nn.Module()
+    cut, graph = Cut(gm, own), Graph()
+    attributes: dict[str, Any] = {}
     env: dict[Node, Node] = {node: graph.node_copy(node) for node in gm.graph.find_nodes(op="placeholder")}
     names: dict[str, str] = {}
 
@@ -309,8 +310,12 @@ def cut_into_regions(gm: GraphModule, own: Collection[str], compile_region: Comp
         if node not in env:
             args = {x: copied(x) for x in node.all_input_nodes}
             env[node] = graph.node_copy(node, args.__getitem__)
+            if _named(node, ("prims::inductor_seeds",)):  # as Inductor's code draws them: the numbers are the same
+                count, device = node.args
+                env[node].target, env[node].args = torch.ops.aten.randint.low, (*_torch.SEEDS, [count])
+                env[node].kwargs = {"dtype": torch.int64, "device": device}
             if node.op == "get_attr":
-                setattr(root, str(node.target), getattr(gm, str(node.target)))
+                attributes[str(node.target)] = operator.attrgetter(str(node.target))(gm)
         return env[node]
 
     for item in cut.items():
@@ -321,7 +326,7 @@ def cut_into_regions(gm: GraphModule, own: Collection[str], compile_region: Comp
         if item.key not in names:
             names[item.key] = f"region_{len(names)}"
             code = compile_region(item.graph, [x.meta["val"] for x in item.inputs], item.nodes[0])
-            root.add_module(names[item.key], _Boxed(code))
+            attributes[names[item.key]] = _Boxed(code)
         inputs = graph.call_function(_torch.box, tuple(map(copied, item.inputs)))
         results = graph.call_module(names[item.key], (inputs,))
         for i, node in enumerate(item.outputs):
@@ -330,7 +335,7 @@ def cut_into_regions(gm: GraphModule, own: Collection[str], compile_region: Comp
     output = gm.graph.output_node()
     args = {x: copied(x) for x in output.all_input_nodes}
     graph.output(map_arg(output.args[0], args.__getitem__)).meta |= output.meta
-    return GraphModule(root, graph)
+    return GraphModule(attributes, graph)
 
 
 def describe(gm: GraphModule, own: Collection[str]) -> list[str]:
