@@ -140,7 +140,9 @@ def check(workers: Workers, folder: Path, options: dict[str, Any], **how: Any) -
         assert first[1] >= 2 and second[0] >= 2 and second[1] == 0
 
 
-@pytest.mark.parametrize("options", [x if x in QUICK else slow(x) for x in EVERY], ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize(
+    "options", [x if x in QUICK else slow(x) for x in EVERY], ids=lambda x: "-".join(map(str, x.values()))
+)
 def test_a_second_start_is_served_and_trains_bit_by_bit_as_the_first(
     workers2: Workers, tmp_path: Path, options: dict[str, Any]
 ) -> None:

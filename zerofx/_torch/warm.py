@@ -133,9 +133,7 @@ def _entries() -> Any:
         def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
             if isinstance(self.code, tuple):
                 text, regions = self.code
-                how = {**graph_kwargs, "static_input_idxs": ()}
-                with strides_unreported():
-                    code = _function_of(text, {name: loaded(region, (), how) for name, region in regions.items()})
+                code = _function_of(text, {name: loaded_region(each, graph_kwargs) for name, each in regions.items()})
             else:
                 code = loaded(self.code, example_inputs, graph_kwargs)
             self.run = _LOAD.get()(self.lowered, code)
@@ -149,6 +147,10 @@ def _entries() -> Any:
     def loaded(code: Any, example_inputs: Any, graph_kwargs: Any) -> Callable:
         loadable = BundledOutputCodeLoadable(code)
         return loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
+
+    def loaded_region(code: Any, graph_kwargs: Any) -> Callable:
+        with strides_unreported():
+            return loaded(code, (), {**graph_kwargs, "static_input_idxs": ()})
 
     theirs = AOTAutogradCache.make_entry
 
