@@ -98,11 +98,11 @@ class Region:
         return self.kernels >= LEAST or any(_named(node, _DRAWS) for node in self.nodes)
 
     @property
-    def groups(self) -> list[str]:
-        """The groups that it serves, by the tags of what it reads and of its own; else modules of the model."""
+    def group(self) -> str:
+        """The group that it serves first, by the tags of what it reads and of its own; else the module of the model."""
         tagged = (node.meta.get("zerofx") for node in [*self.inputs, *self.nodes])
-        groups = [tag.group for tag in tagged if tag is not None and tag.group]
-        return list(dict.fromkeys(groups or filter(None, map(edit.module_of, self.nodes))))
+        groups = (tag.group for tag in tagged if tag is not None and tag.group)
+        return next(groups, "") or next(filter(None, map(edit.module_of, self.nodes)), "(outside of modules)")
 
 
 @dataclass
@@ -353,7 +353,7 @@ def describe(gm: GraphModule, own: Collection[str]) -> list[str]:
             equal.setdefault(item.key, []).append(item)
     lines = [f"  regions: {len(equal)} compiled, run {sum(map(len, equal.values()))} times"] if equal else []
     for regions in equal.values():
-        names = ["+".join(region.groups[:2]) for region in regions]
+        names = [region.group for region in regions]
         shown = ", ".join(names) if len(names) < _SHOWN else f"{names[0]}, {names[1]}, ... {names[-1]}"
         shared = ", one region, compiled once" if len(regions) > 1 else ""
         lines.append(f"    {shown:40} {regions[0].kernels:4} kernels{shared}")
