@@ -81,7 +81,8 @@ class Compilers:
         def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
             how = {**kwargs, "static_input_idxs": static}
             if self.unit.pretend is None and executor == "eager":
-                return _torch.boxed(cut_into_regions(gm, self.pair.own_kinds, partial(_region, kwargs)))
+                groups = {name: ref.layout.name for name, ref in self.unit.parameters(gm.graph).items()}
+                return _torch.boxed(cut_into_regions(gm, self.pair.own_kinds, groups, partial(_region, kwargs)))
             if self.unit.pretend is None:
                 return _torch.generate_code(gm, inputs, **how)
             run = self.unit.pretend(gm, inputs, static)

@@ -55,8 +55,12 @@ class Trace(Rewriting):
         """Why zerofx's nodes that ``words`` name are there, and stand where they stand: `zerofx.compiler.explain`."""
         return explain(self, words)
 
+    def _regions(self) -> list[str]:
+        groups = {name: ref.layout.name for name, ref in self.context.parameters.items()}
+        return describe(self.final, self.context.own_kinds, groups)
+
     def __str__(self) -> str:
-        regions = describe(self.final, self.context.own_kinds) if self.regional else []
+        regions = self._regions() if self.regional else []
         return "\n".join([format_trace(self), *regions])
 
 

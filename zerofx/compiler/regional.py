@@ -21,7 +21,8 @@ any graph of the eager executor's::
 
 A discard, and a wait for reduced gradients, go behind what is computed up to the next start. So a block is one run. At
 each start no more is gathered, or on its way, than the schedule says. Starts, and all else that does more than compute,
-keep their order. Views of what is outside cost nothing: each region makes its own.
+keep their order. A run ends as well where weights of another group are read: two blocks are two regions even where no
+collective is between them. Views of what is outside cost nothing: each region makes its own.
 
 =====================================  =====================================================================
 stays outside                          since
@@ -38,7 +39,7 @@ runs of less than `LEAST` kernels      there is nothing to fuse
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,7 @@ class Region:
         outputs: of its own, that others read.
         graph: the run as a graph.
         key: what equal regions have in common: operators, arguments, and what inputs look like.
+        group: that it serves, by what it reads and by tags of its own; else the module of the model.
     """
 
     nodes: list[Node]
@@ -86,6 +88,7 @@ class Region:
     outputs: list[Node]
     graph: GraphModule
     key: str
+    group: str
 
     @property
     def kernels(self) -> int:
@@ -97,13 +100,6 @@ class Region:
         """Whether it is worth it, or must be: what Inductor draws, it draws otherwise than PyTorch."""
         return self.kernels >= LEAST or any(_named(node, _DRAWS) for node in self.nodes)
 
-    @property
-    def group(self) -> str:
-        """The group that it serves first, by the tags of what it reads and of its own; else the module of the model."""
-        tagged = (node.meta.get("zerofx") for node in [*self.inputs, *self.nodes])
-        groups = (tag.group for tag in tagged if tag is not None and tag.group)
-        return next(groups, "") or next(filter(None, map(edit.module_of, self.nodes)), "(outside of modules)")
-
 
 @dataclass
 class Cut:
@@ -112,6 +108,7 @@ class Cut:
     Attributes:
         gm: the graph after all passes.
         own: the kinds of nodes of a user's passes.
+        groups: of inputs that are weights, by name: their groups.
         inner: the nodes that regions may have.
         light: nodes that run whenever someone reads what they yield: inputs, constants, sizes, views of what is
             outside.
@@ -119,6 +116,7 @@ class Cut:
 
     gm: GraphModule
     own: Collection[str] = ()
+    groups: Mapping[str, str] = field(default_factory=dict)
     inner: set[Node] = field(default_factory=set)
     light: set[Node] = field(default_factory=set)
 
@@ -161,8 +159,9 @@ class Cut:
     # ---- order -------------------------------------------------------------------------------------------------------
 
     def _runs(self) -> Iterator[Node | list[Node]]:
-        """Outer nodes, and runs of inner ones between them."""
+        """Outer nodes, and runs of inner ones between them, each with weights of one group."""
         run: dict[Node, None] = {}
+        served = ""
         late: dict[Node, None] = {}  # behind the run: discards, waits for gradients, and what reads these
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "output") or (node in self.inner and node.target is operator.getitem):
@@ -170,6 +169,12 @@ class Cut:
             roots = {self._root(x) for x in node.all_input_nodes}
             if node in self.inner:
                 where = run if late.keys().isdisjoint(roots) else late
+                group = next(filter(None, map(self._group, roots)), "") if where is run else ""
+                if group and group != served:
+                    if run:
+                        yield list(run)
+                        run.clear()
+                    served = group
                 where |= dict.fromkeys([node, *(user for user in node.users if user.target is operator.getitem)])
             elif node.target in (discard_storage, release) or edit.is_kind(node, "wait_grad"):
                 late[node] = None
@@ -202,6 +207,13 @@ class Cut:
             node = sources[0]
         return node
 
+    def _group(self, node: Node) -> str:
+        """The group of weights that a node from outside of all regions brings."""
+        if node in self.inner:
+            return ""
+        tag = node.meta.get("zerofx")
+        return self.groups.get(node.name, "") if tag is None else tag.group
+
     # ---- regions -----------------------------------------------------------------------------------------------------
 
     def _region(self, run: list[Node]) -> Region:
@@ -223,7 +235,10 @@ class Cut:
         results = [n for n in run if isinstance(n.meta["val"], torch.Tensor)]
         outputs = [n for n in results if any(user not in inside for user in n.users)]
         graph.output(tuple(env[n] for n in outputs))
-        return Region(run, inputs, outputs, GraphModule({}, graph), _key(graph))
+        tags = (node.meta["zerofx"].group for node in run if "zerofx" in node.meta)
+        names = [*map(self._group, inputs), *tags, *map(edit.module_of, run)]
+        group = next(filter(None, names), "(outside of modules)")
+        return Region(run, inputs, outputs, GraphModule({}, graph), _key(graph), group)
 
     def _inputs(self, run: Iterable[Node], inside: Collection[Node]) -> list[Node]:
         """What a run reads, but for what it makes anew."""
@@ -292,15 +307,17 @@ class _Boxed(nn.Module):
         return self.code(inputs)
 
 
-def cut_into_regions(gm: GraphModule, own: Collection[str], compile_region: Compile) -> GraphModule:
+def cut_into_regions(
+    gm: GraphModule, own: Collection[str], groups: Mapping[str, str], compile_region: Compile
+) -> GraphModule:
     """The outer graph, with each different region compiled once as a module ``region_0``, ``region_1``, and so on.
 
     Args:
         gm: a graph after all passes, as the eager executor gets it. It is not changed.
-        own: the kinds of nodes of a user's passes.
+        own, groups: see `Cut`.
         compile_region: compiles one.
     """
-    cut, graph = Cut(gm, own), Graph()
+    cut, graph = Cut(gm, own, groups), Graph()
     attributes: dict[str, Any] = {}
     env: dict[Node, Node] = {node: graph.node_copy(node) for node in gm.graph.find_nodes(op="placeholder")}
     names: dict[str, str] = {}
@@ -338,7 +355,7 @@ def cut_into_regions(gm: GraphModule, own: Collection[str], compile_region: Comp
     return GraphModule(attributes, graph)
 
 
-def describe(gm: GraphModule, own: Collection[str]) -> list[str]:
+def describe(gm: GraphModule, own: Collection[str], groups: Mapping[str, str]) -> list[str]:
     """A line for each different region of a graph after all passes: what it is for, and how often it runs.
 
     ::
@@ -348,7 +365,7 @@ def describe(gm: GraphModule, own: Collection[str]) -> list[str]:
           blocks.0, blocks.1, blocks.2             26 kernels, one region, compiled once
     """
     equal: dict[str, list[Region]] = {}
-    for item in Cut(gm, own).items():
+    for item in Cut(gm, own, groups).items():
         if isinstance(item, Region) and item.is_compiled:
             equal.setdefault(item.key, []).append(item)
     lines = [f"  regions: {len(equal)} compiled, run {sum(map(len, equal.values()))} times"] if equal else []
