@@ -105,7 +105,6 @@ def _entry(lowered: Any, code: Any) -> Any:
 def _entries() -> Any:
     """The class: Inductor is imported when the first graph is compiled (2.11, 2.13, 2.15)."""
     import torch._functorch.config
-    from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, BypassAOTAutogradCache
     from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
@@ -133,9 +132,9 @@ def _entries() -> Any:
         def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
             if isinstance(self.code, tuple):
                 text, regions = self.code
-                code = _function_of(text, {name: loaded_region(each, graph_kwargs) for name, each in regions.items()})
+                code = _function_of(text, {name: _loaded_region(each, graph_kwargs) for name, each in regions.items()})
             else:
-                code = loaded(self.code, example_inputs, graph_kwargs)
+                code = _loaded(self.code, example_inputs, graph_kwargs)
             self.run = _LOAD.get()(self.lowered, code)
 
         def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -143,14 +142,6 @@ def _entries() -> Any:
 
         def __reduce__(self) -> Any:
             return _entry, (self.lowered, self.code)
-
-    def loaded(code: Any, example_inputs: Any, graph_kwargs: Any) -> Callable:
-        loadable = BundledOutputCodeLoadable(code)
-        return loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
-
-    def loaded_region(code: Any, graph_kwargs: Any) -> Callable:
-        with strides_unreported():
-            return loaded(code, (), {**graph_kwargs, "static_input_idxs": ()})
 
     theirs = AOTAutogradCache.make_entry
 
@@ -179,6 +170,20 @@ def _text_of(gm: GraphModule) -> str:
 
     code = gm.graph.python_code("self")
     return f"{_format_import_block(code.globals, sys_importer)}\n{code.src}"
+
+
+def _loaded(code: Any, example_inputs: Sequence[Any], graph_kwargs: Any) -> Callable:
+    """What was written of a graph's code, to run (2.11, 2.13, 2.15)."""
+    from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
+
+    loadable = BundledOutputCodeLoadable(code)
+    return loadable.post_compile(loadable.load(example_inputs), graph_kwargs)
+
+
+def _loaded_region(code: Any, graph_kwargs: Any) -> Callable:
+    """The same of a region's, which is not the graph's (2.11, 2.13, 2.15)."""
+    with strides_unreported():
+        return _loaded(code, (), {**graph_kwargs, "static_input_idxs": ()})
 
 
 def _prepared(region: Any) -> Any:
