@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -22,7 +21,7 @@ from zerofx.compiler.observed import groups_of, log_compiled
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.progress import Progress, progress_of
 from zerofx.compiler.records import Trace, count, remember
-from zerofx.compiler.regional import cut_into_regions, takes
+from zerofx.compiler.regional import run_regions, takes
 from zerofx.compiler.rewriting import copy_graph, examples_of, fixed_inputs, replaced_inputs, replaced_outputs
 from zerofx.compiler.runners import BackwardCode, backward_runner
 from zerofx.compiler.shadow import shadow_of
@@ -31,7 +30,7 @@ from zerofx.compiler.written import check_unwritten
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Executor, Phase, Sync
 from zerofx.passes.kinds import NODE_KINDS
-from zerofx.passes.proof.code import Promise, check_region
+from zerofx.passes.proof.code import Promise
 from zerofx.runtime.ranks.agree import Schedule, fingerprint
 from zerofx.runtime.ranks.watch import watch_of, watch_together
 from zerofx.runtime.ranks.watched import watched_beside
@@ -76,13 +75,11 @@ class Compilers:
         elif kwargs.get("is_inference"):
             phase = "inference"
 
-        executor = self._executor(gm)
-
         def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
             how = {**kwargs, "static_input_idxs": static}
-            if self.unit.pretend is None and executor == "eager":
+            if self.unit.pretend is None and self._executor(gm) == "eager":
                 groups = {name: ref.layout.name for name, ref in self.unit.parameters(gm.graph).items()}
-                return _torch.boxed(cut_into_regions(gm, self.pair.own_kinds, groups, partial(_region, kwargs)))
+                return run_regions(gm, self.unit.own_kinds, groups, kwargs)
             if self.unit.pretend is None:
                 return _torch.generate_code(gm, inputs, **how)
             run = self.unit.pretend(gm, inputs, static)
@@ -299,14 +296,6 @@ class Compilers:
         refs = self.forward_lowered.saved.values() if self.forward_lowered is not None else ()
         saved = [self.unit.groups[ref.layout].parameter(ref.slot) for ref in refs]
         return [parameter for parameter in saved if isinstance(parameter, ShardedParameter)]
-
-
-def _region(how: dict[str, Any], gm: GraphModule, inputs: list[Any], first: Node) -> Callable:
-    """The code of one region, which has been checked."""
-    code = _torch.generate_region(gm, inputs, **how)
-    if (text := _torch.source_code(code)) is not None:
-        check_region(text, first)
-    return code
 
 
 def _unrun(args: list[Any]) -> Any:

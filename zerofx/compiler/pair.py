@@ -62,11 +62,6 @@ class Pair:
         self.written: dict[str, str] = {}
         self.is_cached = False
 
-    @property
-    def own_kinds(self) -> frozenset[str]:
-        """The kinds of nodes that a user's passes insert: their names."""
-        return frozenset(pass_.name for pass_ in Pass.all_of(self.unit.options.passes))
-
     def trial(self, foreseen: Compared | None, activations: Activations, memory_budget: float | None) -> Pair:
         """Another pair of the same graph, never run, with other choices. No other rank is asked what it has alike."""
         pair = Pair(self.unit, "eager")

@@ -52,6 +52,7 @@ from zerofx import _torch
 from zerofx.passes import edit
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
+from zerofx.passes.proof.code import check_region
 
 LEAST = 2
 """Kernels that a region has at least."""
@@ -353,6 +354,23 @@ def cut_into_regions(
     args = {x: copied(x) for x in output.all_input_nodes}
     graph.output(map_arg(output.args[0], args.__getitem__)).meta |= output.meta
     return GraphModule(attributes, graph)
+
+
+def run_regions(
+    gm: GraphModule, own: Collection[str], groups: Mapping[str, str], how: Mapping[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """The boxed function of a graph, with regions of Inductor's code; ``how``: what Inductor is told.
+
+    ``own``, ``groups``: see `Cut`.
+    """
+
+    def compiled(region: GraphModule, inputs: list[Any], first: Node) -> Callable[[list[Any]], Any]:
+        code = _torch.generate_region(region, inputs, **how)
+        if (text := _torch.source_code(code)) is not None:
+            check_region(text, first)
+        return code
+
+    return _torch.boxed(cut_into_regions(gm, own, groups, compiled))
 
 
 def describe(gm: GraphModule, own: Collection[str], groups: Mapping[str, str]) -> list[str]:

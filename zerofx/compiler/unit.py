@@ -15,6 +15,7 @@ from zerofx.compiler.options import Options
 from zerofx.compiler.progress import wanted
 from zerofx.model.layout import GroupLayout, is_quantized
 from zerofx.passes.context import ParameterRef
+from zerofx.passes.own import Pass
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
@@ -99,6 +100,11 @@ class Unit:
     def fuses(self) -> bool:
         """Whether the executor fuses pointwise operations."""
         return self.options.executor != "eager"
+
+    @property
+    def own_kinds(self) -> frozenset[str]:
+        """The kinds of nodes that a user's passes insert: their names."""
+        return frozenset(pass_.name for pass_ in Pass.all_of(self.options.passes))
 
     @property
     def share(self) -> float:
