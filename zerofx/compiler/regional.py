@@ -67,8 +67,13 @@ Compile = Callable[[GraphModule, list[Any], Node], Callable[[list[Any]], Any]]
 
 
 def takes(gm: GraphModule) -> bool:
-    """Whether a graph can be cut: it calls no other graph (``torch.cond``, a loop), for nothing looks inside."""
-    return not any(isinstance(getattr(gm, n.target, None), GraphModule) for n in gm.graph.find_nodes(op="get_attr"))
+    """Whether a graph can be cut.
+
+    It calls no other graph (``torch.cond``, a loop), for nothing looks inside. And no size is a symbol: a region's code
+    would need all that bring one as inputs, and regions would differ by these.
+    """
+    calls = any(isinstance(getattr(gm, n.target, None), GraphModule) for n in gm.graph.find_nodes(op="get_attr"))
+    return not calls and not any(_torch.symbols_of(n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder"))
 
 
 @dataclass
@@ -259,10 +264,6 @@ class Cut:
         for node in run:
             for x in node.all_input_nodes:
                 read(x)
-        symbols = {str(symbol) for node in inside for symbol in _torch.symbols_of(node.meta.get("val"))}
-        if symbols:  # code knows sizes by the inputs that bring them
-            brought = self.gm.graph.find_nodes(op="placeholder")
-            inputs |= dict.fromkeys(n for n in brought if _is_number(n) and str(n.meta.get("val")) in symbols)
         return list(inputs)
 
     def _is_made_anew(self, node: Node) -> bool:
