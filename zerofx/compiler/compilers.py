@@ -69,17 +69,13 @@ class Compilers:
 
     def inner(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         """Inductor's ``inner_compile``."""
-        phase: Phase = "forward"
-        if kwargs.get("is_backward"):
-            phase = "backward"
-        elif kwargs.get("is_inference"):
-            phase = "inference"
+        phase: Phase = "backward" if kwargs.get("is_backward") else "forward"
+        phase = "inference" if kwargs.get("is_inference") else phase
 
         def generate(gm: GraphModule, inputs: list[Any], static: list[int]) -> Callable:
             how = {**kwargs, "static_input_idxs": static}
             if self.unit.pretend is None and self._executor(gm) == "eager":
-                groups = {name: ref.layout.name for name, ref in self.unit.parameters(gm.graph).items()}
-                return run_regions(gm, self.unit.own_kinds, groups, kwargs)
+                return run_regions(gm, self.unit, kwargs)
             if self.unit.pretend is None:
                 return _torch.generate_code(gm, inputs, **how)
             run = self.unit.pretend(gm, inputs, static)
@@ -87,8 +83,7 @@ class Compilers:
                 run.source_code = _torch.write_code(gm, inputs, **how)  # type: ignore[attr-defined]
             return run
 
-        static = kwargs.get("static_input_idxs") or ()
-        return self._compile(gm, example_inputs, phase, generate, static)
+        return self._compile(gm, example_inputs, phase, generate, kwargs.get("static_input_idxs") or ())
 
     def _executor(self, gm: GraphModule) -> Executor:
         """What the passes make a graph ready for: regions run inside of a graph that runs as it reads."""
@@ -272,7 +267,7 @@ class Compilers:
             "shards": tuple(ctx.found.shards),
             "schedules": schedules,
             "published": tuple(ctx.found.published),
-            "carries": _carries(gm),
+            "carries": bool(edit.tagged(gm.graph, *(name for name, kind in NODE_KINDS.items() if kind.transfer))),
             "donates": bool(donated) and ctx.executor == "inductor" and ctx.phase == "backward",
             "elsewhere": ctx.elsewhere,
             "fingerprint": what,
@@ -300,8 +295,3 @@ class Compilers:
 
 def _unrun(args: list[Any]) -> Any:
     raise AssertionError("the code came from a cache, and runs from there")
-
-
-def _carries(gm: GraphModule) -> bool:
-    """Whether a graph moves state between the device and where it lives."""
-    return bool(edit.tagged(gm.graph, *(name for name, kind in NODE_KINDS.items() if kind.transfer)))

@@ -49,6 +49,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from zerofx import _torch
+from zerofx.compiler.unit import Unit
 from zerofx.passes import edit
 from zerofx.passes.ops import discard as discard_storage
 from zerofx.passes.ops import release
@@ -357,13 +358,9 @@ def cut_into_regions(
     return GraphModule(attributes, graph)
 
 
-def run_regions(
-    gm: GraphModule, own: Collection[str], groups: Mapping[str, str], how: Mapping[str, Any]
-) -> Callable[[list[Any]], Any]:
-    """The boxed function of a graph, with regions of Inductor's code; ``how``: what Inductor is told.
-
-    ``own``, ``groups``: see `Cut`.
-    """
+def run_regions(gm: GraphModule, unit: Unit, how: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
+    """The boxed function of a graph of ``unit``, with regions of Inductor's code; ``how``: what Inductor is told."""
+    groups = {name: ref.layout.name for name, ref in unit.parameters(gm.graph).items()}
 
     def compiled(region: GraphModule, inputs: list[Any], first: Node) -> Callable[[list[Any]], Any]:
         code = _torch.generate_region(region, inputs, **how)
@@ -371,7 +368,7 @@ def run_regions(
             check_region(text, first)
         return code
 
-    return _torch.boxed(cut_into_regions(gm, own, groups, compiled))
+    return _torch.boxed(cut_into_regions(gm, unit.own_kinds, groups, compiled))
 
 
 def describe(gm: GraphModule, own: Collection[str], groups: Mapping[str, str]) -> list[str]:
