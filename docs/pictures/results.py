@@ -164,7 +164,7 @@ def checkpoints() -> str:
 
 
 def whole_weights() -> str:
-    found = read("full_parameters-cpu")["contenders"]
+    one_host, link = (read(f"full_parameters-{where}")["contenders"] for where in ("cpu", "1gbit"))
     said = {
         "zerofx": "`zerofx.full_parameters`",
         "zerofx bf16": "the same in bf16",
@@ -176,10 +176,12 @@ def whole_weights() -> str:
     }
     rows = []
     for name, what in said.items():
-        row = found[name]
-        times = [f"{row[key] * 1e3:.0f}" for key in ("median_s", "min_s", "max_s")]
-        rows.append([what, f"{times[0]} ms ({times[1]} to {times[2]})", f"{row['times_as_long_as_zerofx']:.2f}"])
-    return table(["", "median (least to most)", "× zerofx"], rows)
+        cells = [what]
+        for row in (one_host[name], link[name]):
+            times = [f"{row[key] * 1e3:.0f}" for key in ("median_s", "min_s", "max_s")]
+            cells += [f"{times[0]} ms ({times[1]} to {times[2]})", f"{row['times_as_long_as_zerofx']:.2f}"]
+        rows.append([*cells, f"{link[name]['times_as_long_as_the_wire']:.2f}"])
+    return table(["", "one host", "× zerofx", "at 1 Gbit/s", "× zerofx", "× its bytes on the wire"], rows)
 
 
 def readme() -> str:
