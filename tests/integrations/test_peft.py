@@ -89,10 +89,11 @@ def adapted(kind: str) -> Any:
         "dora": LoraConfig(r=4, target_modules=modules, init_lora_weights=False, use_dora=True),
         "head": LoraConfig(r=4, target_modules=modules, init_lora_weights=False, modules_to_save=["lm_head"]),
         "embedding": LoraConfig(r=4, target_modules=[*modules, "embed_tokens"], init_lora_weights=False),
+        "tied": LoraConfig(r=4, target_modules=["c_attn", "wte"], init_lora_weights=False, fan_in_fan_out=True),
         "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     }
     torch.manual_seed(0)
-    model = get_peft_model(ARCHITECTURES["llama"].build(0), configs[kind])
+    model = get_peft_model(ARCHITECTURES["gpt2" if kind == "tied" else "llama"].build(0), configs[kind])
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -128,7 +129,7 @@ def check_merged(kind: str, stage: int) -> None:
         assert torch.equal(model(**batch).logits, logits)
 
 
-@pytest.mark.parametrize("kind", ["lora", slow("dora"), slow("head"), slow("embedding"), slow("ia3")])
+@pytest.mark.parametrize("kind", ["lora", slow("tied"), slow("dora"), slow("head"), slow("embedding"), slow("ia3")])
 @pytest.mark.parametrize("stage", [3, slow(2), slow(0)])
 def test_merged_weights_are_those_of_merge_and_unload_and_the_model_stays(
     workers2: Workers, kind: str, stage: int

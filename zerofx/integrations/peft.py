@@ -144,13 +144,16 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _merged(
     model: Any, layers: dict[str, Any], dtype: torch.dtype | None, adapters: Any, parts: Iterator[Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    tied = _tied_to(model, layers)
     waiting: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
     missing = {
         name: {n for n, p in layer.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
         for name, layer in layers.items()
     }
     for name, value in parts:
-        outer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if name in tied:  # it is what is merged, and comes with that
+            continue
+        outer = _owner(name, layers)
         if outer is None:
             yield _base_name(name), value if dtype is None or not value.is_floating_point() else value.to(dtype)
             continue
@@ -162,7 +165,21 @@ def _merged(
             with torch.no_grad():
                 found = list(_merge(layers[outer], waiting.pop(outer), adapters))
             for inner, weight in found:
-                yield _base_name(f"{outer}.{inner}"), weight if dtype is None else weight.to(dtype)
+                value = weight if dtype is None else weight.to(dtype)
+                for each in (f"{outer}.{inner}", *(n for n, of in tied.items() if of == f"{outer}.base_layer.{inner}")):
+                    yield _base_name(each), value
+
+
+def _owner(name: str, layers: dict[str, Any]) -> str | None:
+    """The layer with adapters that has the weight ``name``."""
+    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+
+
+def _tied_to(model: Any, layers: dict[str, Any]) -> dict[str, str]:
+    """Weights outside of ``layers`` that are also one that is merged there, and the name that this has."""
+    state = {n: p for n, p in model.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
+    merged = {id(p): n for n, p in state.items() if _owner(n, layers) is not None}
+    return {n: merged[id(p)] for n, p in state.items() if id(p) in merged and _owner(n, layers) is None}
 
 
 def _base_name(name: str) -> str:
