@@ -143,6 +143,19 @@ def test_every_rule_has_ten_mutants_with_a_graph_to_break(graphs: dict[str, Grap
     assert counted in (Path(__file__).parents[2] / "docs" / "passes.md").read_text()
 
 
+_ALSO = {
+    # Codes that are read in front of their wait, or as a weight: the reader is wrong.
+    "wait": ("wire", "reduction"),
+    "slice": ("wire",),
+    "write": ("wire",),
+    # It is another value than the output was.
+    "a_whole_group_is_saved": ("value",),
+    # A pack that is sent as it is, not in codes, is no reduction by itself.
+    "a_buffer_that_travels_as_it_is_and_is_read_as_codes": ("reduction",),
+}
+"""In graphs whose collectives carry codes: what finds a mutant before its own rule does, by its name or its rule."""
+
+
 def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> list[str]:
     """Where ``mutant`` was not found, or by another rule than its own; at most ``most`` graphs are broken.
 
@@ -162,11 +175,8 @@ def found_by_another(mutant: Mutant, graphs: dict[str, Graph], most: int) -> lis
                 continue
             tried.add(name)
             # A graph that updates its groups hands gradients to updates, not to its caller: those are looked at first.
-            # Codes that are read in front of their wait, or as a weight, are found by their rule: the reader is wrong.
-            # A group that is saved in codes is another value than the output was, which is looked at first.
-            as_codes = ["wire"] * (mutant.rule in ("wait", "slice"))
-            as_codes += ["value"] * (mutant.name == "a_whole_group_is_saved")
-            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + as_codes * ("codes" in name)
+            also = _ALSO.get(mutant.name, _ALSO.get(mutant.rule, ())) if "codes" in name else ()
+            right = [mutant.rule] + ["step"] * bool(graphs[name][1].steps) + [*also]
             if not found.startswith(tuple(f"{rule}: " for rule in right)):
                 wrong.append(f"{mutant.name} {place} in {name}: {found}")
         if len(tried) == most:
