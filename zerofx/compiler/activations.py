@@ -149,7 +149,7 @@ def choose(
     Raises:
         ValueError: a budget in bytes that is too small.
     """
-    whole = cut.saved(1) if fuses or cut.has_checkpoints() else cut.read_by_backward()
+    whole = _whole(cut, fuses)
     most = _nbytes(whole, cut)
     target = share * (budget - elsewhere) if budget > 1 else budget * most
     if most <= target:
@@ -233,6 +233,17 @@ def _movable(saved: Sequence[Node], cut: _torch.Cut, away: Away) -> list[tuple[N
     return [(whole, [values[i] for i in found[whole]]) for whole in wholes]
 
 
+def _whole(cut: _torch.Cut, fuses: bool) -> list[Node]:
+    return cut.saved(1) if fuses or cut.has_checkpoints() else cut.read_by_backward()
+
+
+def top_rung(cut: _torch.Cut, nbytes: float, fuses: bool) -> tuple[list[Node], Activations]:
+    """The first of `ladders`: all that forward would save without a budget. It is known at once."""
+    whole = _whole(cut, fuses)
+    most = _nbytes(whole, cut)
+    return whole, replace(_record(cut, whole, nbytes, most, most), option="memory")
+
+
 def ladders(
     cut: _torch.Cut,
     nbytes: float,
@@ -247,7 +258,7 @@ def ladders(
 
     ``fuses``, ``save_entries``, ``away``: see `choose`.
     """
-    whole = cut.saved(1) if fuses or cut.has_checkpoints() else cut.read_by_backward()
+    whole = _whole(cut, fuses)
     most = _nbytes(whole, cut)
     save_entries(cut.forward)
     cut.marked()

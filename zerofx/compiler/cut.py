@@ -18,8 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.activations import away_of, choose, cost, is_whole
 from zerofx.compiler.compared import COMPARES, Compared
-from zerofx.compiler.division import Halves, Subject, divide
+from zerofx.compiler.division import Subject, divide
 from zerofx.compiler.pair import Pair
+from zerofx.compiler.trial import Halves
 from zerofx.compiler.written import check_unwritten
 from zerofx.model.memory import Memory
 from zerofx.passes.recompute_dequantized import recompute_dequantized

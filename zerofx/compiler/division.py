@@ -44,11 +44,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
-from zerofx.compiler.activations import Away, ladders
+from zerofx.compiler.activations import Away, ladders, top_rung
 from zerofx.compiler.choices import Activations, Division, Offer, TooSmall
 from zerofx.compiler.compared import Comparison
 from zerofx.compiler.rewriting import copy_graph
-from zerofx.compiler.trial import Contexts, Rung, named, through_passes
+from zerofx.compiler.trial import Choice, Contexts, Halves, Rung, through_passes
 from zerofx.model.memory import Memory
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.passes.context import ParameterRef, Sync
@@ -64,9 +64,6 @@ from zerofx.simulate.rehearsal import Pair
 
 STEPS = 2
 """How many budgets for gathered weights there are between the default one and all of them."""
-
-Halves = tuple[GraphModule, GraphModule]
-"""Forward and backward."""
 
 
 class Tried(NamedTuple):
@@ -128,10 +125,14 @@ class Divided(NamedTuple):
 
 
 class Trials:
-    """The divisions of one joint graph. Each of ``ladders`` has numbers of ``rungs``, with less and less in memory."""
+    """The divisions of one joint graph.
 
-    def __init__(self, of: Subject, rungs: Sequence[Rung], ladders: Sequence[Sequence[int]], memory: Memory) -> None:
-        self.of, self.rungs, self.ladders, self.memory = of, rungs, ladders, memory
+    ``first``: the rung that saves all; ``more``: makes the ladders, of which the first begins with it.
+    """
+
+    def __init__(self, of: Subject, first: Rung, more: Callable[[], list[list[Rung]]], memory: Memory) -> None:
+        self.of, self.memory = of, memory
+        self.rungs, self._more = [first], more
         self.family, self.held, self.names = of.family, of.family.footprint, of.names
         self.tried: dict[tuple[int, float | None], Tried | None] = {}
         self._needed = max((group.gathered_nbytes for group in of.groups), default=0)
@@ -147,7 +148,7 @@ class Trials:
         first = self.try_(0, self._most())
         if first is not None and self.fits(first):
             return first
-        for ladder in self.ladders:
+        for ladder in self._ladders():
             for rung in ladder[self._first_that_fits(ladder) :]:
                 fastest = self.try_(rung, self._most())
                 best = min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
@@ -166,6 +167,16 @@ class Trials:
             )
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
 
+    def _ladders(self) -> list[list[int]]:
+        """Numbers of rungs, each ladder with less and less in memory."""
+        (_, *others), *beside = self._more()
+        numbers: list[list[int]] = []
+        for new in (others, *beside):
+            numbers.append([*range(len(self.rungs), len(self.rungs) + len(new))])
+            self.rungs += new
+        numbers[0].insert(0, 0)
+        return numbers
+
     def found(self) -> list[Tried]:
         """What was tried and is possible, in order."""
         return [tried for tried in self.tried.values() if tried is not None]
@@ -175,7 +186,13 @@ class Trials:
         return tried.needs <= self.memory.nbytes
 
     def _first_that_fits(self, ladder: Sequence[int]) -> int:
-        """The first rung that does with the least gathered weights, by halves; where none is found so, of all."""
+        """The first rung that does with the least gathered weights, by halves; where none is found so, of all.
+
+        Where what is there at rest is too much, none does, and the last is tried alone, for what it needs.
+        """
+        if all(tried.at_rest > self.memory.nbytes for tried in self.found()):
+            self._least_fits(ladder[-1])
+            return len(ladder)
         low, high = -1, len(ladder)
         while high - low > 1:
             middle = (low + high) // 2
@@ -310,18 +327,8 @@ def divide(
         TooSmall: ``memory`` is too small.
         OutOfStepError: another rank has chosen otherwise.
     """
-    rungs: list[tuple[list[Node], Activations]] = []
-    numbers: list[range] = []
     held, names = of.family.footprint, of.names
     memory = replace(memory, rates=memory.rates or (None if of.away is None else of.away.rates))
-
-    def look(cut: _torch.Cut) -> list[Node]:
-        brought = of.parameters(cut.graph)
-        for each in ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), of.away):
-            numbers.append(range(len(rungs), len(rungs) + len(each)))
-            rungs.extend(each)
-        return rungs[0][0]
-
     if any(group.pending for group in of.groups) and held.saved_now(names):
         raise ValueError(
             "memory= and a graph that is compiled while another that reads the same groups has activations in memory: "
@@ -329,13 +336,14 @@ def divide(
             "memory_budget= and activation_budget= instead."
         )
     what = _identity(of, joint)
-    partition(copy_graph(joint), look)
-    if not rungs:
-        return partition(joint, look), None
-    trials = Trials(of, [Rung(joint, partition, named(nodes), chosen) for nodes, chosen in rungs], numbers, memory)
+    first, halves = _all_saved(of, memory, joint, partition)
+    if first is None:
+        return halves, None
+    trials = Trials(of, first, lambda: _ladders(of, memory, joint, partition), memory)
     with _torch.without_code():
         tried = trials.choose()
-    (nodes, activations), price = rungs[tried.rung], tried.price
+    rung, price = trials.rungs[tried.rung], tried.price
+    nodes, activations = rung.names, rung.chosen
     held.takes(names, trials.taken(tried.at_rest, price))
     held.saves(names, activations.saved_bytes)
     held.gathers_within(names, tried.memory_budget)
@@ -356,7 +364,38 @@ def divide(
         elsewhere=tried.elsewhere,
         offers=trials.offers(),
     )
-    return partition(joint, named(nodes)), Divided(activations, tried.memory_budget, division)
+    return rung.graphs(), Divided(activations, tried.memory_budget, division)
+
+
+def _all_saved(
+    of: Subject, memory: Memory, joint: GraphModule, partition: _torch.Partition
+) -> tuple[Rung | None, Halves]:
+    """The rung that saves all, and ``joint`` cut so; None: nothing of it goes to backward."""
+    found: list[tuple[list[Node], Activations]] = []
+
+    def look(cut: _torch.Cut) -> list[Node]:
+        found.append(top_rung(cut, memory.nbytes, of.fuses))
+        return found[0][0]
+
+    halves = partition(copy_graph(joint), look)
+    return (Rung(*found[0], lambda _: halves) if found else None), halves
+
+
+def _ladders(of: Subject, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> list[list[Rung]]:
+    """All rungs: see `zerofx.compiler.activations.ladders`."""
+    found: list[list[Rung]] = []
+
+    def as_it_is(choose: Choice) -> Halves:
+        return partition(copy_graph(joint), choose)
+
+    def look(cut: _torch.Cut) -> list[Node]:
+        brought = of.parameters(cut.graph)
+        each = ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), of.away)
+        found.extend([Rung(*rung, as_it_is) for rung in ladder] for ladder in each)
+        return each[0][0][0]
+
+    partition(copy_graph(joint), look)
+    return found
 
 
 def check_code(division: Division, record: Pair) -> None:

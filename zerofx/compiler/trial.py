@@ -11,6 +11,7 @@ Nothing of a trial stays: its contexts are its own, and no executor gets its gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
@@ -19,6 +20,9 @@ from zerofx.compiler.choices import Activations
 from zerofx.compiler.rewriting import Rewriting, copy_graph
 from zerofx.passes import Pass
 from zerofx.passes.context import Context, Executor, Phase, Sync
+
+Halves = tuple[GraphModule, GraphModule]
+"""Forward and backward."""
 
 Choice = Callable[[_torch.Cut], Sequence[Node]]
 """Says of a joint graph what its forward saves."""
@@ -54,18 +58,26 @@ class Given(Rewriting):
 
 
 class Rung:
-    """One thing that forward may save: the joint graph cut so, for as many budgets of gathered weights as are tried."""
+    """One thing that forward may save: the joint graph cut so, for as many budgets of gathered weights as are tried.
 
-    def __init__(self, joint: GraphModule, partition: _torch.Partition, saved: Choice, chosen: Activations) -> None:
-        self.joint, self.partition, self.saved = joint, partition, saved
-        self.chosen = chosen
-        self._pair: tuple[GraphModule, GraphModule] | None = None
+    ``cut``: cuts a copy of the joint graph, once, when it is first tried.
+    """
 
-    def graphs(self) -> tuple[GraphModule, GraphModule]:
+    def __init__(self, saved: Sequence[Node], chosen: Activations, cut: Callable[[Choice], Halves]) -> None:
+        self.names, self.chosen = [node.name for node in saved], chosen
+        self._cut = cut
+
+    @cached_property
+    def _halves(self) -> Halves:
+        def choose(cut: _torch.Cut) -> list[Node]:
+            found = {node.name: node for node in cut.graph.nodes}
+            return [found[name] for name in self.names]
+
+        return self._cut(choose)
+
+    def graphs(self) -> Halves:
         """Copies of forward and backward."""
-        if self._pair is None:
-            self._pair = self.partition(copy_graph(self.joint), self.saved)
-        return copy_graph(self._pair[0]), copy_graph(self._pair[1])
+        return copy_graph(self._halves[0]), copy_graph(self._halves[1])
 
 
 def through_passes(
@@ -89,14 +101,3 @@ def through_passes(
         if way not in variants:
             variants[way] = go(copy_graph(backward), "backward", way)
     return done, [variants[way] for way in ways]
-
-
-def named(nodes: Sequence[Node]) -> Choice:
-    """Chooses, of a copy of a joint graph, the nodes that have the names of ``nodes``, in their order."""
-    names = [node.name for node in nodes]
-
-    def choose(cut: _torch.Cut) -> list[Node]:
-        found = {node.name: node for node in cut.graph.nodes}
-        return [found[name] for name in names]
-
-    return choose
