@@ -108,8 +108,8 @@ def test_a_place_is_used_only_where_nothing_fits_without_it(tmp_path: Path) -> N
     assert not Path(folder).exists()
 
 
-def chosen_and_trained(budgets: list[int]) -> list[dict[str, Any]]:
-    """What `choose` and `compile` choose on this rank, and the most that training with it holds."""
+def chosen_and_trained(budgets: list[int], folder: str) -> list[dict[str, Any]]:
+    """What `choose` and `compile` choose on this rank, the most that training with it holds, and what a save says."""
     found = []
     for nbytes in budgets:
         torch.manual_seed(0)
@@ -119,7 +119,8 @@ def chosen_and_trained(budgets: list[int]) -> list[dict[str, Any]]:
         choice = zerofx.explain(net)
         losses, peak = trained(net)
         wanted, _ = trained(built(partial(Small, 1), None, stage=choice.chosen.stage))
-        found.append({"said": str(choice), "losses": losses, "peak": peak})
+        said = zerofx.save(folder, net) / "choice.txt"
+        found.append({"said": str(choice), "saved": said.read_text(), "losses": losses, "peak": peak})
         found[-1] |= {"wanted": wanted, "budget": nbytes, "chosen": choice.division, "divided": division(net)}
     return found
 
@@ -127,12 +128,12 @@ def chosen_and_trained(budgets: list[int]) -> list[dict[str, Any]]:
 @quick_if(lambda parts: parts == [(3, 0.4)])
 @pytest.mark.parametrize("parts", [[(3, 0.4)], [(0, 0.5), (3, 1), (3, 0)]], ids=str)
 def test_compile_chooses_as_choose_does_alike_on_all_ranks_and_stays_within_the_budget(
-    workers2: Workers, parts: list[tuple[int, float]]
+    workers2: Workers, parts: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     budgets = [tight(*part) for part in parts]
-    ranks = workers2.run(chosen_and_trained, budgets, timeout=250)
+    ranks = workers2.run(chosen_and_trained, budgets, str(tmp_path / "saved"), timeout=250)
     for nbytes, one, other in zip(budgets, *ranks, strict=True):
-        assert one["said"] == other["said"] == str(small(nbytes))
+        assert one["said"] == other["said"] == one["saved"] == str(small(nbytes))
         assert one["chosen"] == one["divided"]
         assert one["losses"] == pytest.approx(one["wanted"], abs=1e-6)
         for at in (one, other):

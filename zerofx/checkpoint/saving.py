@@ -40,8 +40,12 @@ from zerofx.checkpoint.folder import Mark
 from zerofx.checkpoint.nested import Form, check_readable, form_of, listed
 from zerofx.checkpoint.ranks import CheckpointError, Counts, Ranks, compare_steps, steps_of
 from zerofx.checkpoint.state import Optimizers, each_of, model_state, names_of, non_finite, optimizers_state, resident
+from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.home import resident_of
 from zerofx.runtime.state.parameter import ShardedTensor
+
+CHOICE = "choice.txt"
+"""Where `zerofx.compile` chose options, what it chose: for people to read."""
 
 
 @overload
@@ -143,6 +147,7 @@ def _save(
         packed = extras.collect(extra | cut_off(module), ranks, form)
         weights = {name for names in names_of(module).values() for name in names}
         run = _Run(target, ranks, state, packed, step, keep, state["model"].keys() - weights)
+        run.choices = _choices(module)
         if not background:
             return run()
         run.ranks, run.state, run.background = ranks.aside(), _copied(state), True
@@ -217,6 +222,7 @@ class _Run:
     """One save, from the states to the folder."""
 
     background = False
+    choices = ""
 
     def __init__(
         self,
@@ -282,8 +288,12 @@ class _Run:
             index.storage_meta, index.version = StorageMeta(self.folder.name), DCP_VERSION
             with folders.writing(tmp / INDEX) as file:
                 pickle.dump(index, file)
-            files = dict([file.facts, *(fact for _, facts in written for fact in facts)])
-            mark = Mark(_version(), torch.__version__, self.step, ranks.size, files)
+            facts = [file.facts, *(fact for _, facts in written for fact in facts)]
+            if self.choices:
+                with folders.writing(tmp / CHOICE) as text:
+                    text.write(self.choices.encode())
+                facts.append(text.facts)
+            mark = Mark(_version(), torch.__version__, self.step, ranks.size, dict(facts))
             folders.commit(self.folder, mark)
 
         ranks.together(what, plan)
@@ -321,6 +331,13 @@ class _Run:
         with folders.writing(tmp / extras.file_of(self.ranks.rank)) as extra:
             extra.write(self.extra)
         return results, [file.facts, extra.facts]
+
+
+def _choices(module: nn.Module) -> str:
+    """What was chosen for the options of ``module``, or for its parts, as `zerofx.explain` prints it."""
+    families = dict.fromkeys(group.family for group in groups_of(module))
+    found = [family.recipe.choice for family in families if family.recipe is not None]
+    return "\n\n".join(f"{choice}" for choice in found if choice is not None)
 
 
 def _form_of(state: dict[str, Any]) -> Form:
