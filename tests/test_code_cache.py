@@ -15,7 +15,6 @@ from torch import nn
 
 import zerofx
 from tests.agreement import assert_ranks_agree
-from tests.slow import slow
 from tests.workers import ROOT, Workers
 from zerofx._torch.code_cache import drop_cut_off
 
@@ -75,7 +74,8 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("ways", [WAYS[:2], slow(WAYS[2:])], ids=["stages", "options"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [WAYS[:2], WAYS[2:]], ids=["stages", "options"])
 def test_a_second_start_compiles_nothing_and_no_other_way_is_served(
     workers2: Workers, ways: list[dict[str, Any]]
 ) -> None:

@@ -73,7 +73,7 @@ def check_same(stage: int) -> None:
         assert dict(model.named_parameters()) == before
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_weights_are_those_of_each_parameter(workers2: Workers, workers3: Workers, stage: int) -> None:
     for workers in (workers2, workers3):
         workers.run(check_same, stage)
@@ -263,7 +263,7 @@ def check_mesh(shape: tuple[int, int], how: str) -> None:
                 same(found, one_by_one(model, ranks == 0), dtype)
 
 
-@pytest.mark.parametrize("how", ["plain", "between", "near", "all"])
+@pytest.mark.parametrize("how", [slow("plain"), slow("between"), "near", slow("all")])
 def test_replicas_and_rows_of_a_mesh_give_the_same(make_workers: Callable[[int], Workers], how: str) -> None:
     make_workers(4).run(check_mesh, (2, 2), how)
 
@@ -286,7 +286,7 @@ def check_tensor_parallel(stage: int) -> None:
 
 
 @skip_old
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
 def test_tensor_parallel_weights_are_whole(make_workers: Callable[[int], Workers], stage: int) -> None:
     make_workers(4).run(check_tensor_parallel, stage)
 

@@ -126,7 +126,7 @@ INSIDE = [
 ]
 
 
-@quick_if(lambda stage: stage == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "parts", "executor"), INSIDE)
 def test_updates_inside_of_backward_move_what_is_predicted_and_no_gradient(
     workers2: Workers, tmp_path: Path, stage: int, parts: str, executor: str

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
-from tests.slow import quick_if
+from tests.slow import quick_if, slow
 from zerofx.runtime.ranks.agree import Schedule
 from zerofx.runtime.ranks.watch import watch_of
 from zerofx.runtime.state.group import groups_of
@@ -79,7 +79,8 @@ def schedules(net: str, shape: tuple[int, ...], **options: object) -> list[Sched
 
 
 @pytest.mark.parametrize(
-    "net, options", [("scaled", {}), ("scaled", {"memory_budget": 1000}), ("post-norm", {}), ("skips", {})]
+    "net, options",
+    [slow("scaled", {}), ("scaled", {"memory_budget": 1000}), ("post-norm", {}), slow("skips", {})],
 )
 def test_collectives_and_their_order_are_the_same_for_every_batch(net: str, options: dict[str, object]) -> None:
     expected = schedules(net, (4, DIM), **options)

@@ -15,7 +15,7 @@ import zerofx
 from tests import quantized
 from tests.counting import count_collectives
 from tests.quantized import FORMS, WIDTH, adapters, build
-from tests.slow import slow
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 from zerofx.model.layout import is_quantized
 from zerofx.passes import edit
@@ -68,12 +68,14 @@ def check_training(forms: list[str], stages: list[int], executor: str) -> None:
                 assert held <= whole / dist.get_world_size() + 512 * len(frozen)
 
 
+@quick_if(lambda form: form in ("subclass", "int8"))
 @pytest.mark.parametrize("form", FORMS)
 def test_adapters_on_a_quantized_base_train_as_in_one_process(workers2: Workers, form: str) -> None:
     workers2.run(check_training, [form], [0, 1, 2, 3], "eager", timeout=100)
 
 
-@pytest.mark.parametrize("form", ["subclass", slow("int8"), slow("packed"), slow("float8"), slow("attribute")])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_and_with_inductor(workers2: Workers, form: str) -> None:
     workers2.run(check_training, [form], [0, 3], "inductor", timeout=300)
 
@@ -169,7 +171,7 @@ def test_mixed_precision_casts_adapters_and_leaves_codes_alone(workers2: Workers
     "options",
     [
         pytest.param({"activation_budget": 0.5}, id="activation_budget"),
-        pytest.param({"wire": zerofx.Wire(weights="int8", gradients="int8")}, id="wire"),
+        pytest.param({"wire": zerofx.Wire(weights="int8", gradients="int8")}, id="wire", marks=pytest.mark.slow),
         pytest.param({"leaf_modules": ["2"]}, id="leaf"),
         pytest.param({"memory": 10**8}, id="memory", marks=pytest.mark.slow),
         pytest.param({"offload": "cpu"}, id="offload", marks=pytest.mark.slow),

@@ -97,7 +97,7 @@ def compare(shape: tuple[int, int], cases: list[Any], optimizer: str, sharding: 
         assert found == pytest.approx(wanted, rel=1e-5), (how, options)
 
 
-@quick_if(lambda shape: shape == (2, 1))
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
 def test_training_is_as_on_one_dimension(make_workers: Any, shape: tuple[int, int]) -> None:
     cases = [CASES[i] for i in (0, 4, 8)]

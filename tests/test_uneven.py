@@ -111,7 +111,7 @@ def check_training(stage: int, executor: str, accumulate: bool, **options: Any) 
     assert model.never.weight.grad is None and loss.isfinite()
 
 
-@quick_if(lambda stage, accumulate: accumulate and stage != 1)
+@quick_if(lambda stage, accumulate: accumulate and stage in (0, 3))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_run_other_layers_and_fewer_micro_batches(workers2: Workers, stage: int, accumulate: bool) -> None:

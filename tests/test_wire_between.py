@@ -221,7 +221,7 @@ def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int, 
     return found, predicted.wire_bytes, predicted.replica_bytes, next(model.parameters())._group.layout.numel
 
 
-@quick_if(lambda scheme: scheme == "ZeRO-1 between")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_sends_the_bytes_of_codes_between_rows_and_whole_numbers_in_them(make_workers: Any, scheme: str) -> None:
     sharding = SCHEMES[scheme]

@@ -84,7 +84,7 @@ def check(kind: str, stage: int, executor: str, folder: str) -> None:
     ("kind", "stage", "executor"),
     [
         ("bitsandbytes", 3, "eager"),
-        ("torchao int8", 3, "eager"),
+        slow("torchao int8", 3, "eager"),
         slow("bitsandbytes", 3, "inductor"),
         slow("bitsandbytes", 0, "eager"),
         slow("bitsandbytes", 2, "eager"),
