@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
 
 import zerofx
 from tests.counting import count_collectives
@@ -371,7 +373,7 @@ def of_a_gradient() -> Callable[..., Any]:
 
 LATE: dict[str, tuple[str, Callable[[], Any], dict[str, Any], torch.Tensor]] = {
     "no module": ("outside of any module", lambda: loose, {}, torch.ones(3)),
-    "an added parameter": ("added or replaced after sharding", added, {}, torch.ones(1, 5)),
+    "an added parameter": ("the parameter 'second.bias' of Net is not sharded", added, {}, torch.ones(1, 5)),
     "the meta device": ("is on the meta device, and", lambda: Net().to("meta"), {}, torch.ones(1, 5, device="meta")),
     "mixed precision": (
         *("mixed_precision in torch.compile", Net),
@@ -390,6 +392,21 @@ def test_what_a_trace_finds_is_refused_before_a_graph_is_rewritten(fake_world: C
     compiled = torch.compile(build(), backend="zerofx", options={"executor": "eager", **options})
     with nothing_happens(), pytest.raises(Exception, match=match):
         compiled(x)
+
+
+def test_without_a_cpp_compiler_inductor_says_what_to_do(
+    fake_world: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_world(2)
+    torch._dynamo.reset()
+    module = zerofx.compile(Net(), stage=3)
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(Exception, match=re.escape("install g++ (or name another in the environment, CXX=clang++)")):
+        module(torch.ones(1, 5))
 
 
 @pytest.mark.parametrize("how", ["torch.cond", "torch.export"])

@@ -298,3 +298,21 @@ def check_scaling() -> None:
 
 def test_an_infinite_gradient_on_one_rank_is_seen_by_grad_scalers_on_all(workers2: Workers) -> None:
     workers2.run(check_scaling)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, zerofx.AdamW])
+def test_updates_that_bfloat16_would_lose_are_warned_of_once(
+    fake_world: Callable[[int], None], make: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    fake_world(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        net = zerofx.shard(nn.Linear(4, 4, dtype=dtype), stage=2)
+        optimizer = make(net.parameters(), lr=0.1)
+        for p in net.parameters():
+            p.grad = p.like(torch.ones_like(p.to_local()))
+        for _ in range(2):
+            optimizer.step()
+    said = [str(w.message) for w in recwarn if "get lost" in str(w.message)]
+    assert len(said) == (make is not zerofx.AdamW)
+    if said:
+        assert said[0].startswith(f"{make.__name__} updates '") and "in torch.bfloat16: most updates" in said[0]

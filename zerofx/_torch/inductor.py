@@ -86,9 +86,25 @@ def compile_with_inductor(
             return "zerofx"  # what it decides shows in the graphs, which are in every cache's key
 
     drop_cut_off()
-    with torch._inductor.config.patch(joint_custom_post_pass=OnJoint()):
+    with torch._inductor.config.patch(joint_custom_post_pass=OnJoint()), _missing_compiler_named():
         decompositions = _but_lookups() if whole_lookups else None
         return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, decompositions=decompositions)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _missing_compiler_named() -> Iterator[None]:
+    """Where Inductor finds no C++ compiler, say what to do (2.11, 2.13, 2.15)."""
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    try:
+        yield
+    except (InductorError, InvalidCxxCompiler) as e:
+        if not isinstance(getattr(e, "inner_exception", e), InvalidCxxCompiler):
+            raise
+        raise RuntimeError(
+            "Inductor finds no C++ compiler, and writes the code of a CPU in C++: install g++ (or name another in the "
+            'environment, CXX=clang++), or give executor="eager", which needs none. `python -m zerofx doctor` tries it.'
+        ) from e
 
 
 def _but_lookups() -> dict[Any, Callable]:

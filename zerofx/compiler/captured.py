@@ -94,20 +94,22 @@ def _module_of(node: Node, frame: Any) -> nn.Module:
 
 def _check_traced(node: Node, parameter: nn.Parameter, module: nn.Module, options: Options) -> None:
     """Refuse what cannot be done any more with a module that is being traced already."""
+    names = (name for name, p in module.named_parameters() if p is parameter)
+    name = next(names, node.name)
     if any(isinstance(p, (ShardedTensor, ReplicatedParameter)) for p in module.parameters()):
         raise RuntimeError(
-            f"the parameter {node.name!r} of {type(module).__name__} is not sharded while others of the module "
+            f"the parameter {name!r} of {type(module).__name__} is not sharded while others of the module "
             "are: it was added or replaced after sharding. Add all parameters before zerofx.compile."
         )
     if parameter.is_meta:
         raise RuntimeError(
-            f"the parameter {node.name!r} is on the meta device, and the module is being traced already: call "
+            f"the parameter {name!r} is on the meta device, and the module is being traced already: call "
             "zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile, which initialise it."
         )
-    for name, why in (("mixed_precision", "in full precision"), ("leaf_modules", "these included")):
-        if getattr(options, name) is not None:
+    for option, why in (("mixed_precision", "in full precision"), ("leaf_modules", "these included")):
+        if getattr(options, option) is not None:
             raise RuntimeError(
-                f"{name} in torch.compile(..., backend='zerofx'): the module is being traced already, {why}. Call "
+                f"{option} in torch.compile(..., backend='zerofx'): the module is being traced already, {why}. Call "
                 "zerofx.compile(module, ...), or zerofx.shard(module, ...) before torch.compile."
             )
 

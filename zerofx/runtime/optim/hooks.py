@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 import weakref
 from typing import Any
 
@@ -33,6 +34,9 @@ _ELEMENTWISE = {
     *(_optim.RAdam, _optim.RMSprop, _optim.Rprop, _optim.SGD, AdamW, Muon),
 }
 """Those of which it is known, and `Muon`, which has owners of its own; others are probed. A subclass is another."""
+
+_rounding: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Those that were asked whether their updates are rounded away."""
 
 _ways: weakref.WeakKeyDictionary[torch.optim.Optimizer, Way] = weakref.WeakKeyDictionary()
 
@@ -64,6 +68,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     for file in _files_of(groups):
         file.begin()
     check_home(optimizer)
+    _warn_of_rounding(optimizer, groups)
     way = way_of(optimizer, closure=closure is not None)
     if way.kind is None:
         raise NotElementwise(type(optimizer).__name__, way.operation, way.why)
@@ -138,6 +143,26 @@ def check_home(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} over group {group.layout.name!r}, whose optimizer state is in the host's "
                 'memory (offload="cpu"): expected a zerofx.AdamW, which steps there. Take that, or leave offload= out.'
             )
+
+
+def _warn_of_rounding(optimizer: torch.optim.Optimizer, groups: list[ShardGroup]) -> None:
+    """Say once that weights of 16 bits without masters lose updates: one of 1/512 of a bfloat16 weight changes nothing.
+
+    Optimizers that are not PyTorch's own may hold masters.
+    """
+    if optimizer in _rounding or isinstance(optimizer, (AdamW, Muon)) or type(optimizer) not in _ELEMENTWISE:
+        return
+    _rounding.add(optimizer)
+    narrow = next((shards for shards in groups if shards.layout.dtype in (torch.bfloat16, torch.float16)), None)
+    if narrow is None or narrow.sharing.everyone.rank:
+        return
+    warnings.warn(
+        f"{type(optimizer).__name__} updates {narrow.layout.name!r} in {narrow.layout.dtype}: most updates are too "
+        "small for 16 bits, and get lost. Take zerofx.AdamW, which holds float32 masters; or keep the weights in "
+        "float32 and give zerofx.compile a mixed_precision=zerofx.MixedPrecision(torch.bfloat16).",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _checked_closure(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
