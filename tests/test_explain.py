@@ -15,6 +15,7 @@ from zerofx.compiler.explain import Reasons
 from zerofx.compiler.records import GraphRecord, Trace
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
+from zerofx.passes.context import Tag
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -162,6 +163,18 @@ def test_a_record_explains_in_each_graph_that_has_the_node_and_refuses_what_none
     assert record.explain("reduce_scatter blocks.0").startswith("backward: ")
     with pytest.raises(ValueError, match=r"no line of the \w+ graph has 'all_gather blocks.9' in it: .*'all_gather "):
         record.explain("all_gather blocks.9")
+
+
+def test_neighbours_of_which_the_same_is_said_are_said_together_and_what_a_pass_is_for_is_said_once() -> None:
+    forward = record_of().forward
+    assert forward is not None
+    lines = forward.explain("blocks.1").splitlines()
+    heads = [line for line in lines if line[0] != " "]
+    weights = [line for line in heads if line.endswith("# weight blocks.1")]
+    views = [n for n in forward.final.graph.nodes if n.meta.get("zerofx") == Tag("weight", "blocks.1")]
+    assert len(weights) < len(views) and any(re.search(r" to \w+, \d+ alike ", line) for line in weights)
+    made = [line.strip() for line in lines if line.startswith("  made by  group")]
+    assert len(made[0]) > len("made by  group") and set(made[1:]) == {"made by  group"}
 
 
 @pytest.mark.slow

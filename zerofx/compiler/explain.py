@@ -17,10 +17,10 @@ each pass; why it stands there, off the graph's order and bytes, as `zerofx.pass
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 
 from torch.fx import Graph, Node
 
@@ -49,12 +49,17 @@ from zerofx.runtime.state.account import AtRest
 MOST_NAMES = 4
 """Parameters that are named; the others are counted."""
 
+_BY_PASSES = ("made by", "moved by")
+"""Questions whose answer is a pass, and what that is for: what it is for is said once."""
+
 Why = list[tuple[str, str]]
 """What is said of a node: (which question, the answer)."""
 
 
 def explain(trace: Rewriting, words: str) -> str:
     """What every node of zerofx's whose line has all of ``words`` (whole ones; a node's name will do) is there for.
+
+    Neighbours of which the same is to be said, such as the views of a group's weights, are said together.
 
     Raises:
         ValueError: there is no such node in the graph.
@@ -69,12 +74,21 @@ def explain(trace: Rewriting, words: str) -> str:
             f'record.{trace.context.phase}.diff("group") every name.'
         )
     ours = [node for node in found if "zerofx" in node.meta]
-    lines = []
-    for node in ours or found:
-        tag = node.meta.get("zerofx")
-        lines.append(f"{trace.name}: {node.name}" + (f"  # {tag.kind} {tag.group}" if tag else ""))
-        lines += [f"  {question:<8} {answer}" for question, answer in reasons.why(node)]
+    lines, purposes = [], set[str]()
+    for (comment, why), alike in itertools.groupby(ours or found, lambda node: (_comment(node), reasons.why(node))):
+        first, *others = (node.name for node in alike)
+        all_of_them = f" to {others[-1]}, {1 + len(others)} alike" if others else ""
+        lines.append(f"{trace.name}: {first}{all_of_them}{comment}")
+        for question, answer in why:
+            known = question in _BY_PASSES and answer in purposes
+            lines.append(f"  {question:<8} {answer.partition(':')[0] if known else answer}")
+        purposes |= {answer for question, answer in why if question in _BY_PASSES}
     return "\n".join(lines)
+
+
+def _comment(node: Node) -> str:
+    tag = node.meta.get("zerofx")
+    return f"  # {tag.kind} {tag.group}" if tag else ""
 
 
 def has_words(line: str, words: str) -> bool:
@@ -120,7 +134,7 @@ class History:
 
     def changes(self) -> dict[str, list[str]]:
         """Pass -> its marked lines (`zerofx.compiler.listing`)."""
-        return {name: difference(old, new) for (_, old), (name, new) in pairwise(self.graphs.items())}
+        return {name: difference(old, new) for (_, old), (name, new) in itertools.pairwise(self.graphs.items())}
 
 
 def _fixed(graph: Graph) -> set[str]:
@@ -163,7 +177,7 @@ class Reasons:
         kind = NODE_KINDS.get(tag.kind, NodeKind(""))
         if kind.about:
             said.append((kind.about, self._what(node, tag)))
-        for question, passes in (("made by", self.history.made), ("moved by", self.history.moved)):
+        for question, passes in zip(_BY_PASSES, (self.history.made, self.history.moved)):
             if node.name in passes:
                 name = passes[node.name]
                 said.append((question, f"{name}: {self.purposes[name]}"))
