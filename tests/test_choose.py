@@ -6,6 +6,7 @@ import copy
 import html
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ def test_options_that_are_given_are_kept_and_leave_the_stages_that_go_with_them(
     assert choice.options.items() >= given.items()
 
 
+@pytest.mark.parametrize(("rate", "quantized"), [(1e11, False), (1e6, True)])
+def test_collectives_are_quantized_where_that_is_allowed_and_worth_it(rate: float, quantized: bool) -> None:
+    rates = replace(RATES, link_bytes_per_s=rate)
+    wide = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 1))  # parameters small enough travel as they are
+    call: dict[str, Any] = {"world_size": 2, "memory": PLENTY, "rates": rates, "executor": "eager"}
+    choice = zerofx.choose(wide, torch.ones(2, 64), wire="auto", **call)
+    assert (choice.options["wire"] is not None) == quantized
+    assert {each.options["wire"] is not None for each in choice.alternatives} == {False, True}
+    unasked = zerofx.choose(wide, torch.ones(2, 64), **call)
+    assert not any(each.options.get("wire") for each in unasked.alternatives)
+    if quantized:
+        assert choice.chosen.step_s < 0.95 * unasked.chosen.step_s and "quantized on the wire" in str(choice)
+
+
 def test_a_place_is_used_only_where_nothing_fits_without_it(tmp_path: Path) -> None:
     folder = str(tmp_path / "never made")
     assert small(PLENTY, stage=3, offload=folder).options["offload"] is None
@@ -148,6 +163,7 @@ class TwoGraphs(Small):
 
 REFUSED: dict[str, Callable[[], object]] = {
     'stage="auto" without batch=: what a step takes': lambda: zerofx.compile(Small(), stage="auto", memory=PLENTY),
+    'wire="auto" without batch=: what a step takes': lambda: zerofx.compile(Small(), wire="auto", memory=PLENTY),
     "batch= without memory=: what is fastest": lambda: zerofx.compile(Small(), batch=tuple(data())),
     "stage=4: expected 0, 1, 2 or 3": lambda: zerofx.compile(Small(), stage=4, memory=PLENTY, batch=tuple(data())),
     "buckets='bucket': expected one of": lambda: zerofx.compile(

@@ -171,6 +171,7 @@ def _add_choose(choosing: argparse.ArgumentParser) -> None:
     choosing.add_argument("--sequence-length", type=int, default=2048, metavar="S", help="tokens of a sample")
     choosing.add_argument("--micro-batches", type=int, default=1, metavar="K", help="backwards per optimizer step")
     choosing.add_argument("--offload", metavar="PLACE", help='"cpu", for where nothing fits without')
+    choosing.add_argument("--wire", choices=["auto"], help="collectives may be quantized, where it is worth it")
     rates = choosing.add_argument_group("rates", "those that are not given are an ordinary GPU's")
     for name, parse, words in (
         ("bandwidth", parse_bandwidth, "that a rank receives while it sends as much: 50GB"),
@@ -200,18 +201,22 @@ def _choose(given: argparse.Namespace) -> Choice:
     memory = Memory(
         int(given.memory), moments=(masters + moments) / dtype.itemsize, micro_batches=given.micro_batches, rates=rates
     )
+    device = "cuda" if torch.version.cuda else "cpu"
     choice = choose(
         module,
         world_size=given.gpus,
         memory=memory,
         call=shapes.batch_of(module, given.batch, given.sequence_length),
         backend="nccl",
-        device="cuda" if torch.version.cuda else "cpu",
+        device=device,
         mixed_precision=precision,
         offload=given.offload,
+        wire=given.wire,
     )
-    said_all = all(value is not None for value in said.values())
-    return choice if said_all else replace(choice, rates_of="of an ordinary GPU, where they are not given")
+    rates_of = choice.rates_of if None not in said.values() else "of an ordinary GPU, where they are not given"
+    if device == "cpu":
+        rates_of += "; graphs are a CPU's, for this build of PyTorch has no CUDA"
+    return replace(choice, rates_of=rates_of)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--seed", type=int, default=None, help="of the first round; default: drawn")
-    parser.add_argument("--executor", choices=["eager", "inductor"], default="eager")
+    parser.add_argument("--executor", choices=["eager", "inductor", "regional"], default="eager")
     parser.add_argument("--largest-world", type=int, default=4)
     parser.add_argument("--meshes", action="store_true", help="draw cases on meshes of two dimensions alone")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True)

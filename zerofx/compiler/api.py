@@ -34,8 +34,9 @@ def compile(
             taken from rank 0 unless ``init_sync=False``.
         dynamic, fullgraph: as in ``torch.compile``.
         batch: what ``module`` is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-            With it and ``memory=`` the stage is chosen, and what else was left open (`zerofx.choose`). Only shapes and
-            dtypes count; they should be the largest that come.
+            With it and ``memory=`` the stage is chosen, and what else was left open (`zerofx.choose`): with
+            ``wire="auto"`` whether collectives are quantized. Only shapes and dtypes count; they should be the largest
+            that come.
         **options: see `zerofx.compiler.options.Options`: ``stage``, ``executor``, ``groups``, ``mesh``, ...
 
     Raises:

@@ -1,4 +1,4 @@
-"""Options that are left open: ``stage="auto"``, or a ``batch`` to choose them by.
+"""Options that are left open: ``stage="auto"``, ``wire="auto"``, or a ``batch`` to choose them by.
 
 ::
 
@@ -17,6 +17,8 @@ from torch import nn
 from zerofx.compiler.options import Options
 
 AUTO = "auto"
+OPEN = ("stage", "wire")
+"""The options that may be `AUTO`."""
 
 
 class Choice(Protocol):
@@ -32,7 +34,7 @@ CHOOSERS: list[Callable[[nn.Module, dict[str, Any], Any], Choice]] = []
 
 def is_open(options: dict[str, Any], batch: Any) -> bool:
     """Whether there is something to choose."""
-    return batch is not None or options.get("stage") == AUTO
+    return batch is not None or any(options.get(name) == AUTO for name in OPEN)
 
 
 def check_open(options: dict[str, Any], batch: Any) -> None:
@@ -45,9 +47,10 @@ def check_open(options: dict[str, Any], batch: Any) -> None:
         Options.of(options)
         return
     if batch is None:
+        name = next(name for name in OPEN if options.get(name) == AUTO)
         raise ValueError(
-            'stage="auto" without batch=: what a step takes depends on its inputs. Give batch=, what the module is '
-            "called with (tensors of the meta device will do); or give stage= a number."
+            f'{name}="auto" without batch=: what a step takes depends on its inputs. Give batch=, what the module is '
+            "called with (tensors of the meta device will do); or give stage= a number, and wire= a zerofx.Wire."
         )
     if options.get("memory") is None:
         raise ValueError(
@@ -55,9 +58,10 @@ def check_open(options: dict[str, Any], batch: Any) -> None:
             'use of its device, such as "80GB"; or leave batch= out.'
         )
     stages = (0, 2, 3) if options.get("stage", AUTO) == AUTO else (options["stage"],)
+    wire = {"wire": None} if options.get("wire") == AUTO else {}
     for i, stage in enumerate(stages, start=1):
         try:
-            Options.of({**options, "stage": stage})
+            Options.of({**options, **wire, "stage": stage})
         except ValueError:
             if i == len(stages):
                 raise

@@ -8,6 +8,7 @@ stage        0, 2 and 3; 1 in the place of 2 where gradients are kept back   it 
 sharding     in stage 3 on a mesh of two dimensions, every scheme            it is given
 offload      of a place: nothing; else the optimizer's state; else all that  it is a `zerofx.Offload`, or none is given
              can be there. The next only where nothing fits without
+wire         nothing, and `QUANTIZED`                                        it is not "auto"
 the budgets  as ``memory=`` divides them
 ===========  ==============================================================  ==========================================
 
@@ -20,6 +21,7 @@ stage 2 where that keeps all that there is: it gathers as much, or more often.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +43,12 @@ from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.model.sharding import SCHEMES
 from zerofx.model.units import format_bytes
+from zerofx.model.wire import Wire
 from zerofx.runtime.ranks.sharing import OneGroup
 from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
+
+QUANTIZED = Wire(weights="int8", gradients="int8")
+"""What ``wire="auto"`` allows."""
 
 NEAR = 1.5
 """What takes up to so many times the budget at rest is predicted, to say what more memory would buy."""
@@ -113,21 +119,27 @@ class Question:
         stage = self.given.get("stage", AUTO)
         middle = 1 if self.memory.no_sync else 2
         for each in (middle, 0, 3) if stage == AUTO else (stage,):
-            several = each == 3 and isinstance(self.world_size, tuple) and self.given.get("sharding") is None
-            for scheme in SCHEMES if several else (None,):
-                options = {"stage": each, **({} if scheme is None else {"sharding": scheme}), **offload}
-                if (
-                    each != 3
-                    and self.given.get("offload") is not (place := offload.get("offload"))
-                    and place is not None
-                ):
+            for scheme, wire in itertools.product(self._schemes(each), self._wires(each)):
+                options = {"stage": each, **scheme, **wire, **offload}
+                place = offload.get("offload")
+                if each != 3 and place is not None and place is not self.given.get("offload"):
                     options["offload"] = replace(place, weights=None)  # they are whole there
                 yield options
+
+    def _schemes(self, stage: int) -> list[dict[str, Any]]:
+        several = stage == 3 and isinstance(self.world_size, tuple) and self.given.get("sharding") is None
+        return [{"sharding": scheme} for scheme in SCHEMES] if several else [{}]
+
+    def _wires(self, stage: int) -> list[dict[str, Any]]:
+        if self.given.get("wire") != AUTO:
+            return [{}]
+        return [{"wire": None}, *([{"wire": QUANTIZED}] if stage else [])]
 
     def _predicted_beside(self, options: dict[str, Any], others: list[Alternative]) -> Alternative:
         """An alternative; not predicted if it cannot be better than ``others``."""
         for other in others:
-            if options["stage"] == 3 and other.stage in (1, 2) and other.keeps_all and "sharding" not in options:
+            alike = "sharding" not in options and other.options.get("wire") == options.get("wire")
+            if alike and options["stage"] == 3 and other.stage in (1, 2) and other.keeps_all:
                 return Alternative(options, why=f"no faster than stage {other.stage}, which keeps all that it needs")
         try:
             held = self.at_rest(options, self.world_size)

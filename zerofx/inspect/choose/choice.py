@@ -27,6 +27,9 @@ from zerofx.model.units import format_bytes, format_seconds
 ALIKE = 0.01
 """Steps that differ by less than this part count as equally fast."""
 
+WORTH = 0.05
+"""By this part a step has to be faster for quantized collectives to be chosen: they change numbers."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -59,6 +62,11 @@ class Alternative:
         return math.inf if self.division is None else self.division.step_s + self.division.optimizer_s
 
     @property
+    def price(self) -> float:
+        """How many times its seconds it counts as."""
+        return 1.0 if self.options.get("wire") is None else 1 + WORTH
+
+    @property
     def keeps_all(self) -> bool:
         """Whether there is nothing that more memory would make faster."""
         return self.division is not None and self.division.tried == 1
@@ -72,6 +80,8 @@ class Alternative:
         if (offload := Offload.of(self.options.get("offload"))) is not None:
             moved = " and ".join(part for part in PARTS if getattr(offload, part) is not None)
             words.append(f"{moved} {'on the host' if offload.on_host else 'on disk'}")
+        if self.options.get("wire") is not None:
+            words.append("quantized on the wire")
         return ", ".join(words)
 
 
@@ -110,12 +120,12 @@ class Choice:
 
     def better_with(self) -> list[tuple[int, str, float]]:
         """With how many bytes more which alternative is how many seconds: the nearest, and the fastest of all."""
-        enough = (1 - ALIKE) * self.chosen.step_s
+        enough = (1 - ALIKE) * self.chosen.price * self.chosen.step_s
         found = [
             (offer.needs - self.memory.nbytes, each.name, offer.whole_s)
             for each in self.alternatives
             for offer in each.offers
-            if offer.needs > self.memory.nbytes and offer.whole_s < enough
+            if offer.needs > self.memory.nbytes and each.price * offer.whole_s < enough
         ]
         if not found:
             return []
@@ -157,13 +167,14 @@ class Choice:
 
 def best_first(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
     """The fastest that fits, of `ALIKE` ones that with the lowest peak; then the others; then those that do not fit."""
-    fastest = min((each.step_s for each in alternatives), default=math.inf)
+    fastest = min((each.price * each.step_s for each in alternatives), default=math.inf)
 
     def place(each: Alternative) -> tuple[bool, float, float]:
         if each.division is None:
             return True, each.offers[0].needs if each.offers else math.inf, each.stage
-        alike = each.step_s <= (1 + ALIKE) * fastest
-        return False, fastest if alike else each.step_s, each.division.peak_bytes
+        seconds = each.price * each.step_s
+        alike = seconds <= (1 + ALIKE) * fastest
+        return False, fastest if alike else seconds, each.division.peak_bytes
 
     return tuple(sorted(alternatives, key=place))
 
