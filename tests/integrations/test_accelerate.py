@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,28 @@ def test_in_one_process_nothing_is_sharded() -> None:
     finally:
         forget()
     assert type(model) is torch.nn.Linear and not is_sharded(model)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Its loader has no length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+def test_loaders_without_a_length_are_prepared_and_the_first_is_remembered() -> None:
+    from torch.utils.data import DataLoader
+
+    from zerofx.integrations.accelerate import Accelerator
+
+    first, second = (DataLoader(Endless(), batch_size=2) for _ in range(2))
+    try:
+        accelerator = Accelerator(cpu=True)
+        for loader in (first, second):
+            accelerator.prepare(loader)
+        assert accelerator._zerofx_loader is first
+    finally:
+        forget()
 
 
 def gan() -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -283,3 +306,20 @@ def test_one_optimizer_of_two_models_is_saved_and_hooks_of_states_see_both(
     workers2: Workers, stage: int, tmp_path: Path
 ) -> None:
     workers2.run(saves_two, str(tmp_path / "state"), stage)
+
+
+def test_the_batch_of_a_loader_has_its_shapes_and_leaves_random_numbers_alone() -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from zerofx.integrations.states import first_batch
+
+    def collate(samples: list[int]) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(len(samples), 3) + random.random()}
+
+    before = torch.get_rng_state(), random.getstate()
+    loader = DataLoader([0, 1, 2], batch_size=4, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    assert first_batch(loader)["x"].shape == (4, 3)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    for unsuited in (None, DataLoader(TensorDataset(torch.ones(3))), DataLoader(iter([1]))):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match='"auto" without "batch" in zerofx='):
+            first_batch(unsuited)

@@ -187,3 +187,16 @@ def test_in_one_process_the_trainer_is_that_of_transformers(tmp_path: Path) -> N
         forget()
         results.append(namespace["result"])
     assert results[0] == results[1]
+
+
+@pytest.mark.slow
+def test_options_are_chosen_by_a_batch_of_the_trainers_own_data(
+    workers2: Workers, run: Callable[[int | None], Run], tmp_path: Path
+) -> None:
+    options = {"stage": "auto", "memory": "1GB", "executor": "eager"}
+    line = f"Trainer = functools.partial(z.Trainer, zerofx={options})"
+    text = converted("trainer", {IMPORT: f"import functools, zerofx.integrations.transformers as z; {line}"})
+    found, expected = workers2.run(run_script, text, str(tmp_path), timeout=280), run(None)[0]
+    close(found[0]["losses"], expected[0]["losses"])
+    said = (tmp_path / "checkpoint-5" / "zerofx" / "choice.txt").read_text()
+    assert " for LlamaForCausalLM on 2 ranks within 1.0 GB\n" in said

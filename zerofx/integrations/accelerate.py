@@ -32,6 +32,7 @@ import accelerate
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
+from torch.utils.data import DataLoader
 
 from zerofx._torch import pytree
 from zerofx.checkpoint import full_state_dict, load, save
@@ -41,7 +42,9 @@ from zerofx.integrations.states import (
     accumulating,
     checked_options,
     compile_once,
+    first_batch,
     is_sharded,
+    lacks_batch,
     load_optimizer_state,
     pairs,
     unwrapped_optimizer,
@@ -74,7 +77,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, zerofx: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        options = checked_options(zerofx, "Accelerator(zerofx=...)")
+        options = checked_options(zerofx, "Accelerator(zerofx=...)", loads=True)
         for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -87,7 +90,7 @@ class Accelerator(accelerate.Accelerator):
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, zerofx: Mapping[str, Any] | None = None) -> Accelerator:
         """``accelerator``, made by somebody else, as one of these. Nothing may be prepared yet."""
-        options = checked_options(zerofx, "zerofx")
+        options = checked_options(zerofx, "zerofx", loads=True)
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._take(options)
@@ -95,6 +98,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _take(self, options: dict[str, Any]) -> None:
         self.zerofx_options = options
+        self._zerofx_loader: DataLoader | None = None
         other = _OTHERS.get(self.distributed_type)
         if other is not None:
             raise ValueError(
@@ -117,6 +121,12 @@ class Accelerator(accelerate.Accelerator):
 
     # ------------------------------------------------------------------------------------------ prepare
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever. The first loader of all is the one that options are chosen by, where "batch" is not given."""
+        if self._zerofx_loader is None:  # its truth would be its length, which not every loader has
+            self._zerofx_loader = next((x for x in args if isinstance(x, DataLoader)), None)
+        return super().prepare(*args, **kwargs)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -130,6 +140,8 @@ class Accelerator(accelerate.Accelerator):
         if any(p.is_meta for p in model.parameters()):
             device_placement = False
             options.setdefault("device", self.device)
+        if lacks_batch(options):
+            options["batch"] = first_batch(self._zerofx_loader)
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         return compile_once(model, options)
 

@@ -10,18 +10,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from zerofx.checkpoint.export import gathered_value
 from zerofx.checkpoint.nested import mapped
 from zerofx.compiler.api import compile, no_sync
-from zerofx.compiler.auto import check_open
+from zerofx.compiler.auto import check_open, is_open
 from zerofx.runtime.state.group import groups_of
 from zerofx.runtime.state.parameter import ShardedTensor
 
@@ -32,8 +34,10 @@ BATCH = "batch"
 """The option by which others are chosen."""
 
 
-def checked_options(options: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def checked_options(options: Mapping[str, Any] | None, where: str, *, loads: bool = False) -> dict[str, Any]:
     """``options`` for ``zerofx.compile``; a wrong one is refused now and not when the model comes.
+
+    ``loads``: where a batch is missing, a loader will give one (`first_batch`).
 
     Raises:
         ValueError: what `Options` refuses; it says ``where`` the options were given.
@@ -42,10 +46,41 @@ def checked_options(options: Mapping[str, Any] | None, where: str) -> dict[str, 
         raise ValueError(f"{where}={options!r}: expected a dictionary of zerofx.compile's options, such as stage=3.")
     given = dict(options or {})
     try:
-        check_open({name: value for name, value in given.items() if name not in (*OF_COMPILE, BATCH)}, given.get(BATCH))
+        batch = given.get(BATCH, () if loads and lacks_batch(given) else None)
+        check_open({name: value for name, value in given.items() if name not in (*OF_COMPILE, BATCH)}, batch)
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from e
     return given
+
+
+def lacks_batch(options: Mapping[str, Any]) -> bool:
+    """Whether there is something to choose, and no batch to choose by."""
+    return BATCH not in options and is_open(dict(options), None)
+
+
+def first_batch(loader: DataLoader | None) -> Mapping[str, Any]:
+    """A batch of ``loader``'s first samples, for its shapes. No sampler is asked, no random number of the run is lost.
+
+    Raises:
+        ValueError: there is no loader of a dataset with ``len`` and indices, or its batches are not dictionaries: who
+            calls the model with what is not known then.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    batch: Any = None
+    if loader is not None and isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        states = random.getstate(), torch.get_rng_state()
+        batch = loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+    if not isinstance(batch, Mapping):
+        found = "no data loader yet" if loader is None else f"a loader of {type(dataset).__name__}"
+        raise ValueError(
+            f'"auto" without "batch" in zerofx=, and {found}: expected one whose dataset has a length and indices, and '
+            "whose batches are dictionaries that the model is called with. Give zerofx={'batch': ...}, what it is "
+            "called with."
+        )
+    return batch
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -56,7 +56,7 @@ class Sharded:
     """
 
     def __init__(self, *args: Any, zerofx: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._zerofx_options = checked_options(zerofx, "Trainer(zerofx=...)")
+        self._zerofx_options = checked_options(zerofx, "Trainer(zerofx=...)", loads=True)
         self._zerofx_resumed: str | None = None
         arguments = kwargs.get("args", next((a for a in args if isinstance(a, transformers.TrainingArguments)), None))
         for name, way_out in _REFUSED.items():
