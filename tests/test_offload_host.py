@@ -47,8 +47,12 @@ def both_ways(options: dict[str, Any], optimizer: str, how: str, low: bool = Fal
         if not all(_local(mine[name]).equal(_local(theirs[name])) for name in theirs):
             return "state differs"
     (staging,) = {group.home.staging for group in groups_of(model)} - {None}
-    assert staging is not None and staging.nbytes == 4 << 13
-    numel = sum(p._local.numel() for p in model.parameters() if p._group.home.hosts)  # type: ignore[attr-defined]
+    assert staging is not None and staging.nbytes - staging.pinned.nbytes == 4 << 13
+    there = [p for p in model.parameters() if p._group.home.hosts]  # type: ignore[attr-defined]
+    at_rest = sum(p._local.untyped_storage().nbytes() for p in there)  # type: ignore[attr-defined]
+    if "weights" in staging.holds and at_rest:
+        return f"{at_rest} bytes of weights are on the device at rest"
+    numel = sum(p._local.numel() for p in there)  # type: ignore[attr-defined]
     least = 3 * numel * next(model.parameters()).element_size()
     if not staging.taken >= least or not staging.brought >= least:
         return f"{staging.brought} bytes came and {staging.taken} went, of {least} or more"
@@ -61,6 +65,8 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 EAGER = {"executor": "eager"}
+WEIGHTS, GRADIENTS = zerofx.Offload("cpu", weights="cpu"), zerofx.Offload("cpu", gradients="cpu")
+ALL = zerofx.Offload("cpu", "cpu", "cpu")
 CASES: dict[str, Any] = {
     "3": ({"stage": 3, **EAGER}, "zerofx", ""),
     "1": ({"stage": 1, **EAGER}, "decayed in part", "no_sync"),
@@ -72,19 +78,34 @@ CASES: dict[str, Any] = {
     "2 low split": ({"stage": 2, **EAGER}, "split", "", True),
     "3 half": ({"stage": 3, **EAGER}, "zerofx", "", False, zerofx.Offload(optimizer="cpu", fraction=0.5)),
     "3 inductor": ({"stage": 3, "executor": "inductor"}, "zerofx", ""),
+    "3 weights": ({"stage": 3, **EAGER}, "decayed in part", "", False, WEIGHTS),
+    "3 weights in backward": ({"stage": 3, **EAGER}, "decayed in part", "in backward", False, WEIGHTS),
+    "1 gradients": ({"stage": 1, **EAGER}, "zerofx", "accumulation", False, GRADIENTS),
+    "2 gradients": ({"stage": 2, **EAGER}, "decayed in part", "no_sync", False, GRADIENTS),
+    "2 gradients in backward": ({"stage": 2, **EAGER}, "decayed in part", "in backward", False, GRADIENTS),
+    "3 gradients": ({"stage": 3, "mixed_precision": BF16, **EAGER}, "zerofx", "", False, GRADIENTS),
+    "3 all": ({"stage": 3, **EAGER}, "zerofx", "accumulation", False, ALL),
+    "3 all mixed": ({"stage": 3, "mixed_precision": BF16, **EAGER}, "zerofx", "no_sync", False, ALL),
+    "3 all bf16 moments": ({"stage": 3, **EAGER}, "bf16 moments", "", False, ALL),
+    "3 all 8bit": ({"stage": 3, **EAGER}, "8bit", "", False, ALL),
+    "3 all low": ({"stage": 3, **EAGER}, "zerofx", "", True, ALL),
+    "3 all low split": ({"stage": 3, **EAGER}, "split", "accumulation", True, ALL),
+    "3 all half": ({"stage": 3, **EAGER}, "zerofx", "", False, zerofx.Offload("cpu", "cpu", "cpu", fraction=0.5)),
+    "3 all inductor": ({"stage": 3, "executor": "inductor"}, "zerofx", "", False, ALL),
 }
+QUICK = ("3", "1", "2 in backward", "2 mixed", "2 8bit", "3 half", "3 weights", "2 gradients", "3 all")
 
 
-@slow_if(lambda case: case in ("3 bf16 moments", "3 low", "2 low split", "3 inductor"))
+@slow_if(lambda case: case not in QUICK)
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_state_on_the_device_bit_for_bit(workers2: Workers, case: str) -> None:
     assert workers2.run(both_ways, *CASES[case]) == ["", ""]
 
 
-def resumed(folder: str, saver: str) -> list[bool]:
+def resumed(folder: str, saver: str, there: Any) -> list[bool]:
     """Two steps, a checkpoint, a third; and the third anew from the checkpoint, with state on the host and without."""
     with staged():
-        model, step = sharded("cpu")
+        model, step = sharded(there)
         for seed in range(2):
             give(model, step, seed)
         if saver == "zerofx":
@@ -95,7 +116,7 @@ def resumed(folder: str, saver: str) -> list[bool]:
             )
         give(model, step, 2)
         found = []
-        for offload in ("cpu", None):
+        for offload in (there, None):
             again, its = sharded(offload)
             give(again, its, 7)  # numbers that the checkpoint's must replace
             if saver == "zerofx":
@@ -114,8 +135,9 @@ def resumed(folder: str, saver: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("saver", ["zerofx", "torch"])
-def test_a_run_goes_on_from_a_checkpoint(workers2: Workers, tmp_path: Path, saver: str) -> None:
-    assert workers2.run(resumed, str(tmp_path / "saved"), saver) == [[True] * 3] * 2
+@pytest.mark.parametrize("offload", ["cpu", ALL], ids=["", "all"])
+def test_a_run_goes_on_from_a_checkpoint(workers2: Workers, tmp_path: Path, saver: str, offload: Any) -> None:
+    assert workers2.run(resumed, str(tmp_path / "saved"), saver, offload) == [[True] * 3] * 2
 
 
 def masters(folder: str) -> bool:
@@ -190,15 +212,14 @@ def test_what_is_not_built_on_a_gpu_is_refused_by_name() -> None:
         zerofx.Offload(optimizer="cpu", fraction=0.5),
         zerofx.Offload(activations="cpu"),
         zerofx.Offload(optimizer="cpu", activations="cpu"),
+        *(WEIGHTS, GRADIENTS, ALL),
     ):
         checks.check_offload(built, layouts, cuda)
     for offload in (
         zerofx.Offload(optimizer="/tmp/x"),
         zerofx.Offload(activations="/tmp/x"),
-        zerofx.Offload(optimizer="cpu", gradients="cpu"),
-        zerofx.Offload(optimizer="cpu", weights="cpu"),
     ):
-        with pytest.raises(ValueError, match="are built for the CPU alone so far"):
+        with pytest.raises(ValueError, match="files are built for the CPU alone so far"):
             checks.check_offload(offload, layouts, cuda)
 
 

@@ -184,6 +184,9 @@ class Case:
 
 
 ALL_ACTIVATIONS = zerofx.Offload(activations="cpu", smallest=1)
+GRADIENTS = zerofx.Offload("cpu", gradients="cpu")
+WEIGHTS = zerofx.Offload("cpu", weights="cpu")
+EVERYTHING = zerofx.Offload("cpu", "cpu", "cpu", activations="cpu", smallest=1)
 
 CASES = {
     "plain": Case(),
@@ -214,6 +217,9 @@ CASES = {
     ),
     "activations on the host, no_sync": Case(accumulated, options={"offload": ALL_ACTIVATIONS}, stages=(3,)),
     "activations on the host, a graph break": Case(model=Broken, options={"offload": ALL_ACTIVATIONS}, stages=(2, 3)),
+    "gradients on the host": Case(options={"offload": GRADIENTS}, stages=(1, 2, 3), reads=True),
+    "weights on the host": Case(options={"offload": WEIGHTS}, stages=(3,), reads=True),
+    "all on the host": Case(options={"offload": EVERYTHING}, stages=(3,), reads=True),
     "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
 }
 

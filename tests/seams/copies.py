@@ -43,7 +43,8 @@ class AtOnce(Copies):
 
     back = out
     mark_back = mark_out
-    end = begin
+    begin_back = end = begin
+    go_on_behind = out_behind
 
 
 @contextlib.contextmanager

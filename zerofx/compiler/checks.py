@@ -165,13 +165,10 @@ def _check_partition(options: Options, sharing: Sharing) -> None:
 
 def check_offload(offload: Offload, layouts: list[GroupLayout], device: torch.device) -> None:
     """Refuse a home that is not there."""
-    host = {None, "cpu"}.issuperset((offload.optimizer, offload.activations))
-    built = host and offload.gradients is offload.weights is None
-    if device.type != "cpu" and offload.moves and not built:
+    if device.type != "cpu" and offload.folder is not None:
         raise ValueError(
-            f"offload={offload!r} with parameters on {device.type}: there the optimizer's state and activations may be "
-            "in the host's memory, and files, weights= and gradients= are built for the CPU alone so far. Give "
-            'optimizer="cpu", activations="cpu", or both, or leave it out.'
+            f"offload={offload!r} with parameters on {device.type}: there state and activations may be in the host's "
+            'memory, and files are built for the CPU alone so far. Give "cpu" for each path, or leave it out.'
         )
     offload.chosen(layouts)
     on_host = device.type != "cpu" and offload.on_host

@@ -342,10 +342,10 @@ def check_places(offload: Offload, beside: Mapping[str, Any]) -> None:
         place = getattr(offload, part)
         if place is None:
             continue
-        if offload.optimizer is None or offload.folder is None or place == "cpu" or Path(str(place)) != offload.folder:
+        if offload.optimizer is None or Path(str(place)) != Path(str(offload.optimizer)):
             raise ValueError(
                 f"offload={offload!r}: {part}= is built for the folder of optimizer= alone, where a rank has one "
-                "file for all. Give both the same path, or leave it out."
+                'file for all, or for "cpu" with that. Give both the same, or leave it out.'
             )
         for name, value in beside.items():
             if value:

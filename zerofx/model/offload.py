@@ -1,4 +1,4 @@
-"""Where state lives when the device is not to hold it: on a disk, by a path that the user gives.
+"""Where state lives when the device is not to hold it: on a disk, by a path that the user gives, or on the host.
 
 ::
 
@@ -7,6 +7,7 @@
     Offload(optimizer="/local/scratch", groups=("blocks.*",))
     Offload("/local/scratch", "/local/scratch", "/local/scratch")   and the gradients, and the weights of stage 3
     Offload(activations="/local/scratch")                   what forward saves for backward, in any stage
+    Offload("cpu", "cpu", "cpu")                            of a model on a GPU, all of it in the host's memory
 
 ZeRO-Infinity (Rajbhandari et al., 2021) is where the idea is from. docs/offload.md has what is moved when.
 """
@@ -35,8 +36,8 @@ class Offload:
 
     Attributes:
         optimizer: what the optimizer remembers: moments, and masters that it holds.
-        gradients: what ``.grad`` holds from backward to the step; the same folder.
-        weights: a rank's shard, in stage 3; the same folder.
+        gradients: what ``.grad`` holds from backward to the step; the same place.
+        weights: a rank's shard, in stage 3; the same place.
         activations: what forward saves for backward, of all groups; the same folder, where there is another.
         fraction: of the parameters, from above 0 to 1; the largest groups first, for their chunks are the longest.
         groups: patterns of group names ("blocks.*"), of those that are moved; None: all.
@@ -108,6 +109,12 @@ class Offload:
     def kinds(self) -> frozenset[str]:
         """What the files hold, in the words of `zerofx.runtime.state.home.Kind`."""
         return frozenset(kind for name, kind in PARTS.items() if getattr(self, name) not in (None, "cpu"))
+
+    @property
+    def on_host_besides(self) -> frozenset[str]:
+        """What is in the host's memory beside moments, in the same words."""
+        both = ("gradients", "weights")
+        return frozenset(PARTS[name] for name in both if self.on_host and getattr(self, name) == "cpu")
 
     @property
     def choice(self) -> str:

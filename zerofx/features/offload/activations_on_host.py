@@ -18,8 +18,7 @@ idea is PyTorch's ``save_on_cpu(pin_memory=True)``, whose copies stop the host o
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,9 @@ import torch
 from zerofx._torch import StorageWeakRef
 from zerofx.features.offload.activation_store import refuse_copy
 from zerofx.features.offload.operators import new_handle
+from zerofx.features.offload.started import Started
 from zerofx.runtime.state.copies import Copies
+from zerofx.runtime.state.pinned import Pinned
 
 
 @dataclass
@@ -38,18 +39,6 @@ class _Entry:
     nbytes: int
     of: StorageWeakRef
     key: int
-
-
-class Started:
-    """A copy of ``flat`` that was started: as much of a `Future` as a graph's waits ask for."""
-
-    def __init__(self, value: torch.Tensor, flat: torch.Tensor, wait: Callable[[], None]) -> None:
-        self._value, self._flat, self._wait = value, flat, wait
-
-    def result(self) -> torch.Tensor:
-        """What the computing stream may use from now on."""
-        self._wait()
-        return self._value
 
 
 class ActivationsOnHost:
@@ -66,11 +55,15 @@ class ActivationsOnHost:
 
     def __init__(self, copies: Copies, smallest: int) -> None:
         self.smallest = smallest
-        self.nbytes = 0
         self._copies = copies
+        self._buffers = Pinned(copies)
         self._entries: dict[int, _Entry] = {}
         self._gone: deque[_Entry] = deque()  # appended by whichever thread lets go of a handle
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
+
+    @property
+    def nbytes(self) -> int:
+        """See above."""
+        return self._buffers.nbytes
 
     def offload(self, saved: torch.Tensor, order: list[int]) -> Started:
         """Start to copy ``saved``, whose dimensions lie in ``order``; the result is the handle that stands for it."""
@@ -81,7 +74,7 @@ class ActivationsOnHost:
             )
         self._bury()
         flat, handle = saved.permute(order).reshape(-1).view(torch.uint8), new_handle(saved)
-        buffer = self._buffer(flat.numel())
+        buffer = self._buffers.take(flat.numel())
         self._copies.begin()
         self._copies.out(buffer.narrow(0, 0, flat.numel()), flat)
         mark, storage = self._copies.mark_out(), handle.untyped_storage()
@@ -100,16 +93,9 @@ class ActivationsOnHost:
         mark = self._copies.mark_back()
         return Started(here, flat, lambda: self._copies.go_on_behind(mark))
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        size = 1 << (nbytes - 1).bit_length()
-        if self._free[size]:
-            return self._free[size].pop()
-        self.nbytes += size
-        return self._copies.pinned(size)
-
     def _bury(self) -> None:
         while self._gone:
             entry = self._gone.popleft()
             if self._entries.get(entry.key) is entry:  # else the handle's place in memory is another handle's by now
                 del self._entries[entry.key]
-            self._free[entry.buffer.numel()].append(entry.buffer)
+            self._buffers.give(entry.buffer)

@@ -52,12 +52,16 @@ def pretended_store(file: Any, smallest: int) -> ActivationStore | ActivationsOn
 def _on_host(
     offload: Offload, family: Family, sharing: Sharing, device: torch.device, layouts: Sequence[GroupLayout]
 ) -> None:
-    """The optimizer's state is to be in the host's memory, or activations, or both."""
+    """State is to be in the host's memory, or activations, or both."""
     copies, ranks = copies_of(device), sharing.everyone
     if copies is not None:
         if offload.on_host:
-            family.staging = ranks.all_or_none("offload=", lambda: Staging(copies), RuntimeError)
-            family.on_host = offload.chosen(list(layouts))
+            names, holds = offload.chosen(list(layouts)), offload.on_host_besides
+            shards = [each.shard_numel * each.dtype.itemsize for each in layouts if each.name in names]
+            family.staging = ranks.all_or_none(
+                "offload=", lambda: Staging(copies, holds, shards * len(holds)), RuntimeError
+            )
+            family.on_host = names
         if offload.activations is not None:
             family.activation_store = ActivationsOnHost(copies, offload.smallest)
     elif ranks.rank == 0:

@@ -269,7 +269,9 @@ class AdamW(torch.optim.AdamW):
         here = [span for span in spans if span.staging is None]
         keyed = self._keyed(staged)
         groups = [self.param_groups[self._group_of[id(member.parameter)]] for member in active]
-        norm = device_step(here, active, groups, self.max_grad_norm, scale, found_inf, beside=[run for _, run in keyed])
+        beside = [run for _, run in keyed if not run.gradient_on_host]
+        apart = None if self.max_grad_norm is None else _squares([run for _, run in keyed if run.gradient_on_host])
+        norm = device_step(here, active, groups, self.max_grad_norm, scale, found_inf, beside, apart)
         self.grad_norm = None if self.max_grad_norm is None else norm
         counted = [member for span in staged for member in span.members if member.gradient is not None]
         if counted:
@@ -419,14 +421,18 @@ def _by_place(
 
 def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
     """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
-    shared = ranks_of(spans)
-    totals = {names: torch.zeros(1, dtype=torch.float64) for names in ((), *shared)}
-    for run in runs:
-        with run.span.gradients_resident():
-            counted = run.counted()
-            flat = [run.flat_gradient()] if counted is None else counted
-            totals[run.span.ranks] += sum(map(cpu.sum_of_squares, flat))
+    shared, squares = ranks_of(spans), _squares(runs)
+    totals = {names: torch.tensor([squares.get(names, 0.0)], dtype=torch.float64) for names in ((), *shared)}
     for names, chain in shared.items():
         for ranks in chain:
             ranks.sum_(totals[names])
     return sum(total.item() for total in totals.values())
+
+
+def _squares(runs: list[Run]) -> dict[tuple[str, ...], float]:
+    """The sum of squares of what this rank adds, by `Span.ranks`. The host waits for gradients that come to it."""
+    squares: dict[tuple[str, ...], float] = defaultdict(float)
+    for run in runs:
+        with run.span.gradients_resident():
+            squares[run.span.ranks] += sum(map(cpu.sum_of_squares, run.summed()))
+    return squares

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,11 +96,13 @@ class DeviceStep:
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
         beside: Sequence[Run] = (),
+        apart: Mapping[tuple[str, ...], float] | None = None,
     ) -> torch.Tensor:
         """Update ``spans``; returns the norm of the gradients, on the device.
 
         Args:
             beside: runs that are in the norm, and that somebody else updates by what was `decided`.
+            apart: sums of squares of gradients that are on the host, of this rank, by `Span.ranks`.
             active: the members that take part, those included of which nothing is here.
             groups: the parameter group of each of these.
             scale, found_inf: what ``GradScaler`` has to say, one element each on the device, or None.
@@ -109,7 +111,7 @@ class DeviceStep:
         batches = self._batches(spans, beside)
         total = torch.zeros(1, dtype=torch.float64, device=self.steps.device)
         if max_grad_norm is not None:
-            total = self._sum_of_squares(batches)
+            total = self._sum_of_squares(batches, apart or {})
         limit = math.inf if max_grad_norm is None else max_grad_norm
         rows = tuple(member.row for member in active)
         if len(rows) == len(self._members):
@@ -198,9 +200,9 @@ class DeviceStep:
             found = self._buffers[id(span)] = Buffers(span.weights(), exp_avg, exp_avg_sq, scales, master)
         return found
 
-    def _sum_of_squares(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def _sum_of_squares(self, batches: Sequence[Batch], apart: Mapping[tuple[str, ...], float]) -> torch.Tensor:
         """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
-        totals = {name: self._hyper.new_zeros(1) for name in ((), *self._ranks)}
+        totals = {name: self._hyper.new_full((1,), apart.get(name, 0.0)) for name in ((), *self._ranks)}
         for batch in batches:
             if batch.counted is None:
                 parts = self._hyper.new_empty(_norm.PARTIAL_SUMS)

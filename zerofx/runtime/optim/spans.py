@@ -141,7 +141,7 @@ class Span:
 
     @property
     def staging(self) -> Staging | None:
-        """Its state is in the host's memory, and gradients and weights pass through this to it; None."""
+        """Its state is in the host's memory, and gradients and weights pass through this to it, or are there; None."""
         return None if self.group is None else self.group.home.staging
 
     @property
@@ -229,6 +229,30 @@ class Run:
             weights = self.span.weights().narrow(0, start, end - start)
         return Part(self.span, start, weights, gradient, state)
 
+    def on_host(self, start: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradient and the weights of the span's elements from ``start`` up to ``end``, where the host has them.
+
+        None: they are on the device. Who looks at them has to `settle` before.
+        """
+        if (group := self.span.group) is None or not group.home.away:
+            return None, None
+        gradient = group.home.on_host(self.gradient, self.end - self.start)
+        weights = group.home.on_host(group.shard)
+        return (
+            None if gradient is None else gradient.narrow(0, start - self.start, end - start),
+            None if weights is None else weights.narrow(0, self.span.origin + start, end - start),
+        )
+
+    def settle(self) -> None:
+        """The host waits for copies from and to what it has of the run."""
+        if self.span.group is not None:
+            self.span.group.home.settle(self.gradient, self.span.group.shard)
+
+    @property
+    def gradient_on_host(self) -> bool:
+        """Whether its gradients are in the host's memory."""
+        return self.on_host(self.start, self.end)[0] is not None
+
     def all(self) -> Part:
         """The whole run, with its part of the span's state, which is in memory."""
         return self.part(self.start, self.end, self.state())
@@ -252,6 +276,16 @@ class Run:
         sharing = self.span.group.sharing
         held = [(member, member.gradient) for member in self.members if member.gradient is not None]
         return [gradient for member, gradient in held if sharing.counts(getattr(member.parameter, "_dtensor", None))]
+
+    def summed(self) -> list[torch.Tensor]:
+        """What this rank adds to a sum over all gradients, where it is: the host waits for what it has of that."""
+        gradient, counted, group = self.on_host(self.start, self.end)[0], self.counted(), self.span.group
+        if gradient is None or group is None:
+            return [self.flat_gradient()] if counted is None else counted
+        self.settle()
+        if counted is None:
+            return [gradient]
+        return [flat for each in counted if (flat := group.home.on_host(each)) is not None]
 
 
 @dataclass
@@ -315,11 +349,13 @@ def ranks_of(spans: Iterable[Span]) -> dict[tuple[str, ...], tuple[RankGroup, ..
 
 
 def resident(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
-    """The weights, gradients and state of ``spans`` can be computed with inside, but for those with a file.
+    """The weights, gradients and state of ``spans`` can be computed with inside, but for those that a step walks.
 
-    Their groups are brought one after another, where they are needed (`Span.gradients_resident`).
+    Of those with a file groups are brought one after another, where they are needed (`Span.gradients_resident`). Where
+    state is in the host's memory, a step computes there.
     """
-    return all_resident(span.group.home for span in spans if span.group is not None and span.file is None)
+    homes = (span.group.home for span in spans if span.group is not None)
+    return all_resident(home for home in homes if home.file is None and home.staging is None)
 
 
 def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:

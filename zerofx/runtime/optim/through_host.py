@@ -10,6 +10,9 @@
 A *batch* is what one buffer holds: a chunk of a long run, or many short runs. Of each it has the gradient and the
 weights. Where a float32 master is kept with the moments, the device's weights are not read, and nothing of them comes.
 
+Gradients and weights that live in the host's memory (`Run.on_host`) are used there. A run of which both do passes
+through no buffer: the host waits for its gradient alone, while the device may be at others.
+
 The numbers are those of the same kernel on whole runs, bit for bit. A chunk ends a multiple of `UNIT` elements behind
 its run's beginning, so vectors, blocks of 8-bit moments and what is left at a run's end are computed as ever.
 """
@@ -35,29 +38,46 @@ Update = Callable[[Sequence[tuple[Any, Part]]], None]
 
 @dataclass
 class Piece:
-    """Elements of a run's span from ``start`` up to ``end``, and where in a buffer they lie, in bytes."""
+    """Elements of a run's span from ``start`` up to ``end``, and where in a buffer they lie, in bytes.
+
+    ``gradient``, ``weights``: the same elements, if they are in the host's memory; else they are on the device.
+    """
 
     key: Any
     run: Run
     start: int
     end: int
-    gradient_at: int
-    weights_at: int
+    gradient_at: int = 0
+    weights_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.gradient, self.weights = self.run.on_host(self.start, self.end)
 
     def part(self, buffer: torch.Tensor) -> Part:
         """What a kernel is given."""
-        gradient = self._in(buffer, self.gradient_at, self.run.gradient.dtype)
-        weights = self._in(buffer, self.weights_at, self.run.span.whole.dtype)
+        gradient, weights = self.gradient, self.weights
+        if gradient is None:
+            gradient = self._in(buffer, self.gradient_at, self.run.gradient.dtype)
+        if weights is None:
+            weights = self._in(buffer, self.weights_at, self.run.span.whole.dtype)
         return self.run.part(self.start, self.end, self.run.state(self.start, self.end), weights, gradient)
 
-    def there(self) -> Part:
-        """The same elements where they live: weights and gradient on the device."""
-        return self.run.part(self.start, self.end, {})
+    def bring(self, staging: Staging, buffer: torch.Tensor) -> None:
+        """Start to copy what the kernel reads, and is on the device. It reads no weights that have a float32 master."""
+        here = self.part(buffer)
+        if self.gradient is None:
+            at = self.run.gradient.storage_offset() + self.start - self.run.start
+            staging.out(here.gradient, self.run.gradient.as_strided(here.gradient.shape, (1,), at))
+        if self.weights is None and "master" not in self.run.span.state:
+            staging.out(here.weights, self._weights_there())
 
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the kernel reads the weights that are there: a float32 master is all that it needs."""
-        return "master" not in self.run.span.state
+    def take(self, staging: Staging, buffer: torch.Tensor) -> None:
+        """Start to copy new weights to the device, if they live there."""
+        if self.weights is None:
+            staging.back(self._weights_there(), self.part(buffer).weights)
+
+    def _weights_there(self) -> torch.Tensor:
+        return self.run.span.weights().narrow(0, self.start, self.end - self.start)
 
     def _in(self, buffer: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
         return buffer[at : at + (self.end - self.start) * dtype.itemsize].view(dtype)
@@ -70,11 +90,11 @@ class Batch:
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, key: Any, run: Run, start: int, end: int) -> None:
-        """Elements of ``run``, which fit."""
+    def add(self, key: Any, run: Run, start: int, end: int, sizes: tuple[int, int]) -> None:
+        """Elements of ``run``, which fit; ``sizes``: see `_sizes`."""
         gradient_at = self.nbytes
-        weights_at = gradient_at + _aligned((end - start) * run.gradient.itemsize)
-        self.nbytes = weights_at + _aligned((end - start) * run.span.whole.itemsize)
+        weights_at = gradient_at + _aligned((end - start) * sizes[0])
+        self.nbytes = weights_at + _aligned((end - start) * sizes[1])
         self.pieces.append(Piece(key, run, start, end, gradient_at, weights_at))
 
 
@@ -84,9 +104,15 @@ def through_host(staging: Staging, keyed: Keyed, update: Update) -> None:
     ``keyed``: runs with what ``update`` is to know of each. As it returns, new weights may still be on their way, and
     what the computing stream is given next is behind them.
     """
-    batches = list(_batches(keyed, staging.buffers[0].nbytes))
+    passing = [(key, run) for key, run in keyed if any(_sizes(run))]
+    batches = list(_batches(passing, staging.buffers[0].nbytes))
     if batches:
         _walk(staging, batches, update)
+    for key, run in reversed(keyed):  # backward comes to the last layers first: their gradients are there
+        if not any(_sizes(run)):
+            run.settle()
+            gradient, weights = run.on_host(run.start, run.end)
+            update([(key, run.part(run.start, run.end, run.state(), weights, gradient))])
 
 
 def _walk(staging: Staging, batches: Sequence[Batch], update: Update) -> None:
@@ -99,10 +125,7 @@ def _walk(staging: Staging, batches: Sequence[Batch], update: Update) -> None:
         if i >= len(buffers):
             copies.out_behind(went[i - len(buffers)])  # the buffer is free
         for piece in batches[i].pieces:
-            here, there = piece.part(buffers[i % len(buffers)]), piece.there()
-            staging.out(here.gradient, there.gradient)
-            if piece.reads_weights:
-                staging.out(here.weights, there.weights)
+            piece.bring(staging, buffers[i % len(buffers)])
         came.append(copies.mark_out())
 
     copies.begin()
@@ -112,9 +135,11 @@ def _walk(staging: Staging, batches: Sequence[Batch], update: Update) -> None:
         for i, batch in enumerate(batches):
             came[i].synchronize()
             buffer = buffers[i % len(buffers)]
+            for piece in batch.pieces:
+                piece.run.settle()
             update([(piece.key, piece.part(buffer)) for piece in batch.pieces])
             for piece in batch.pieces:
-                staging.back(piece.there().weights, piece.part(buffer).weights)
+                piece.take(staging, buffer)
             went.append(copies.mark_back())
             if i + ahead < len(batches):
                 bring(i + ahead)
@@ -126,19 +151,24 @@ def _batches(keyed: Keyed, nbytes: int) -> Iterator[Batch]:
     """What ``nbytes`` have room for, one after the other."""
     batch = Batch()
     for key, run in keyed:
-        at = run.start
-        element = run.gradient.itemsize + run.span.whole.itemsize
-        most = nbytes // element // UNIT * UNIT
+        at, sizes = run.start, _sizes(run)
+        most = nbytes // sum(sizes) // UNIT * UNIT
         while at < run.end:
             end = min(at + most, run.end)
-            needs = _aligned((end - at) * run.gradient.itemsize) + _aligned((end - at) * run.span.whole.itemsize)
+            needs = sum(_aligned((end - at) * size) for size in sizes)
             if batch.nbytes + needs > nbytes and batch.pieces:
                 yield batch
                 batch = Batch()
-            batch.add(key, run, at, end)
+            batch.add(key, run, at, end, sizes)
             at = end
     if batch.pieces:
         yield batch
+
+
+def _sizes(run: Run) -> tuple[int, int]:
+    """Bytes that an element's gradient and its weight take in a buffer: 0 of what is in the host's memory already."""
+    gradient, weights = run.on_host(run.start, run.end)
+    return 0 if gradient is not None else run.gradient.itemsize, 0 if weights is not None else run.span.whole.itemsize
 
 
 def _aligned(nbytes: int) -> int:

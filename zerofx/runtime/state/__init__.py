@@ -14,7 +14,8 @@ account         bytes of each class at rest: what plans, predictions and `memory
 footprint       what a module's graphs leave in memory between forward and backward
 carriage        what a run of a graph moves to the device and away from it: the interface that a feature fills in
 home            where state lives: an interface
-staging         pinned buffers between the two
+staging         pinned buffers between the two, and what lives in some
+pinned          pinned buffers that are used again
 copies          copies between the two, on streams of their own: an interface
 state_file      that file: chunks, checksums, who has it
 raw_file        what a file is to the operating system

@@ -26,8 +26,10 @@ class ActivationStore(Protocol):
     @property
     def file(self) -> StateFile | None: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
     smallest: int
-    nbytes: int
 
 
 class Carriage(Protocol):

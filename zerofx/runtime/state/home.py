@@ -52,7 +52,8 @@ class Home:
         any_away: whether either is so of any home there is.
         hosts: whether moments are in the host's memory, where an optimizer steps.
         file: where the option ``offload`` has put the group's moments, and what it `StateFile.holds` besides; None.
-        staging: the moments are in the host's memory, and gradients and weights pass through this to them; None.
+        staging: the moments are in the host's memory, and gradients and weights pass through this to them, or are
+            there as well (`Staging.holds`); None.
     """
 
     streams: frozenset[Kind] = frozenset()
@@ -110,6 +111,16 @@ class Home:
     def offload(self, gradient: torch.Tensor) -> Future[torch.Tensor]:
         """Start to take a graph's ``gradient`` here; the tensor to hold from then on. Of a home that `streams` them."""
         raise NotImplementedError
+
+    def on_host(self, state: torch.Tensor, numel: int | None = None) -> torch.Tensor | None:
+        """The numbers of ``state``, 1-D, where they are in the host's memory and not on the device; None: they are not.
+
+        ``numel``: so many from where it begins. Who looks at them has to `settle` before.
+        """
+        return None
+
+    def settle(self, *state: torch.Tensor) -> None:
+        """The host waits for copies from and to what `on_host` gives of ``state``."""
 
     def keep_resident(self, state: torch.Tensor) -> torch.Tensor:
         """``state`` for code that does not enter `resident`: the same memory, while a view of it is left."""
