@@ -71,7 +71,7 @@ class Run:
     """One model with its optimizer, and a loop's step over it."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     scheduler: Any = None
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +93,22 @@ def accumulated(run: Run, x: torch.Tensor) -> torch.Tensor:
     with zerofx.no_sync(run.model):
         run.loss(-x).backward()
     return plain(run, x)
+
+
+def summed(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Both backwards reduce."""
+    run.loss(-x).backward()
+    return plain(run, x)
+
+
+def evaluated(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Between backward and the step another batch is looked at."""
+    loss = run.loss(x)
+    loss.backward()
+    with torch.no_grad():
+        other = run.loss(2 * x)
+    run.step()
+    return loss.detach() + other
 
 
 def inside(run: Run, x: torch.Tensor) -> torch.Tensor:
@@ -183,6 +199,7 @@ class Case:
     bound: float = 1e-5
 
 
+BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
 ALL_ACTIVATIONS = zerofx.Offload(activations="cpu", smallest=1)
 GRADIENTS = zerofx.Offload("cpu", gradients="cpu")
 WEIGHTS = zerofx.Offload("cpu", weights="cpu")
@@ -197,7 +214,7 @@ CASES = {
     "max_grad_norm": Case(max_grad_norm=0.01),
     "clip_grad_norm_": Case(clipped),
     "a scheduler": Case(scheduled),
-    "bfloat16": Case(options={"mixed_precision": zerofx.MixedPrecision(torch.bfloat16, torch.float32)}, bound=2e-3),
+    "bfloat16": Case(options={"mixed_precision": BF16}, bound=2e-3),
     "a graph break": Case(model=Broken),
     "a leaf module": Case(model=Experts, options={"leaf_modules": [Expert]}),
     "int8 on the wire": Case(
@@ -217,10 +234,43 @@ CASES = {
     ),
     "activations on the host, no_sync": Case(accumulated, options={"offload": ALL_ACTIVATIONS}, stages=(3,)),
     "activations on the host, a graph break": Case(model=Broken, options={"offload": ALL_ACTIVATIONS}, stages=(2, 3)),
-    "gradients on the host": Case(options={"offload": GRADIENTS}, stages=(1, 2, 3), reads=True),
-    "weights on the host": Case(options={"offload": WEIGHTS}, stages=(3,), reads=True),
-    "all on the host": Case(options={"offload": EVERYTHING}, stages=(3,), reads=True),
     "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
+    **{
+        f"gradients on the host{how}": Case(
+            options={"offload": GRADIENTS},
+            stages=(1, 2, 3),
+            reads=True,
+            **options,  # type: ignore[arg-type]
+        )
+        for how, options in {
+            "": {},
+            ", summed": {"step": summed},
+            ", no_sync": {"step": accumulated},
+            ", step_in_backward": {"step": inside},
+            ", max_grad_norm": {"max_grad_norm": 0.01},
+            ", clip_grad_norm_": {"step": clipped},
+            ", a graph break": {"model": Broken},
+        }.items()
+    },
+    **{
+        f"{what} on the host{how}": Case(stages=(3,), reads=True, **{"options": {"offload": there}, **options})  # type: ignore[arg-type]
+        for what, there in {"weights": WEIGHTS, "all": EVERYTHING}.items()
+        for how, options in {
+            "": {},
+            ", summed": {"step": summed},
+            ", no_sync": {"step": accumulated},
+            ", step_in_backward": {"step": inside},
+            ", max_grad_norm": {"max_grad_norm": 0.01},
+            ", a scheduler": {"step": scheduled},
+            ", evaluated": {"step": evaluated},
+            ", a graph break": {"model": Broken},
+            ", a stream of the user's": {"step": on_own_stream},
+            ", from the meta device": {"meta": True},
+            ", saved in the background": {"step": saved},
+            ", bfloat16": {"options": {"offload": there, "mixed_precision": BF16}, "bound": 2e-3},
+            ", memory_budget": {"options": {"offload": there, "memory_budget": float("inf")}},
+        }.items()
+    },
 }
 
 
@@ -290,6 +340,34 @@ def host_waits(names: list[str], stage: int) -> dict[str, dict[str, int]]:
             case.step(run, x)
             found[name] = device.take_host_waits()
     return found
+
+
+def waits_apart(names: list[str], stage: int) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """By case, the same of forward and backward, and of the optimizer's step."""
+    from tests.accelerator import device
+
+    found = {}
+    with simulated("slow compute"):
+        for name in names:
+            case = CASES[name]
+            run, x = made(case, stage, "sim"), batch(0, "sim")
+            for _ in range(2):
+                case.step(run, x)
+            device.take_host_waits()
+            case.step(Run(run.model, Nothing()), x)
+            before = device.take_host_waits()
+            run.step()
+            found[name] = before, device.take_host_waits()
+    return found
+
+
+class Nothing:
+    """An optimizer that does nothing."""
+
+    def step(self) -> None:
+        pass
+
+    zero_grad = step
 
 
 def pinned(stage: int) -> tuple[int, ...]:

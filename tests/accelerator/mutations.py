@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from tests.accelerator import cases
 from zerofx import _torch
+from zerofx.features.offload.on_host import OnHost
 from zerofx.passes import edit
 from zerofx.passes.ops import discard
 from zerofx.runtime.state.copies import AcceleratorCopies
@@ -129,18 +130,23 @@ def copies_unmarked() -> contextlib.AbstractContextManager[Any]:
     return unittest.mock.patch.object(AcceleratorCopies, "mark_out", lambda self: Nowhere())
 
 
+def host_waits_for_nothing() -> contextlib.AbstractContextManager[Any]:
+    return unittest.mock.patch.object(OnHost, "settle", lambda self, *state: None)
+
+
 def streams_apart() -> contextlib.AbstractContextManager[Any]:
     return unittest.mock.patch.object(cases, "join", lambda stream, other: None)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """``case``: of `cases.CASES`, in which it shows. ``schedule``: under which."""
+    """``case``: of `cases.CASES`, in which it shows. ``schedule``: under which. ``slow``: so are its tests."""
 
     without: Without
     case: str
     stages: Sequence[int]
     schedule: str = "slow link"
+    slow: bool = False
 
 
 MUTATIONS = {
@@ -167,6 +173,25 @@ MUTATIONS = {
     ),
     "activations: the wait for a copy": Mutation(
         copies_without("go_on_behind"), "activations on the host", (0, 3), "slow copies"
+    ),
+    "gradients leave: begin": Mutation(
+        copies_without("begin"), "gradients on the host", (1, 2, 3), "slow compute", slow=True
+    ),
+    "gradients: the wait for a copy": Mutation(
+        copies_without("go_on_behind"), "gradients on the host", (1, 2, 3), "slow copies", slow=True
+    ),
+    "gradients: the host waits": Mutation(host_waits_for_nothing, "all on the host", (3,), "slow copies"),
+    "gradients that are added: begin_back": Mutation(
+        copies_without("begin_back"), "gradients on the host, summed", (1, 2, 3), "slow compute", slow=True
+    ),
+    "weights come: begin_back": Mutation(
+        copies_without("begin_back"), "weights on the host", (3,), "slow compute", slow=True
+    ),
+    "weights: the wait for a copy": Mutation(
+        copies_without("go_on_behind"), "weights on the host", (3,), "slow copies"
+    ),
+    "weights: the host waits": Mutation(
+        host_waits_for_nothing, "all on the host, evaluated", (3,), "slow copies", slow=True
     ),
     "the wait for a stream of the user's": Mutation(
         streams_apart, "a stream of the user's", (0, 1, 2, 3), "slow copies"

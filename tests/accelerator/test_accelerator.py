@@ -27,7 +27,8 @@ SCHEDULES = ["jitter", "slow compute", "slow link", "slow copies"]
 FEW = ["no_sync", "step_in_backward", "a graph break"]
 LEFT_TO_SLOW = [
     "torch.optim", "a mesh of one row", "memory_budget", "from the meta device", "saved in the background",
-    "activations and state on the host", "activations on the host, a graph break",
+    "activations and state on the host", "activations on the host, a graph break", "gradients on the host",
+    *[name for name in CASES if name.startswith(tuple(f"{x} on the host," for x in ("gradients", "weights", "all")))],
 ]  # fmt: skip
 QUICK = {0: "jitter", 1: "slow copies", 2: "slow compute", 3: "slow link"}
 
@@ -75,8 +76,10 @@ def test_training_gives_the_numbers_of_the_cpu(
 
 def test_cases_differ(on_cpu: Reference) -> None:
     """An option that did nothing would prove nothing."""
-    found = on_cpu(cases_of(3), 3)
-    for name in ("no_sync", "clip_grad_norm_", "max_grad_norm", "a scheduler", "bfloat16", "int8 on the wire"):
+    options = "no_sync", "clip_grad_norm_", "max_grad_norm", "a scheduler", "bfloat16", "int8 on the wire"
+    options += "gradients on the host, summed", "all on the host, evaluated"
+    found = on_cpu(["plain", *options], 3)
+    for name in options:
         assert not alike(found[name], found["plain"]), name
 
 
@@ -116,10 +119,34 @@ def test_the_host_waits_for_copies_alone_where_it_computes(accelerator2: Workers
         assert all(waits.keys() == {"Event.synchronize"} for waits in found.values()), found
 
 
+@pytest.mark.parametrize(
+    ("stage", "hows"),
+    [
+        (3, [", summed"]),
+        *[
+            slow(stage, ["", ", summed", ", max_grad_norm", ", a graph break", ", bfloat16", ", evaluated"])
+            for stage in (1, 2, 3)
+        ],
+    ],
+    ids=lambda x: "" if isinstance(x, list) else str(x),
+)
+def test_forward_and_backward_wait_for_nothing_where_gradients_and_weights_are_on_the_host(
+    accelerator2: Workers, stage: int, hows: list[str]
+) -> None:
+    """The step waits: for gradients that come to it, and with a norm for what it has decided on the device."""
+    names = [f"{what} on the host{how}" for what in ("gradients", "weights", "all") for how in hows]
+    names = [name for name in names if name in cases_of(stage)]
+    for found in on_accelerator(accelerator2, "tests.accelerator.cases:waits_apart", names, stage):
+        assert {name: before for name, (before, _) in found.items()} == {name: {} for name in names}
+        for name, (_, step) in found.items():
+            norm = {"a copy to the host"} if "norm" in name else set()
+            assert step.keys() == {"Event.synchronize"} | norm, (name, step)
+
+
 # ---- what an order is for -------------------------------------------------------------------------------------------
 
 
-@quick_if(lambda mutation, stage: stage == MUTATIONS[mutation].stages[-1])
+@quick_if(lambda mutation, stage: stage == MUTATIONS[mutation].stages[-1] and not MUTATIONS[mutation].slow)
 @pytest.mark.parametrize(
     ("mutation", "stage"), [(name, stage) for name, mutation in MUTATIONS.items() for stage in mutation.stages]
 )

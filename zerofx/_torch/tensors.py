@@ -61,9 +61,10 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and the same version counter, in a storage of its own: it ends with the last view of this one.
 
     Assigning ``.data`` takes over another tensor's storage and leaves the version counter (2.11, 2.13, 2.15).
+    ``tensor.__dlpack__`` knows no device that was registered under a name of its own; the capsule does.
     """
     alias = tensor.detach()
-    alias.data = torch.from_dlpack(tensor.detach())
+    alias.data = torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.detach()))
     return alias
 
 

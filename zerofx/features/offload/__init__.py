@@ -12,7 +12,7 @@ activation_store        what forward saves, in a file
 activations_on_host     the same in the host's memory, of a model on a GPU
 place                   where a module's state is to be
 in_file                 a home: what is in a file
-on_host                 a home: the optimizer's state in the host's memory, and weights and gradients, of a model on a GPU
+on_host                 a home: state in the host's memory, of a model on a GPU
 started                 a copy between a device and the host that was started
 facts                   what is known of a graph, and what its forward leaves for its backward
 simulated               what a simulated step has to know

@@ -27,12 +27,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from zerofx._torch import StorageWeakRef, storage_of
+from zerofx._torch import StorageWeakRef, storage_of, with_own_storage
 from zerofx.features.offload.started import Started
 from zerofx.runtime.state.copies import Mark
 from zerofx.runtime.state.home import Kind, OnDevice, Place
@@ -66,6 +67,7 @@ class OnHost(OnDevice):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._all: dict[int, Away] = {}  # by the address of the storage that stands for it
+        self._let_go: deque[tuple[Away, torch.UntypedStorage]] = deque()  # appended by any thread
 
     @classmethod
     def takes(cls, stage: int, device: torch.device, place: Place) -> bool:
@@ -100,6 +102,7 @@ class OnHost(OnDevice):
 
     def _leaving(self, tensor: torch.Tensor) -> Started:
         """Start to copy ``tensor`` to the host; what stands for it."""
+        self._leave()
         copies, flat = self._its.copies, tensor.contiguous()
         stands = torch.empty_like(flat)
         stands.untyped_storage().resize_(0)
@@ -118,6 +121,7 @@ class OnHost(OnDevice):
 
     def reload(self, state: torch.Tensor, here: torch.Tensor) -> Started:  # type: ignore[override]  # as for `offload`
         self._refuse_capture("weights")
+        self._leave()
         away, copies = self._of(state), self._its.copies
         with self._lock:
             if away is None or away.users:
@@ -143,6 +147,21 @@ class OnHost(OnDevice):
     def only(self, *state: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return self._here(self._given(state))
 
+    def keep_resident(self, state: torch.Tensor) -> torch.Tensor:
+        if (away := self._of(state)) is None:
+            return state
+        self._bring(away, storage := state.untyped_storage())
+        view = with_own_storage(state)
+        # It leaves when this home is asked next, and not in the midst of a step, where garbage may be collected.
+        weakref.finalize(view.untyped_storage(), self._let_go.append, (away, storage)).atexit = False
+        return view
+
+    def _leave(self) -> None:
+        """What was kept resident, and nobody looks at any more, leaves."""
+        with self._lock:
+            while self._let_go:
+                self._take(*self._let_go.popleft())
+
     def shaping(self, state: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         away = self._of(state)
         return contextlib.nullcontext() if away is None else self._shaped(away, state.untyped_storage())
@@ -161,6 +180,7 @@ class OnHost(OnDevice):
     @contextlib.contextmanager
     def _here(self, those: Iterable[Away]) -> Iterator[None]:
         brought: list[tuple[Away, torch.UntypedStorage]] = []
+        self._leave()
         try:
             for away in {id(each): each for each in those}.values():
                 if (storage := storage_of(away.stands)) is not None:

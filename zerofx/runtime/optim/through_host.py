@@ -10,8 +10,9 @@
 A *batch* is what one buffer holds: a chunk of a long run, or many short runs. Of each it has the gradient and the
 weights. Where a float32 master is kept with the moments, the device's weights are not read, and nothing of them comes.
 
-Gradients and weights that live in the host's memory (`Run.on_host`) are used there. A run of which both do passes
-through no buffer: the host waits for its gradient alone, while the device may be at others.
+Gradients and weights that live in the host's memory (`Run.on_host`) are used there. They are in place when the first
+batch is: what comes out comes behind all copies that were started before. A run of which both live there passes through
+no buffer: the host waits for its gradient alone, while the device may be at others.
 
 The numbers are those of the same kernel on whole runs, bit for bit. A chunk ends a multiple of `UNIT` elements behind
 its run's beginning, so vectors, blocks of 8-bit moments and what is left at a run's end are computed as ever.
@@ -135,8 +136,6 @@ def _walk(staging: Staging, batches: Sequence[Batch], update: Update) -> None:
         for i, batch in enumerate(batches):
             came[i].synchronize()
             buffer = buffers[i % len(buffers)]
-            for piece in batch.pieces:
-                piece.run.settle()
             update([(piece.key, piece.part(buffer)) for piece in batch.pieces])
             for piece in batch.pieces:
                 piece.take(staging, buffer)

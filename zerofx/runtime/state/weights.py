@@ -212,8 +212,7 @@ class Weights:
 
     def _send(self, out: torch.Tensor) -> list[dist.Work]:
         """Start to fill ``out`` from all shards; returns what to wait for."""
-        # What is elsewhere at rest leaves the device before the copy is sent.
-        shard = self.shard.to(out.dtype, copy=self.home.moves("weights"))
+        shard = self.shard.to(out.dtype)
         if self.quantized is None:
             return self.travel.gather_into(out, shard, self.ranks.name)
         return self.quantized.gather_into(self.travel, out, shard, self.ranks.name)
