@@ -6,6 +6,7 @@ The CPU stands for the device (tests/seams/copies.py). tests/nccl/test_copies.py
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as checkpoint
 
 import zerofx
 from tests.seams.copies import AtOnce, staged
-from tests.slow import slow_if
+from tests.slow import slow, slow_if
 from tests.test_offload import BF16, EACH_LAYER, OPTIMIZERS, Net, give, named, sharded, steps, whole
 from tests.workers import Workers
 from zerofx.compiler import checks
@@ -170,6 +171,39 @@ def test_what_a_rank_holds_is_counted_on_the_host_and_pinned(fake_world: Any) ->
     assert "on the host" in str(summary) and "pinned" in str(summary) and summary.total < 9 * numel
 
 
+def test_weights_and_gradients_on_the_host_leave_nothing_on_the_device(fake_world: Any) -> None:
+    fake_world(2)
+    with staged():
+        model = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, executor="eager", offload=ALL)
+        step = zerofx.AdamW(model.parameters())
+        model(torch.ones(2, 91)).sum().backward()
+        step.step()
+        summary = zerofx.memory_summary(model, step)
+    numel = sum(p._local.numel() for p in model.parameters())  # type: ignore[attr-defined]
+    assert summary.nbytes["shards"] == summary.nbytes["gradients"] == 0 and summary.total < 1000
+    assert summary.pinned_of == ("weights", "gradients") and summary.pinned - (4 << 13) >= 8 * numel
+    assert "weights, gradients" in str(summary)
+    (record,) = zerofx.graphs(model)
+    assert "  on host  optimizer state, weights and gradients of 3 groups" in str(record.forward).splitlines()
+    assert "on host  its optimizer state, weights and gradients" in record.forward.explain("wait_reload head")
+
+
+def test_what_is_predicted_is_what_is_predicted_of_a_file(fake_world: Any) -> None:
+    """The same graphs, whose bytes tests/test_offload_predicted.py measures; and nothing passes through buffers."""
+    fake_world(2)
+    options: dict[str, Any] = {"groups": EACH_LAYER, "stage": 3, "executor": "eager"}
+    with staged():
+        model = zerofx.compile(Net(), offload=ALL, **options)
+        model(torch.ones(2, 91)).sum().backward()
+        host = zerofx.predict(model)
+    nowhere = zerofx.Offload("/nowhere", "/nowhere", "/nowhere")
+    file = zerofx.predict(
+        zerofx.dry_run(Net(), torch.ones(2, 91), world_size=2, backend="fake", offload=nowhere, **options)
+    )
+    assert host.held_bytes == 0 and host.files is None and file.files is not None
+    assert [phase.live for phase in host.phases] == [phase.live for phase in file.phases]
+
+
 def test_a_printed_graph_says_what_is_on_the_host(fake_world: Any) -> None:
     fake_world(2)
     with staged():
@@ -192,6 +226,43 @@ def test_a_plan_has_moments_on_the_host_and_what_a_step_copies(fake_world: Any) 
         zerofx.plan(Net(), world_size=2, offload="cpu", disk_bandwidth=1e9, bandwidth=1e9)
     low = zerofx.plan(Net().bfloat16(), world_size=2, offload="cpu", stages=[3]).stages[0]
     assert low.files is not None and float(low.files.at_rest) == 3 * float(low.files.per_step)  # 12 bytes, and 2 + 2
+
+
+def copied(stage: int, offload: zerofx.Offload, micro_batches: int) -> int:
+    """Bytes that the second step copies between device and host."""
+    with staged():
+        options: dict[str, Any] = {
+            "stage": stage,
+            "executor": "eager",
+            "memory_budget": math.inf if stage == 3 else None,
+        }
+        model = zerofx.compile(Net(), groups=EACH_LAYER, offload=offload, **options)
+        step = zerofx.AdamW(model.parameters())
+        for _ in range(2):
+            (staging,) = {group.home.staging for group in groups_of(model)}
+            assert staging is not None
+            before = staging.brought + staging.taken
+            for _ in range(micro_batches):
+                model(torch.ones(2, 91)).sum().backward()
+            step.step()
+            step.zero_grad()
+        return staging.brought + staging.taken - before
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "k"),
+    [(2, GRADIENTS, 1), (3, WEIGHTS, 2), (3, ALL, 3), slow(1, GRADIENTS, 3), slow(3, GRADIENTS, 2), slow(3, ALL, 1)],
+)
+def test_a_plan_has_what_a_step_copies(fake_world: Any, stage: int, offload: zerofx.Offload, k: int) -> None:
+    fake_world(2)
+    (plan,) = zerofx.plan(
+        Net(), world_size=2, groups=EACH_LAYER, offload=offload, stages=[stage], micro_batches=k
+    ).stages
+    assert plan.files is not None
+    kept = float(plan.files.forward)  # backward reads what forward has left gathered
+    assert float(plan.files.per_step) - kept == pytest.approx(copied(stage, offload, k), rel=0.01)
+    without = zerofx.plan(Net(), world_size=2, groups=EACH_LAYER, stages=[stage]).stages[0]
+    assert float(plan.files.at_rest) == float(without.memory.total) - float(plan.memory.total)
 
 
 def test_an_optimizer_that_would_compute_on_the_device_is_refused(fake_world: Any) -> None:

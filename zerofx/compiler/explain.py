@@ -28,7 +28,7 @@ from zerofx.compiler.activations import given
 from zerofx.compiler.listing import difference, node_line
 from zerofx.compiler.printing import place_of, whole_bytes
 from zerofx.compiler.rewriting import Rewriting
-from zerofx.model.offload import OnDisk
+from zerofx.model.offload import OnDisk, names_of
 from zerofx.model.units import format_bytes
 from zerofx.passes import before_lower, edit
 from zerofx.passes.context import Context, Tag
@@ -186,7 +186,10 @@ class Reasons:
             said.append(("stands", kind.stands if isinstance(kind.stands, str) else kind.stands(node, self.context)))
         if kind.transfer:
             said += self._carried(node, tag.kind)
-        there = self.context.facts(AtRest).on_disk
+        facts = self.context.facts(AtRest)
+        if tag.kind in _STATE and tag.group in facts.on_host:
+            said.append(("on host", f"its {names_of(facts.kinds_on_host)}, where the optimizer steps"))
+        there = facts.on_disk
         if there is not None and tag.kind in _SAID_OF_DISKS:
             said.append(("on disk", self._on_disk(there, tag.group)))
             said += self._update(there, tag.group) if tag.kind == "step" else []

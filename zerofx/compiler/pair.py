@@ -89,6 +89,7 @@ class Pair:
             crosses=sharing.crosses,
             on_disk=family.on_disk,
             on_host=frozenset(family.on_host),
+            kinds_on_host=family.offload.kinds_on_host if family.offload is not None else frozenset(),
         )
         return Context(
             phase=phase,

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 
 from zerofx.compiler.listing import operator_name
 from zerofx.compiler.rewriting import Rewriting
+from zerofx.model.offload import names_of
 from zerofx.model.units import format_bytes
 from zerofx.passes import edit
 from zerofx.passes.context import Tag
@@ -60,7 +61,8 @@ def format_trace(trace: Rewriting, fold: bool = True) -> str:
 def _elsewhere(trace: Rewriting) -> Iterator[str]:
     there = trace.context.facts(AtRest).on_disk
     if hosted := trace.context.facts(AtRest).on_host:
-        yield f"  on host  optimizer state of {len(hosted)} group{'s' * (len(hosted) > 1)}"
+        names = names_of(trace.context.facts(AtRest).kinds_on_host)
+        yield f"  on host  {names} of {len(hosted)} group{'s' * (len(hosted) > 1)}"
     if there is not None:
         yield f"  on disk  {there.names} of {there.which}, in {there.path}"
 

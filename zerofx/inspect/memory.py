@@ -64,8 +64,9 @@ class MemorySummary:
         replica: the number of this rank's replica of the module, and how many there are.
         on_host: bytes of optimizer state in the host's memory, of a module on another device (``offload="cpu"``); they
             are not in `total`.
-        pinned: bytes of the host's memory through which gradients and weights pass to and from there, or where
-            activations are (``activations="cpu"``); not in `total`.
+        pinned: bytes of the host's memory through which gradients and weights pass to and from there, or where they
+            and activations are (``gradients="cpu"`` and so on), as PyTorch rounds them up; not in `total`.
+        pinned_of: which of these are there.
         on_disk: bytes in this rank's file (``offload=``); they are not in `total`.
         on_disk_of: what is in that file.
     """
@@ -80,6 +81,7 @@ class MemorySummary:
     on_disk_of: tuple[str, ...] = ("optimizer state",)
     on_host: int = 0
     pinned: int = 0
+    pinned_of: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -100,7 +102,8 @@ class MemorySummary:
         if self.on_host:
             lines.append(f"{'on the host':<{width}}  {format_bytes(self.on_host):>10}  optimizer state")
         if self.pinned:
-            lines.append(f"{'pinned':<{width}}  {format_bytes(self.pinned):>10}  between the host and the device")
+            of = ", ".join(self.pinned_of) or "between the host and the device"
+            lines.append(f"{'pinned':<{width}}  {format_bytes(self.pinned):>10}  {of}")
         if self.on_disk:
             lines.append(f"{'on disk':<{width}}  {format_bytes(self.on_disk):>10}  {', '.join(self.on_disk_of)}")
         return "\n".join([title, *lines])
@@ -147,6 +150,7 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
     store = {group.family.activation_store for group in groups}
     homes = {group.home.file for group in groups} | {each.file for each in store if each is not None}
     files = [file for file in homes if file is not None]
+    hosts = [each for each in dict.fromkeys(group.home.staging for group in groups) if each is not None]
     on_disk = sum(file.nbytes for file in files)
     names = STATE | {"activation": "activations"}
     of = tuple(name for kind, name in names.items() if any(kind in file.holds for file in files))
@@ -160,8 +164,9 @@ def memory_summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
         on_disk,
         of or ("optimizer state",),
         on_host,
-        sum(staging.nbytes for staging in dict.fromkeys(group.home.staging for group in groups) if staging is not None)
-        + sum(each.nbytes for each in store if each is not None),
+        sum(each.nbytes for each in hosts) + sum(each.nbytes for each in store if each is not None),
+        tuple(name for kind, name in names.items() if any(kind in each.holds for each in hosts))
+        + ("activations",) * any(each is not None and each.file is None for each in store),
     )
 
 

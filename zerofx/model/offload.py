@@ -15,7 +15,7 @@ ZeRO-Infinity (Rajbhandari et al., 2021) is where the idea is from. docs/offload
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,9 +111,9 @@ class Offload:
         return frozenset(kind for name, kind in PARTS.items() if getattr(self, name) not in (None, "cpu"))
 
     @property
-    def on_host_besides(self) -> frozenset[str]:
-        """What is in the host's memory beside moments, in the same words."""
-        both = ("gradients", "weights")
+    def kinds_on_host(self) -> frozenset[str]:
+        """What of a rank's state is to be in the host's memory, in the same words."""
+        both = ("optimizer", "gradients", "weights")
         return frozenset(PARTS[name] for name in both if self.on_host and getattr(self, name) == "cpu")
 
     @property
@@ -151,6 +151,12 @@ STATE = {"moment": "optimizer state", "weights": "weights", "gradient": "gradien
 """What a kind of state is called."""
 
 
+def names_of(kinds: Collection[str]) -> str:
+    """Of some kinds, in words: "weights and gradients"."""
+    *first, last = [name for kind, name in STATE.items() if kind in kinds]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 class OnDisk(NamedTuple):
     """What of a rank's state lives in a file (`zerofx.Offload`): for who reads a graph. No pass asks for it.
 
@@ -171,8 +177,7 @@ class OnDisk(NamedTuple):
     @property
     def names(self) -> str:
         """Of its kinds, in words."""
-        *first, last = [name for kind, name in STATE.items() if kind in self.kinds]
-        return f"{', '.join(first)} and {last}" if first else last
+        return names_of(self.kinds)
 
     @property
     def which(self) -> str:

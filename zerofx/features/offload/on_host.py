@@ -89,7 +89,8 @@ class OnHost(OnDevice):
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         state = super().new(kind, numel, dtype, torch.device("cpu") if kind == "moment" else device)
-        return self._leaving(state).result() if kind in self.streams else state
+        there = kind in self.streams and device.type != "meta"  # a dry run's is nowhere
+        return self._leaving(state).result() if there else state
 
     def keep(self, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
         return self._leaving(tensor).result() if kind in self.streams else tensor

@@ -56,7 +56,7 @@ def _on_host(
     copies, ranks = copies_of(device), sharing.everyone
     if copies is not None:
         if offload.on_host:
-            names, holds = offload.chosen(list(layouts)), offload.on_host_besides
+            names, holds = offload.chosen(list(layouts)), offload.kinds_on_host - {"moment"}
             shards = [each.shard_numel * each.dtype.itemsize for each in layouts if each.name in names]
             family.staging = ranks.all_or_none(
                 "offload=", lambda: Staging(copies, holds, shards * len(holds)), RuntimeError

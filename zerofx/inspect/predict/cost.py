@@ -63,6 +63,10 @@ gradients once more, and has them written where it scales them; that is not in i
 itself, 4 D, go with the moments. A disk that reads and writes ``d`` bytes in a second takes the optimizer's step
 ``max(bytes / d, arithmetic)``, where arithmetic is bound by memory: 28 N/M bytes at ``e`` in a second.
 
+In the host's memory it is the same at rest, and what passes is copied between that and the device. The optimizer steps
+there. So it moves the gradient (m D) and weights (2 m D, or m D beside masters) that are not there. Each further
+gradient is copied out, comes back with the sum so far, and both leave: 5 m D.
+
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
 backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
 hence the 2 of stage 0. Activations, gathered buffers and padding (below 1 percent, `zerofx.model.layout`) are not in
@@ -318,21 +322,24 @@ def filed(
         kinds: what moves of them: "moment", "weights" (stage 3) and "gradient".
         mixed: as for `Memory.of`.
         accumulating: gradients that are kept whole stay in memory.
-        on_host: moments alone, in the host's memory. What passes between that and the device are gradients, and
-            weights: back, and out where they are the masters.
+        on_host: they are in the host's memory. What passes between that and the device for the optimizer's step are
+            gradients and weights that are not there: weights back, and out where they are the masters.
     """
-    there, still = trained.elsewhere({"moment"} if on_host else kinds), frozen.elsewhere(() if on_host else kinds)
+    there, still = trained.elsewhere(kinds), frozen.elsewhere(kinds)
     column, weights = Memory.of(there, mixed), there.shards + still.shards
     reductions = Integer(1) if no_sync else k
     optimizer = 2 * (there.moments + there.masters + there.shards) + there.gradients
+    if on_host:
+        passes = ("gradient" not in kinds) + ("weights" not in kinds) * (1 if trained.masters else 2)
+        optimizer = trained.gradients * passes
     return Filed(
         weights=column.weights + still.shards,
         gradients=_NOTHING if accumulating else column.gradients,
         master=column.master,
         moments=column.moments,
         forward=k * weights,
-        backward=k * weights + (4 * reductions - 3) * there.gradients,
-        optimizer=sympify(trained.gradients * (2 if trained.masters else 3) if on_host else optimizer),
+        backward=k * weights + (5 * reductions - 4 if on_host else 4 * reductions - 3) * there.gradients,
+        optimizer=sympify(optimizer),
     )
 
 

@@ -54,8 +54,10 @@ from zerofx.runtime.eager.averages import note_ignored
 from zerofx.runtime.eager.ondemand import average_by_hook
 from zerofx.runtime.ranks.sharing import Sharing, pretended
 from zerofx.runtime.state.carriage import STORES
+from zerofx.runtime.state.copies import Copies
 from zerofx.runtime.state.group import Family, ShardGroup
 from zerofx.runtime.state.parameter import adopt_shell, replicate_parameter
+from zerofx.runtime.state.staging import Staging
 from zerofx.runtime.state.state_file import StateFile
 from zerofx.runtime.state.weights import weights_of
 
@@ -223,6 +225,20 @@ class _NoFile(StateFile):
         """None: see `take`."""
 
 
+class _NoStaging(Staging):
+    """What would be in the host's memory. Nothing is pinned."""
+
+    def __init__(self, holds: frozenset[str]) -> None:
+        super().__init__(_NoCopies(torch.device("meta")), holds)
+
+
+class _NoCopies(Copies):
+    captured = False
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+
 def _shard(
     module: nn.Module,
     sharing: Sharing,
@@ -246,6 +262,7 @@ def _shard(
         check_offload(offload, [layout for layout, _ in planned], device)
         if offload.on_host and device.type != "cpu":
             family.on_host = offload.chosen([layout for layout, _ in planned])
+            family.staging = _NoStaging(offload.kinds_on_host - {"moment"})
         if offload.activations == "cpu" and device.type != "cpu":
             family.activation_store = STORES[0](None, offload.smallest)
         if offload.folder is not None:

@@ -203,14 +203,16 @@ class Run:
             return held, cost.Filed()
         names = offload.chosen(self.layouts) if stage and (offload.kinds or offload.on_host) else set()
         moved = [layout for layout in kind if layout.name in names]
-        kinds = offload.kinds if stage == 3 else offload.kinds - {"weights"}
+        kinds = offload.kinds | offload.kinds_on_host
+        kinds = kinds if stage == 3 else kinds - {"weights"}
         how: Any = {"no_sync": self.no_sync, "accumulating": accumulating, "on_host": offload.on_host}
         return held, cost.filed(of(moved, True), of(moved, False), kinds, mixed, **how).at(k=self.micro_batches)
 
     def _passing(self, stage: int, sharing: Sharing, files: cost.Filed) -> int:
         """Bytes of memory that what lives in a file takes while it passes; see `zerofx.plan`."""
         assert self.offload is not None
-        nbytes, kinds = 0 if self.offload.on_host else int(files.at_rest), self.offload.kinds
+        nbytes = 0 if self.offload.on_host else int(files.at_rest)
+        kinds = self.offload.kinds | self.offload.kinds_on_host
         streamed = ("weights" in kinds and stage == 3) + ("gradient" in kinds and stage > 0)
         shards = _three(self.layouts, lambda layout: layout.dtype.itemsize) // sharing.optimizer.size
         return BUFFERS * min(BUFFER, nbytes) + min(KEPT, nbytes) + streamed * shards

@@ -67,6 +67,7 @@ class AtRest:
     crosses: bool = False
     on_disk: OnDisk | None = None
     on_host: frozenset[str] = frozenset()
+    kinds_on_host: frozenset[str] = frozenset({"moment"})
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def of_group(layout: GroupLayout, context: Context, terms: Terms | None = None) 
     facts = context.facts(AtRest)
     there = facts.on_disk
     kinds = there.kinds if there is not None and layout.name in there.groups else frozenset[str]()
-    return held.without(held.elsewhere(kinds | {"moment"} if layout.name in facts.on_host else kinds))
+    return held.without(held.elsewhere(facts.kinds_on_host if layout.name in facts.on_host else kinds))
 
 
 def as_updated(layout: GroupLayout, terms: Terms) -> GroupLayout:
