@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 
 import zerofx
@@ -139,6 +140,37 @@ def resumed(folder: str, saver: str, there: Any) -> list[bool]:
 @pytest.mark.parametrize("offload", ["cpu", ALL], ids=["", "all"])
 def test_a_run_goes_on_from_a_checkpoint(workers2: Workers, tmp_path: Path, saver: str, offload: Any) -> None:
     assert workers2.run(resumed, str(tmp_path / "saved"), saver, offload) == [[True] * 3] * 2
+
+
+def scaled(offload: Any, stage: int, unscale: bool) -> list[Any]:
+    """Three steps under a `GradScaler`; of the second one rank has a gradient that is not finite."""
+    torch._dynamo.reset()
+    with staged():
+        model = zerofx.compile(Net(), groups=EACH_LAYER, offload=offload, stage=stage, **EAGER)
+        step = zerofx.AdamW(model.parameters(), lr=0.1, max_grad_norm=None if unscale else 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        norms = []
+        for i in range(3):
+            x = torch.full((2, 91), float("inf") if i == 1 and dist.get_rank() == 1 else 0.1 * (i + 1))
+            scaler.scale(model(x).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(step)
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            scaler.step(step)
+            scaler.update()
+            step.zero_grad()
+        assert scaler.get_scale() == 512.0
+        return [*norms[::2], *whole(model)]
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "unscale"),
+    [(ALL, 3, False), slow(ALL, 3, True), slow(GRADIENTS, 1, False), slow(GRADIENTS, 2, True), slow(WEIGHTS, 3, True)],
+)
+def test_a_grad_scaler_scales_and_skips(workers2: Workers, offload: Any, stage: int, unscale: bool) -> None:
+    found, wanted = (workers2.run(scaled, each, stage, unscale) for each in (offload, None))
+    for mine, plain in zip(found, wanted, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, plain, strict=True)) and all(x.isfinite().all() for x in mine)
 
 
 def masters(folder: str) -> bool:
@@ -299,6 +331,20 @@ def test_without_its_home_the_option_is_refused_on_a_gpu(monkeypatch: pytest.Mon
     layouts = [layout for layout, _ in checks.plan_groups(Net(), 2, EACH_LAYER)]
     with pytest.raises(ValueError, match=r"no such home \(state/on_host.py\)"):
         checks.check_offload(zerofx.Offload(optimizer="cpu"), layouts, torch.device("cuda"))
+
+
+class Captured(AtOnce):
+    captured = True
+
+
+def test_inside_of_a_captured_graph_they_are_refused(fake_world: Any) -> None:
+    fake_world(2)
+    said = r'zerofx.Offload\({}="cpu"\) inside of a CUDA graph that is captured: the optimizer steps on the host'
+    for option, offload in (("weights", WEIGHTS), ("gradients", GRADIENTS)):
+        with staged(Captured):
+            model = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, offload=offload, **EAGER)
+            with pytest.raises(RuntimeError, match=said.format(option)):
+                model(torch.ones(2, 91)).sum().backward()
 
 
 class Full(AtOnce):
