@@ -214,6 +214,25 @@ def test_regions_compute_and_do_no_more(fake_world: Any, compiled: list[GraphMod
         assert "zerofx" not in name and "c10d" not in name and "copy_" not in name and "seed" not in name
 
 
+def test_regions_that_another_rank_has_begun_are_loaded_when_no_others_are_left(
+    fake_world: Any, compiled: list[GraphModule]
+) -> None:
+    fake_world(2)
+    gm, asked = final(gpt(3), *TOKENS)["forward"], []
+
+    def compile_region(graph: GraphModule, inputs: list[Any], first: Node) -> Any:
+        asked.append(first.name)
+        if len(asked) in (1, 3):
+            raise _torch.Claimed
+        return _torch.boxed(graph)
+
+    outer = cut_into_regions(gm, (), {}, compile_region)
+    different = list(dict.fromkeys(asked))
+    assert len(different) > 3 and asked == [*different, different[0], different[2]]
+    called = [str(node.target) for node in outer.graph.find_nodes(op="call_module")]
+    assert list(dict.fromkeys(called)) == [f"region_{i}" for i in range(len(different))]
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

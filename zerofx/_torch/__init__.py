@@ -11,6 +11,7 @@ partition            what forward saves, and what backward recomputes
 higher_order         operators whose arguments are graphs
 inductor             code for a graph, in the order that the passes decided
 code_cache           the folder of that code, and what was cut off there
+code_locks           which of the processes that share this folder generates a graph's code
 warm                 AOTAutograd's cache of graphs that were compiled
 autograd             the engine, while a backward pass runs and before
 profiler             what is allocated, and whether somebody profiles
@@ -67,6 +68,7 @@ from zerofx._torch.checkpoint import (
     StorageInfo,
     index_class,
 )
+from zerofx._torch.code_locks import Claimed, unclaimed
 from zerofx._torch.distributed import (
     FSDP_MARKS,
     SAME_HOST_ERROR,

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx._torch.aot import strides_unreported
 from zerofx._torch.code_cache import drop_cut_off
+from zerofx._torch.code_locks import code_shared
 from zerofx._torch.tensors import pytree
 from zerofx._torch.warm import users_tag
 
@@ -129,7 +130,7 @@ def generate_code(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any)
 
     donated: dict[str, Any] = {"donated": get_donated_idxs() or []}
     _forget_lost_outputs(gm)
-    with inductor_config(), dependences_kept(), sent_kept(), products_in_packs(), operands_of_branches():
+    with inductor_config(), code_shared(), dependences_kept(), sent_kept(), products_in_packs(), operands_of_branches():
         return compile_fx_inner(gm, example_inputs, **kwargs, **donated)
 
 
@@ -146,7 +147,7 @@ def generate_region(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: An
     output.meta["user_visible_output_idxs"] = list(range(len(values)))
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in values]
     how = {**kwargs, "static_input_idxs": (), "is_backward": False}
-    with inductor_config(), products_in_packs(), strides_unreported():
+    with inductor_config(), code_shared(), products_in_packs(), strides_unreported():
         return compile_fx_inner(gm, example_inputs, **how)
 
 

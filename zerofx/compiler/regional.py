@@ -38,6 +38,7 @@ runs of less than `LEAST` kernels      there is nothing to fuse
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class Region:
     nodes: list[Node]
     inputs: list[Node]
     outputs: list[Node]
-    graph: GraphModule
+    graph: Graph
     key: str
     group: str
 
@@ -245,7 +246,7 @@ class Cut:
         tags = (node.meta["zerofx"].group for node in run if "zerofx" in node.meta)
         names = [*map(self._group, inputs), *tags, *map(edit.module_of, run)]
         group = next(filter(None, names), "(outside of modules)")
-        return Region(run, inputs, outputs, GraphModule({}, graph), _key(graph), group)
+        return Region(run, inputs, outputs, graph, _key(graph), group)
 
     def _inputs(self, run: Iterable[Node], inside: Collection[Node]) -> list[Node]:
         """What a run reads, but for what it makes anew."""
@@ -323,7 +324,6 @@ def cut_into_regions(
     cut, graph = Cut(gm, own, groups), Graph()
     attributes: dict[str, Any] = {}
     env: dict[Node, Node] = {node: graph.node_copy(node) for node in gm.graph.find_nodes(op="placeholder")}
-    names: dict[str, str] = {}
 
     def copied(node: Node) -> Node:
         """``node`` in the outer graph; a light one is made when it is first read."""
@@ -338,15 +338,16 @@ def cut_into_regions(
                 attributes[str(node.target)] = operator.attrgetter(str(node.target))(gm)
         return env[node]
 
-    for item in cut.items():
+    items = list(cut.items())
+    names: dict[str, str] = {}
+    for key, code in _compiled(items, compile_region).items():
+        names[key] = f"region_{len(names)}"
+        attributes[names[key]] = _Boxed(code)
+    for item in items:
         if isinstance(item, Node) or not item.is_compiled:
             for node in [item] if isinstance(item, Node) else item.nodes:
                 copied(node)
             continue
-        if item.key not in names:
-            names[item.key] = f"region_{len(names)}"
-            code = compile_region(item.graph, [x.meta["val"] for x in item.inputs], item.nodes[0])
-            attributes[names[item.key]] = _Boxed(code)
         inputs = graph.call_function(_torch.box, tuple(map(copied, item.inputs)))
         results = graph.call_module(names[item.key], (inputs,))
         for i, node in enumerate(item.outputs):
@@ -356,6 +357,27 @@ def cut_into_regions(
     args = {x: copied(x) for x in output.all_input_nodes}
     graph.output(map_arg(output.args[0], args.__getitem__)).meta |= output.meta
     return GraphModule(attributes, graph)
+
+
+def _compiled(items: Iterable[Node | Region], compile_region: Compile) -> dict[str, Callable[[list[Any]], Any]]:
+    """Each different region's code, by its key, in the order in which they are first called.
+
+    Ranks of one host share the work (`zerofx._torch.code_locks`): each compiles the next region that no other rank has
+    begun. Those that others have begun it loads in the end.
+    """
+    different: dict[str, Region] = {}
+    for item in items:
+        if isinstance(item, Region) and item.is_compiled:
+            different.setdefault(item.key, item)
+
+    def code(region: Region) -> Callable[[list[Any]], Any]:
+        return compile_region(GraphModule({}, region.graph), [x.meta["val"] for x in region.inputs], region.nodes[0])
+
+    found: dict[str, Callable[[list[Any]], Any]] = {}
+    for key, region in different.items():
+        with contextlib.suppress(_torch.Claimed), _torch.unclaimed():
+            found[key] = code(region)
+    return {key: found[key] if key in found else code(region) for key, region in different.items()}
 
 
 def run_regions(gm: GraphModule, unit: Unit, how: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
