@@ -244,7 +244,7 @@ def test_whether_a_parameter_that_no_graph_reads_is_trained_is_in_the_key(
 def test_zerofx_itself_is_in_the_key(fake_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(2)
     assert started(tmp_path) == (0, 1)
-    monkeypatch.setattr(warm, "_source", lambda: "another version")
+    monkeypatch.setattr(warm, "source_digest", lambda: "another version")
     assert started(tmp_path) == (0, 1)
 
 
@@ -267,7 +267,7 @@ BY_WHAT_FOLLOWS = {
     "ignored",  # which inputs are parameters that are sharded
 }
 NEVER_CACHED = {"activation_budget", "memory", "partition_activations", "passes", "uneven"}
-DECIDES_NO_REWRITE = {"init_sync", "init", "timeout", "progress"}
+DECIDES_NO_REWRITE = {"init_sync", "init", "timeout", "progress", "cache"}
 
 
 def test_of_every_option_it_is_known_how_the_key_has_it() -> None:

@@ -11,6 +11,7 @@ partition            what forward saves, and what backward recomputes
 higher_order         operators whose arguments are graphs
 inductor             code for a graph, in the order that the passes decided
 code_cache           the folder of that code, and what was cut off there
+artifacts            what these caches got from this process, to be packed
 code_locks           which of the processes that share this folder generates a graph's code
 warm                 AOTAutograd's cache of graphs that were compiled
 autograd             the engine, while a backward pass runs and before
@@ -49,6 +50,7 @@ from zerofx._torch.aot import (
     without_symbols,
     written_behind,
 )
+from zerofx._torch.artifacts import artifacts_are_new, code_folder, libraries
 from zerofx._torch.autograd import (
     backward_number,
     end_of_backward,

@@ -28,6 +28,7 @@ compilers     one graph of a pair: passes, executor, and what runs it
 regional      the executor that compiles equal regions of a graph once
 lowered       what is left of a graph when it is compiled: its code, and what binds that to groups
 warm          a warm start: what an earlier process compiled, from a cache
+artifacts     what a start compiled, in a folder for other hosts
 rewriting     one graph on its way through the passes
 runners       what runs at every step
 shadow        what ranks do that do not run a graph

@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from zerofx import _torch
+from zerofx.compiler.artifacts import with_artifacts
 from zerofx.compiler.captured import (
     copy_returned_views,
     refuse_lost_writes,
@@ -82,6 +83,7 @@ class Backend:
     def __repr__(self) -> str:
         return repr(self.options)
 
+    @with_artifacts
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()
         _torch.look_at_parameters()
@@ -125,8 +127,7 @@ class Backend:
         warm, pair.is_cached = Warm(pair, partial(_cut_again, _torch.copy_captured(gm))), True
         with _torch.autograd_cache(tag_of(unit), warm.load):
             compiled = _cut(gm, example_inputs, cut, compilers, lazy)
-        if warm.forward is not None:
-            compilers.forward_lowered = warm.forward
+        compilers.forward_lowered = warm.forward or compilers.forward_lowered
         return watch_backward(compiled, compilers.saved_parameters)
 
 

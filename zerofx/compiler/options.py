@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -120,6 +121,8 @@ class Options:
             of the others' graphs (docs/models.md).
         progress: whether rank 0 says what is compiled, how far it is and how long it took. None: as ``ZEROFX_PROGRESS``
             says (0 or 1), or if there is a terminal; see `zerofx.compiler.progress`.
+        cache: a folder that hosts share. What a rank compiles goes there, and the next start takes it from there,
+            whatever host it runs on (docs/start-up.md). None: PyTorch's caches alone, on each host.
         passes: passes of your own, functions ``(gm, ctx)`` or `zerofx.Pass`; see docs/own-passes.md.
     """
 
@@ -148,6 +151,7 @@ class Options:
     passes: Sequence[Pass | Callable[[GraphModule, Any], Any]] = ()
     uneven: bool = False
     progress: bool | None = None
+    cache: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in OPTIONAL:
@@ -185,6 +189,8 @@ class Options:
         if self.progress not in (True, False, None):
             raise ValueError(f"progress={self.progress!r}: expected True, False or None.")
         wanted(self.progress)
+        if not isinstance(self.cache, (str, Path, NoneType)):
+            raise ValueError(f"cache={self.cache!r}: expected a folder, or None.")
         Grouping.of(self.groups)
         check_rules(self.leaf_modules)
         check_ignored(self.ignored)

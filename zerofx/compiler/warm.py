@@ -65,7 +65,7 @@ def tag_of(unit: Unit) -> str:
     ]
     disk = family.on_disk
     what = (
-        _source(),
+        source_digest(),
         (options.stage, options.executor, options.memory_budget, options.lookups, options.one_copy, options.buckets),
         (family.stage, family.wire, sorted(family.on_host)),
         None if disk is None else (sorted(disk.kinds), sorted(disk.groups)),
@@ -87,7 +87,7 @@ def _frozen(group: ShardGroup) -> list[str]:
 
 
 @functools.cache
-def _source() -> str:
+def source_digest() -> str:
     """A digest of zerofx itself."""
     digest = hashlib.sha256()
     for path in source_files():

@@ -53,7 +53,7 @@ QUANTIZED = Wire(weights="int8", gradients="int8")
 NEAR = 1.5
 """What takes up to so many times the budget at rest is predicted, to say what more memory would buy."""
 
-OF_PROCESSES = ("mesh", "reduce_group", "init", "init_sync", "device", "timeout", "progress")
+OF_PROCESSES = ("mesh", "reduce_group", "init", "init_sync", "device", "timeout", "progress", "cache")
 """Options that say where and how ranks run: they change neither bytes nor seconds."""
 
 
