@@ -62,6 +62,46 @@ class Wide(nn.Module):
         return (x - y).square().mean()
 
 
+class Convolutions(nn.Module):
+    """Images, in residual blocks: few weights, and large activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 2, stride=2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(48, 48, 3, padding=1), nn.GroupNorm(8, 48), nn.GELU(), nn.Conv2d(48, 48, 1))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(48 * 16 * 16, 100)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x.flatten(1)), y)
+
+
+class Llama(nn.Module):
+    """Hugging Face's, with grouped queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        self.net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(input_ids=x, labels=y).loss
+        return loss
+
+
+def _images() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return x, torch.arange(16)
+
+
 def _text(vocab: int, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = torch.randint(vocab, (2, samples, length), generator=torch.Generator().manual_seed(dist.get_rank()))
     return x, y
@@ -76,6 +116,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "gpt": (lambda: GPT(2, 384, 6, 1024, 64), lambda: _text(1024, 8, 64)),
     "embedding": (lambda: GPT(1, 128, 4, 16384, 32), lambda: _text(16384, 4, 32)),
     "wide": (Wide, _vectors),
+    "deep": (lambda: GPT(10, 128, 4, 512, 64), lambda: _text(512, 8, 64)),
+    "convolutions": (Convolutions, _images),
+    "llama": (Llama, lambda: _text(2048, 4, 64)),
 }
 GRID: dict[str, dict[str, Any]] = {
     f"stage {stage}, saves {saved:g}{gathered}": {
