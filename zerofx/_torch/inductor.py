@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import math
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
@@ -313,25 +314,29 @@ def operands_of_branches() -> Iterator[None]:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.virtualized import V
 
-    create, write = ir.Conditional.create, PythonWrapperCodegen.codegen_conditional
+    kind = getattr(ir, "Conditional", None) or ir.Switch  # type: ignore[attr-defined]  # since 2.15
+    writer = "codegen_conditional" if hasattr(ir, "Conditional") else "codegen_switch"
+    create, write = kind.create, getattr(PythonWrapperCodegen, writer)
+    signature = inspect.signature(create)
 
-    def created(cls: Any, predicate: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    def created(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
         traced = [getattr(node, "meta", {}).get("val") for node in V.graph.current_node.args[-1]]  # type: ignore[union-attr]
-        laid_out: list[Any] = [
+        call.arguments["operands"] = [
             ir.ExternKernel.require_exact_strides(x, value.stride()) if isinstance(value, torch.Tensor) else x
-            for x, value in zip(operands, traced, strict=True)
+            for x, value in zip(call.arguments["operands"], traced, strict=True)
         ]
-        return create(predicate, true_fn, false_fn, laid_out)
+        return create(*call.args, **call.kwargs)
 
-    def written(self: Any, conditional: Any) -> None:
+    def written(self: Any, node: Any) -> None:
         scheduler = V.graph.scheduler
         later, scheduler.buffer_names_to_free = scheduler.buffer_names_to_free, type(scheduler.buffer_names_to_free)()
-        write(self, conditional)
+        write(self, node)
         scheduler.buffer_names_to_free |= later
 
     with (
-        unittest.mock.patch.object(ir.Conditional, "create", classmethod(created)),
-        unittest.mock.patch.object(PythonWrapperCodegen, "codegen_conditional", written),
+        unittest.mock.patch.object(kind, "create", classmethod(created)),
+        unittest.mock.patch.object(PythonWrapperCodegen, writer, written),
     ):
         yield
 
