@@ -146,6 +146,12 @@ def test_leaf_modules_accumulate_and_freeze_as_one_process(workers2: Workers, st
     workers2.run(check_habits, stage, timeout=60)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_so_they_do_with_regions_between_them(workers2: Workers, stage: int) -> None:
+    workers2.run(check_habits, stage, executor="regional", timeout=240)
+
+
 class Remembered(Net):
     """Checkpoints around blocks, or around each expert inside of the leaf modules."""
 

@@ -107,6 +107,8 @@ def train_both_ways(
         slow(2, "inductor", None, True, False),
         slow(2, "eager", None, False, True),
         slow(2, "inductor", None, False, True),
+        slow(2, "regional", None, False, False),
+        slow(2, "regional", None, True, True),
     ],
 )
 def test_it_trains_as_with_the_table_gathered(
@@ -149,7 +151,7 @@ def bytes_of_a_step(executor: str) -> list[dict[str, Any]]:
 
 
 @quick_if(lambda executor: executor == "eager")
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("executor", ["eager", "inductor", "regional"])
 def test_rows_and_indices_are_what_is_sent_instead_of_the_table_as_predicted(workers2: Workers, executor: str) -> None:
     tokens = 2 * LENGTH
     for gathered, exchanged in workers2.run(bytes_of_a_step, executor):

@@ -119,9 +119,10 @@ def test_ranks_run_other_layers_and_fewer_micro_batches(workers2: Workers, stage
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("executor", ["inductor", "regional"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_so_they_do_with_inductor(workers2: Workers, stage: int) -> None:
-    workers2.run(check_training, stage, "inductor", True, timeout=240)
+def test_so_they_do_with_generated_code(workers2: Workers, stage: int, executor: str) -> None:
+    workers2.run(check_training, stage, executor, True, timeout=240)
 
 
 @pytest.mark.slow

@@ -40,6 +40,25 @@ def test_it_trains_as_in_one_process(workers2, name: str, stage: int, executor: 
     assert first.graphs or first.places or stage < 3
 
 
+REGIONAL = [
+    ("convnext", 3, ""),
+    ("convnext", 0, ""),
+    ("mixtral", 3, ""),  # its routing splits the graph
+    ("gpt2", 3, "HSDP"),
+    ("gpt2", 3, "hpZ"),
+    ("gpt2", 3, "ZeRO-1 between replicas"),
+    ("gpt2", 2, "HSDP"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("name", "stage", "scheme"), REGIONAL)
+def test_it_trains_in_regions_too_and_on_meshes(make_workers, name: str, stage: int, scheme: str) -> None:
+    outcomes = make_workers(4 if scheme else 2).run(train, name, stage, "regional", scheme, timeout=600)
+    assert all(outcome.verdict == "equal" and outcome.graphs for outcome in outcomes), outcomes
+
+
 def test_other_numbers_and_weights_that_stand_still_are_not_equal() -> None:
     good = {"parameters": 1, "graphs": 1, "places": (), "loss": 1e-6, "weights": 1e-5, "still": 0.1}
     assert Outcome(**good).verdict == "equal"
