@@ -7,6 +7,7 @@ loaded         state that was loaded becomes parts of these runs
 through_file   state that passes through memory, chunk by chunk
 through_host   state in the host's memory, which gradients and weights pass by
 moments        moments in 32, 16 or 8 bits
+squares        the norm of all gradients, as far as the host computes it
 device_step    the step in Triton kernels
 muon           `zerofx.Muon`
 ema            `zerofx.EMA`
@@ -24,6 +25,7 @@ hooks          what every optimizer is asked before a step
 Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
 
     kernels, state ◀── spans ◀── moments, through_file, through_host ◀── loaded, device_step ◀── adamw ◀── step, muon
+    spans ◀── squares ◀── adamw
     orthogonalize ◀── matrices ◀── muon
     owners ◀── by_owner, muon ◀── hooks ──▶ probe
     hooks ◀── step, explained

@@ -49,7 +49,8 @@ from zerofx.kernels import cpu
 from zerofx.kernels.device import runs_triton
 from zerofx.runtime.optim import moments as _moments
 from zerofx.runtime.optim.loaded import adopt, load_as_saved
-from zerofx.runtime.optim.spans import Member, Part, Run, Span, find_runs, find_spans, ranks_of, resident
+from zerofx.runtime.optim.spans import Member, Part, Run, Span, find_runs, find_spans, resident
+from zerofx.runtime.optim.squares import squares, sum_of_squares
 from zerofx.runtime.optim.through_file import through_file
 from zerofx.runtime.optim.through_host import through_host
 from zerofx.runtime.state.home import resident_of
@@ -208,7 +209,7 @@ class AdamW(torch.optim.AdamW):
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf)
         if self.max_grad_norm is not None:
-            norm = math.sqrt(_sum_of_squares(spans, [run for _, run in keyed])) * factor
+            norm = math.sqrt(sum_of_squares(spans, [run for _, run in keyed])) * factor
             self.grad_norm = torch.tensor(norm)
             skip |= not math.isfinite(norm)
             factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -270,7 +271,7 @@ class AdamW(torch.optim.AdamW):
         keyed = self._keyed(staged)
         groups = [self.param_groups[self._group_of[id(member.parameter)]] for member in active]
         beside = [run for _, run in keyed if not run.gradient_on_host]
-        apart = None if self.max_grad_norm is None else _squares([run for _, run in keyed if run.gradient_on_host])
+        apart = None if self.max_grad_norm is None else squares([run for _, run in keyed if run.gradient_on_host])
         norm = device_step(here, active, groups, self.max_grad_norm, scale, found_inf, beside, apart)
         self.grad_norm = None if self.max_grad_norm is None else norm
         counted = [member for span in staged for member in span.members if member.gradient is not None]
@@ -417,22 +418,3 @@ def _by_place(
         if (place := place_of(run.span)) is not None:
             found.setdefault(id(place), (place, []))[1].append((key, run))
     return list(found.values())
-
-
-def _sum_of_squares(spans: list[Span], runs: list[Run]) -> float:
-    """Over all ranks, of what is sharded; what is not is the same on every rank. A collective per process group."""
-    shared, squares = ranks_of(spans), _squares(runs)
-    totals = {names: torch.tensor([squares.get(names, 0.0)], dtype=torch.float64) for names in ((), *shared)}
-    for names, chain in shared.items():
-        for ranks in chain:
-            ranks.sum_(totals[names])
-    return sum(total.item() for total in totals.values())
-
-
-def _squares(runs: list[Run]) -> dict[tuple[str, ...], float]:
-    """The sum of squares of what this rank adds, by `Span.ranks`. The host waits for gradients that come to it."""
-    squares: dict[tuple[str, ...], float] = defaultdict(float)
-    for run in runs:
-        with run.span.gradients_resident():
-            squares[run.span.ranks] += sum(map(cpu.sum_of_squares, run.summed()))
-    return squares
