@@ -5,6 +5,7 @@ The CPU stands for the device (tests/seams/copies.py). tests/nccl/test_copies.py
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from pathlib import Path
@@ -142,6 +143,48 @@ def test_a_run_goes_on_from_a_checkpoint(workers2: Workers, tmp_path: Path, save
     assert workers2.run(resumed, str(tmp_path / "saved"), saver, offload) == [[True] * 3] * 2
 
 
+def handled(offload: Any) -> list[Any]:
+    """What code outside of graphs does with weights and gradients: copies, averages, writes, views that are kept."""
+    with staged():
+        model = zerofx.compile(Net(), groups=EACH_LAYER, offload=offload, stage=3, **EAGER)
+        step, average = zerofx.AdamW(model.parameters(), lr=0.1), zerofx.EMA(model, decay=0.9)
+        x = torch.ones(2, 91) * (1 + dist.get_rank())
+
+        def train(model: Any, step: zerofx.AdamW) -> None:
+            model(x).square().mean().backward()
+            step.step()
+            step.zero_grad(set_to_none=False)
+
+        for _ in range(2):
+            train(model, step)
+            average.update()
+        twin = copy.deepcopy(model)
+        train(twin, zerofx.AdamW(twin.parameters(), lr=0.1))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+                p.data.clamp_(-0.1, 0.1)
+        model(x).square().mean().backward()
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(2)
+        step.step()
+        view = next(model.parameters()).to_local()  # type: ignore[operator]
+        with torch.no_grad():
+            view.add_(1)
+        train(model, step)
+        with average.swapped():
+            averaged = whole(model)
+        return [*norms, view.detach().clone(), *averaged, *whole(model), *whole(twin)]
+
+
+def test_code_outside_of_graphs_finds_what_it_would_find_on_the_device(workers2: Workers) -> None:
+    found, wanted = workers2.run(handled, ALL), workers2.run(handled, None)
+    for mine, plain in zip(found, wanted, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, plain, strict=True)) and all(x.isfinite().all() for x in mine)
+
+
 def scaled(offload: Any, stage: int, unscale: bool) -> list[Any]:
     """Three steps under a `GradScaler`; of the second one rank has a gradient that is not finite."""
     torch._dynamo.reset()
@@ -234,6 +277,12 @@ def test_what_is_predicted_is_what_is_predicted_of_a_file(fake_world: Any) -> No
     )
     assert host.held_bytes == 0 and host.files is None and file.files is not None
     assert [phase.live for phase in host.phases] == [phase.live for phase in file.phases]
+    shards = sum(group.layout.shard_numel * 4 for group in groups_of(model))
+    assert host.file_written == host.file_read == shards  # backward reads what forward has left gathered
+    slow_link = zerofx.predict(model, zerofx.Rates(1e15, 1e15, 1e15, host_copy_bytes_per_s=1e6))
+    assert slow_link.time_s == pytest.approx(2 * shards / 1e6, rel=0.05)
+    assert str(slow_link).splitlines()[-1].endswith(", at 1.0 MB/s")
+    assert str(zerofx.predict(model, zerofx.Rates(1e15, 1e15, 1e15))).endswith(", at 20.0 GB/s, a default")
 
 
 def test_a_printed_graph_says_what_is_on_the_host(fake_world: Any) -> None:

@@ -120,8 +120,8 @@ def _refuse(placement: Any, reshard: Any, offload: Any, zerofx: Any) -> None:
         )
     if type(offload) is not OffloadPolicy:
         raise ValueError(
-            f"offload_policy={offload!r}: expected OffloadPolicy(), for shards are where the model is. Leave it out; "
-            "python -m zerofx plan says how many ranks a model needs."
+            f"offload_policy={offload!r}: expected OffloadPolicy(), for shards are where the model is. Leave it out. "
+            "Of a model on a GPU zerofx={'offload': zerofx.Offload('cpu', 'cpu', 'cpu')} has them in the host's memory."
         )
     if {"mixed_precision", "groups", "mesh", "ignored"} & set(zerofx or {}):
         raise ValueError(

@@ -65,9 +65,11 @@ class Offload:
                 raise ValueError(f'Offload({name}={value!r}): expected "cpu", the path of a folder, or None.')
         if type(self.smallest) is not int or self.smallest < 1:
             raise ValueError(f"Offload(smallest={self.smallest!r}): expected a number of bytes above 0.")
-        if self.rates is not None and getattr(self.rates, "disk_bytes_per_s", None) is None:
+        known = ("disk_bytes_per_s", "host_copy_bytes_per_s")
+        if self.rates is not None and all(getattr(self.rates, name, None) is None for name in known):
             raise ValueError(
-                f"Offload(rates={self.rates!r}): expected the zerofx.Rates that zerofx.calibrate(path=...) returns."
+                f"Offload(rates={self.rates!r}): expected the zerofx.Rates that zerofx.calibrate(path=...) returns, "
+                "or zerofx.Rates with host_copy_bytes_per_s."
             )
         if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
             raise ValueError(f"Offload(fraction={self.fraction!r}): expected a number above 0, up to 1.")

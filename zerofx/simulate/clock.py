@@ -24,6 +24,9 @@ from zerofx.model.units import format_bytes, format_seconds
 from zerofx.simulate.files import Files
 from zerofx.simulate.recorder import KINDS, Kind, Operation, Phase
 
+HOST_BYTES_PER_S = 2e10
+"""Between an accelerator and pinned memory of its host: most of PCIe 4.0 with 16 lanes."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -39,6 +42,8 @@ class Rates:
             link, with a queue of its own; None: it is the same link. What goes both ways takes as long as on this one.
         disk_bytes_per_s: read and written together, of a disk where `zerofx.Offload` keeps state, while it does both
             and all ranks do; None: it was not measured.
+        host_copy_bytes_per_s: between the device and pinned memory of its host, where `zerofx.Offload` keeps state,
+            both ways together. `zerofx.calibrate` does not measure it. None: `HOST_BYTES_PER_S`, which is a default.
     """
 
     flops_per_s: float
@@ -49,6 +54,7 @@ class Rates:
     replica_bytes_per_s: float | None = None
     replica_latency_s: float = 0.0
     disk_bytes_per_s: float | None = None
+    host_copy_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -65,7 +71,7 @@ class Rates:
         if operation.kind == "kernel":
             return max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
         if operation.through_file:
-            return operation.through_file / self.of_disk()
+            return operation.through_file / (self.of_host() if operation.on_host else self.of_disk())
         if operation.kind == "start" and self.link_of(operation):
             return self.replica_latency_s + operation.far / (self.replica_bytes_per_s or self.link_bytes_per_s)
         if operation.kind == "start":
@@ -86,12 +92,19 @@ class Rates:
             )
         return self.disk_bytes_per_s
 
+    def of_host(self) -> float:
+        """`host_copy_bytes_per_s`, or the default."""
+        return HOST_BYTES_PER_S if self.host_copy_bytes_per_s is None else self.host_copy_bytes_per_s
+
     def link_of(self, operation: Operation) -> int:
         """Which link a collective takes: 0, or 1 where there is another one between replicas."""
         return int(operation.far > 0 and self.replica_bytes_per_s is not None)
 
 
-_ABOVE_ZERO = ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "replica_bytes_per_s", "disk_bytes_per_s")
+_ABOVE_ZERO = (
+    *("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "replica_bytes_per_s", "disk_bytes_per_s"),
+    "host_copy_bytes_per_s",
+)
 
 
 def ordinary(device: str) -> Rates:
@@ -275,6 +288,12 @@ class Prediction:
         read, written, waits = format_bytes(self.file_read), format_bytes(self.file_written), ""
         if self.file_exposed_s:
             waits = f", for which compute waits {format_seconds(self.file_exposed_s)}"
+        if any(operation.on_host for phase in self.phases for operation in phase.operations):
+            at = ""
+            if self.rates is not None:
+                default = ", a default" * (self.rates.host_copy_bytes_per_s is None)
+                at = f", at {format_bytes(self.rates.of_host())}/s{default}"
+            return [f"graphs copy {read} from the host and {written} to it{waits}{at}"]
         if files is None:  # activations alone, which are gone at rest
             return [f"graphs read {read} from a file and write {written} to it{waits}"]
         took = "" if self.optimizer_s is None else f", in {format_seconds(self.optimizer_s)}"

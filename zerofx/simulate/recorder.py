@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zerofx import _torch
 from zerofx._torch import OpOverload, pytree
+from zerofx.passes.context import Context
 from zerofx.passes.kinds import PICKING
 from zerofx.runtime.optim.moved import Moved
 from zerofx.runtime.state.raw_file import padded
@@ -48,6 +49,7 @@ class Operation:
         far: of a start's bytes, those that come from other rows of a mesh of two dimensions.
         read, written: of a start that is no collective, bytes from this rank's file, and into it (`zerofx.Offload`);
             both of an update (`zerofx.step_in_backward`).
+        on_host: that is pinned memory of the host, and no file.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Operation:
     far: int = 0
     read: int = 0
     written: int = 0
+    on_host: bool = False
 
     @property
     def through_file(self) -> int:
@@ -107,11 +110,13 @@ class Code(Protocol):
     """What a recorder asks of the code that runs.
 
     Attributes:
+        context: what the passes know of its graph.
         world_size: how many ranks there are.
         groups: by what a collective does and the bytes of the whole: what it is about. In order.
         updates: what it moves through a file to update a group (`zerofx.step_in_backward`), by the group's name.
     """
 
+    context: Context
     world_size: int
     groups: dict[tuple[str, int], deque[About]]
     updates: Mapping[str, Moved]
@@ -154,6 +159,12 @@ class Recorder(_torch.TorchDispatchMode):
         """Of the graph that runs."""
         assert self._code is not None
         return self._code.world_size
+
+    @property
+    def context(self) -> Context:
+        """What the passes know of it."""
+        assert self._code is not None
+        return self._code.context
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -243,12 +254,13 @@ class Recorder(_torch.TorchDispatchMode):
 
     # ------------------------------------------------------------------ files
 
-    def transfer(self, name: str, group: str, read: int = 0, written: int = 0) -> int:
-        """Note that bytes start on their way from or to this rank's file; the number to `arrived`."""
+    def transfer(self, name: str, group: str, read: int = 0, written: int = 0, *, on_host: bool = False) -> int:
+        """Note that bytes start on their way from or to this rank's file, or the host's; the number to `arrived`."""
         number, self._started = self._started, self._started + 1
-        whole = padded(read), padded(written)
-        operation = Operation(name, "start", group, self.source, collective=number, read=whole[0], written=whole[1])
-        self.operations.append(operation)
+        if not on_host:
+            read, written = padded(read), padded(written)
+        said: Any = {"collective": number, "read": read, "written": written, "on_host": on_host}
+        self.operations.append(Operation(name, "start", group, self.source, **said))
         return number
 
     def arrived(self, name: str, group: str, number: int) -> None:

@@ -11,9 +11,6 @@ from zerofx.features.offload.offload_activations import leaving
 from zerofx.runtime.state.group import Family
 from zerofx.simulate.clock import Rates, ordinary
 
-HOST_BYTES_PER_S = 2e10
-"""Between an accelerator and pinned memory of its host: most of PCIe 4.0 with 16 lanes."""
-
 
 def away(family: Family, rates: Rates | None) -> Away | None:
     """See `zerofx.features.interface.Feature`."""
@@ -21,6 +18,7 @@ def away(family: Family, rates: Rates | None) -> Away | None:
     if store is None or offload is None:
         return None
     rates = rates or offload.rates
-    if rates is None and store.file is None:
-        rates = replace(ordinary("cuda"), disk_bytes_per_s=HOST_BYTES_PER_S)
+    if store.file is None:
+        rates = rates or ordinary("cuda")
+        rates = replace(rates, disk_bytes_per_s=rates.of_host())
     return Away(partial(leaving, choice=ActivationChoice(store.smallest)), rates)

@@ -53,7 +53,7 @@ class OffloadFacts:
         weights: stage 3: the groups whose shards live elsewhere than on the device (`reload_weights`).
         gradients: those whose gradients do (`offload_gradients`).
         activations: which activations do (`offload_activations`); None: they stay.
-        on_host: activations go to the host's memory, and not to a file.
+        on_host: what leaves the device goes to the host's memory, and not to a file.
     """
 
     weights: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class OffloadFacts:
             activations=None
             if store is None
             else ActivationChoice(store.smallest, None if chosen is None else chosen.offloaded),
-            on_host=store is not None and store.file is None,
+            on_host=(store is not None and store.file is None) or any(g.home.hosts and g.home.away for g in groups),
         )
 
 

@@ -40,8 +40,9 @@ def _passing(ctx: Context) -> int:
 
 
 def _move(recorder: Recorder, func: Any, *args: Any) -> Any:
-    """A reload, an offload, or the wait for one, as `zerofx.features.offload.in_file` does it."""
+    """A reload, an offload, or the wait for one, as `zerofx.features.offload.in_file` and ``on_host`` do it."""
     name, tensor, group, *place = recorder.name, *(args if func in (RELOAD, OFFLOAD) else args[1:])
+    on_host = offload_of(recorder.context).on_host
     with recorder.unseen():
         nothing = tensor.new_empty(0)
     if func is RELOAD:
@@ -49,12 +50,15 @@ def _move(recorder: Recorder, func: Any, *args: Any) -> Any:
             here = torch.empty_like(tensor)
         recorder.allocate(here)
         recorder.classify(here, "weights")
-        recorder.on_its_way[group,] = recorder.transfer(name or "reload", group, read=nbytes_of(tensor)), here
+        recorder.on_its_way[group,] = (
+            recorder.transfer(name or "reload", group, read=nbytes_of(tensor), on_host=on_host),
+            here,
+        )
         return nothing
     if func is OFFLOAD:
         recorder.classify(tensor, "gradients")
         recorder.give_back(nbytes_of(tensor))  # the place in the file is a storage that is emptied
-        number = recorder.transfer(name or "offload", group, written=nbytes_of(tensor))
+        number = recorder.transfer(name or "offload", group, written=nbytes_of(tensor), on_host=on_host)
         recorder.on_its_way[(group, *place)] = number, tensor
         return nothing
     number, here = recorder.on_its_way.pop((group, *place))
@@ -68,7 +72,7 @@ def _move(recorder: Recorder, func: Any, *args: Any) -> Any:
 
 def _move_activation(recorder: Recorder, func: Any, *args: Any) -> Any:
     """What forward saves leaves, or comes back, as `zerofx.features.offload.activation_store` does it."""
-    starts = func in (OFFLOAD_ACTIVATION, RELOAD_ACTIVATION)
+    starts, on_host = func in (OFFLOAD_ACTIVATION, RELOAD_ACTIVATION), offload_of(recorder.context).on_host
     of, order, place = args if starts else args[1:]
     name, key = recorder.name or func._schema.name.split("::")[1], ("saved", place)
     if starts:
@@ -80,7 +84,7 @@ def _move_activation(recorder: Recorder, func: Any, *args: Any) -> Any:
             read = nbytes_of(here)
         recorder.classify(here, "activations")
         written = 0 if func is RELOAD_ACTIVATION else nbytes_of(here)
-        recorder.on_its_way[key] = recorder.transfer(name, recorder.group, read=read, written=written), here
+        recorder.on_its_way[key] = recorder.transfer(name, recorder.group, read, written, on_host=on_host), here
         with recorder.unseen():
             return of.new_empty(0)
     number, here = recorder.on_its_way.pop(key)
