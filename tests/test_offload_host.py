@@ -382,6 +382,13 @@ def test_without_its_home_the_option_is_refused_on_a_gpu(monkeypatch: pytest.Mon
         checks.check_offload(zerofx.Offload(optimizer="cpu"), layouts, torch.device("cuda"))
 
 
+def test_of_a_model_on_the_cpu_nothing_moves(fake_world: Any) -> None:
+    fake_world(2)
+    with pytest.warns(UserWarning, match="the host's memory is where their state is already"):
+        model = zerofx.compile(Net(), groups=EACH_LAYER, stage=3, offload=ALL, **EAGER)
+    assert not any(group.home.away or group.home.hosts for group in groups_of(model))
+
+
 class Captured(AtOnce):
     captured = True
 

@@ -256,7 +256,11 @@ def test_what_a_step_has_in_memory_does_not_grow_with_the_model(workers2: Worker
     [
         ({"offload": zerofx.Offload(weights="cpu")}, "weights= is built for the folder of optimizer= alone"),
         ({"offload": zerofx.Offload("/a", gradients="/b")}, "gradients= is built for the folder of optimizer= alone"),
+        ({"offload": zerofx.Offload("/a", gradients="cpu")}, "gradients= is built for the folder of optimizer= alone"),
+        ({"offload": zerofx.Offload("cpu", gradients="/a")}, "gradients= is built for the folder of optimizer= alone"),
         ({"offload": zerofx.Offload("/a", weights="/a"), "stage": 2}, "with stage=2: the weights are whole on every"),
+        ({"offload": zerofx.Offload("cpu", weights="cpu"), "stage": 2}, "with stage=2: the weights are whole on every"),
+        ({"offload": zerofx.Offload("cpu", "cpu"), "leaf_modules": [torch.nn.Linear]}, "gradients= is not built for"),
     ],
 )
 def test_what_is_not_built_is_refused(options: dict[str, Any], said: str, fake_world: Any) -> None:

@@ -74,6 +74,18 @@ def test_training_gives_the_numbers_of_the_cpu(
     assert not other, {name: (first[name] + second[name], wanted[name]) for name in other}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whether_weights_and_gradients_are_on_the_host_changes_no_bit(accelerator2: Workers, stage: int) -> None:
+    """The optimizer's state is there in any case: so the step is the host's."""
+    hows = ("", ", step_in_backward")
+    names = [f"{what} on the host{how}" for how in hows for what in ("state", "gradients", "weights", "all")]
+    names = [name for name in names if name in cases_of(stage)]
+    for found in on_accelerator(accelerator2, "tests.accelerator.cases:on_sim", names, stage, "jitter"):
+        for name in names:
+            assert found[name] == found["state on the host" + name.partition(" on the host")[2]], name
+
+
 def test_cases_differ(on_cpu: Reference) -> None:
     """An option that did nothing would prove nothing."""
     options = "no_sync", "clip_grad_norm_", "max_grad_norm", "a scheduler", "bfloat16", "int8 on the wire"

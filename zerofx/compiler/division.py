@@ -284,7 +284,7 @@ class Trials:
         for group in groups:
             nbytes = group.at_rest(accumulating=self.memory.no_sync).gradients
             if not whole and "gradient" in group.home.streams:
-                away += nbytes
+                away += nbytes if group.home.file is not None else 0  # on the host none of them stays here
             else:
                 here += nbytes
         return here + (min(KEPT, away) if self.memory.micro_batches > 1 else 0)  # sums that stay a while
