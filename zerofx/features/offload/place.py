@@ -57,10 +57,13 @@ def _on_host(
     if copies is not None:
         if offload.on_host:
             names, holds = offload.chosen(list(layouts)), offload.kinds_on_host - {"moment"}
-            shards = [each.shard_numel * each.dtype.itemsize for each in layouts if each.name in names]
-            family.staging = ranks.all_or_none(
-                "offload=", lambda: Staging(copies, holds, shards * len(holds)), RuntimeError
-            )
+            there = [(kind, each) for kind in holds for each in layouts if each.name in names]
+            sizes = [
+                each.shard_numel * each.dtype.itemsize
+                for kind, each in there
+                if kind == "weights" or each.requires_grad
+            ]
+            family.staging = ranks.all_or_none("offload=", lambda: Staging(copies, holds, sizes), RuntimeError)
             family.on_host = names
         if offload.activations is not None:
             family.activation_store = ActivationsOnHost(copies, offload.smallest)
