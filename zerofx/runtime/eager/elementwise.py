@@ -80,10 +80,15 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if torch.is_grad_enabled() and getattr(func, "__module__", "") == "torch.nn.init":
         with torch.no_grad():  # which is what it does itself, further in
             return dispatch(func, args, kwargs)
-    if not Home.any_away or name_of(func) in METADATA or _is_zero_grad(func, args):
+    if not Home.any_away or name_of(func) in METADATA or _is_zero_grad(func, args) or _is_question(func):
         return _dispatch(func, args, kwargs)
     with resident_of(_sharded([*args, *kwargs.values()])):
         return _dispatch(func, args, kwargs)
+
+
+def _is_question(func: Callable[..., Any]) -> bool:
+    """Whether it is ``x.is_quantized`` or its like. PyTorch 2.11 asks so while it makes fake tensors."""
+    return name_of(func) == "__get__" and func.__self__.__name__.startswith("is_")  # type: ignore[attr-defined]
 
 
 def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
