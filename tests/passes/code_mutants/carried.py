@@ -33,13 +33,17 @@ def carries(text: Text, operator: str) -> list[Carry]:
     found = []
     for i in text.find(rf"= torch\.ops\.zerofx\.{operator}\."):
         result, given = re.search(r"(\w+) = [\w.]+\((\w+),", text.lines[i]).groups()  # type: ignore[union-attr]
-        ticket = re.search(r"(\w+) =", text.lines[text.find(rf"^\s*\w+ = {result}$", i)[0]])[1]  # type: ignore[index]
+        ticket = _alias(text, result, i)
         wait = text.find(rf"= torch\.ops\.zerofx\.wait_{operator}\.default\({ticket},", i)[0]
         back = re.search(r"(\w+) =", text.lines[wait])[1]  # type: ignore[index]
-        alias = text.find(rf"^\s*\w+ = {back}$", wait)[:1]
-        returned = re.search(r"(\w+) =", text.lines[alias[0]])[1] if alias else back  # type: ignore[index]
-        found.append(Carry(i, wait, ticket, given, returned))
+        found.append(Carry(i, wait, ticket, given, _alias(text, back, wait)))
     return found
+
+
+def _alias(text: Text, name: str, line: int) -> str:
+    """What Inductor calls it from there on, where it gives it another name (not since 2.15)."""
+    found = text.find(rf"^\s*\w+ = {name}$", line)[:1]
+    return re.search(r"(\w+) =", text.lines[found[0]])[1] if found else name  # type: ignore[index]
 
 
 def of_each(*operators: str, where: Where = lambda text, each: True) -> Callable[[Break], Break]:
