@@ -116,7 +116,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "gpt": (lambda: GPT(2, 384, 6, 1024, 64), lambda: _text(1024, 8, 64)),
     "embedding": (lambda: GPT(1, 128, 4, 16384, 32), lambda: _text(16384, 4, 32)),
     "wide": (Wide, _vectors),
-    "deep": (lambda: GPT(10, 128, 4, 512, 64), lambda: _text(512, 8, 64)),
     "convolutions": (Convolutions, _images),
     "llama": (Llama, lambda: _text(2048, 4, 64)),
 }
