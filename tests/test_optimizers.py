@@ -305,11 +305,11 @@ def test_updates_that_bfloat16_would_lose_are_warned_of_once(
     fake_world: Callable[[int], None], make: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     fake_world(2)
-    for dtype in (torch.float32, torch.bfloat16):
-        net = zerofx.shard(nn.Linear(4, 4, dtype=dtype), stage=2)
+    for dtype, frozen in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
+        net = zerofx.shard(nn.Linear(4, 4, dtype=dtype).requires_grad_(not frozen), stage=2)
         optimizer = make(net.parameters(), lr=0.1)
         for p in net.parameters():
-            p.grad = p.like(torch.ones_like(p.to_local()))
+            p.grad = None if frozen else p.like(torch.ones_like(p.to_local()))
         for _ in range(2):
             optimizer.step()
     said = [str(w.message) for w in recwarn if "get lost" in str(w.message)]

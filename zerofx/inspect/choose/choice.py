@@ -62,8 +62,8 @@ class Alternative:
         return math.inf if self.division is None else self.division.step_s + self.division.optimizer_s
 
     @property
-    def price(self) -> float:
-        """How many times its seconds it counts as."""
+    def penalty(self) -> float:
+        """By what its seconds are multiplied where alternatives are compared."""
         return 1.0 if self.options.get("wire") is None else 1 + WORTH
 
     @property
@@ -120,12 +120,12 @@ class Choice:
 
     def better_with(self) -> list[tuple[int, str, float]]:
         """With how many bytes more which alternative is how many seconds: the nearest, and the fastest of all."""
-        enough = (1 - ALIKE) * self.chosen.price * self.chosen.step_s
+        enough = (1 - ALIKE) * self.chosen.penalty * self.chosen.step_s
         found = [
             (offer.needs - self.memory.nbytes, each.name, offer.whole_s)
             for each in self.alternatives
             for offer in each.offers
-            if offer.needs > self.memory.nbytes and each.price * offer.whole_s < enough
+            if offer.needs > self.memory.nbytes and each.penalty * offer.whole_s < enough
         ]
         if not found:
             return []
@@ -167,12 +167,12 @@ class Choice:
 
 def best_first(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
     """The fastest that fits, of `ALIKE` ones that with the lowest peak; then the others; then those that do not fit."""
-    fastest = min((each.price * each.step_s for each in alternatives), default=math.inf)
+    fastest = min((each.penalty * each.step_s for each in alternatives), default=math.inf)
 
     def place(each: Alternative) -> tuple[bool, float, float]:
         if each.division is None:
             return True, each.offers[0].needs if each.offers else math.inf, each.stage
-        seconds = each.price * each.step_s
+        seconds = each.penalty * each.step_s
         alike = seconds <= (1 + ALIKE) * fastest
         return False, fastest if alike else seconds, each.division.peak_bytes
 

@@ -153,7 +153,8 @@ def _warn_of_rounding(optimizer: torch.optim.Optimizer, groups: list[ShardGroup]
     if optimizer in _rounding or isinstance(optimizer, (AdamW, Muon)) or type(optimizer) not in _ELEMENTWISE:
         return
     _rounding.add(optimizer)
-    narrow = next((shards for shards in groups if shards.layout.dtype in (torch.bfloat16, torch.float16)), None)
+    trained = (shards for shards in groups if shards.layout.requires_grad)  # a frozen base of 16 bits loses nothing
+    narrow = next((shards for shards in trained if shards.layout.dtype in (torch.bfloat16, torch.float16)), None)
     if narrow is None or narrow.sharing.everyone.rank:
         return
     warnings.warn(
