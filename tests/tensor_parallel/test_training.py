@@ -82,9 +82,9 @@ def test_graph_breaks_leaf_modules_and_uneven_parts_train_as_well(make_workers: 
     make_workers(4).run(train_in_other_ways, kind, stage)
 
 
-def lose_in_parallel(stage: int) -> None:
+def lose_in_parallel(stage: int, executor: str = "eager") -> None:
     mesh = mesh_2d()
-    ours, alone = compiled("logits", mesh, stage), build("logits")
+    ours, alone = compiled("logits", mesh, stage, executor), build("logits")
     optimizers = adamw(ours), adamw(alone)
     for step in range(STEPS):
         tokens = batch(step)[mesh["dp"].get_local_rank()]
@@ -108,6 +108,17 @@ def lose_in_parallel(stage: int) -> None:
 @pytest.mark.parametrize("stage", [3, slow(0)])
 def test_a_loss_outside_of_the_model_is_computed_in_parallel(make_workers: Any, stage: int) -> None:
     make_workers(4).run(lose_in_parallel, stage)
+
+
+def lose_with_logits_of_an_older_mesh(executor: str) -> None:
+    older = DTensor.from_local(torch.zeros(12, VOCAB // 2), mesh_2d()["tp"], [Shard(1)], run_check=False)
+    torch.ops.aten._unsafe_view(older, [2, 6, VOCAB])  # DTensor caches what the result is like, and its mesh is part
+    lose_in_parallel(3, executor)
+
+
+@pytest.mark.parametrize("executor", ["eager", slow("inductor")])
+def test_logits_can_be_of_an_older_mesh_that_is_equal(make_workers: Any, executor: str) -> None:
+    make_workers(4).run(lose_with_logits_of_an_older_mesh, executor)
 
 
 def train_with_options(cases: list[dict[str, Any]]) -> None:

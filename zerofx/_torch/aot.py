@@ -41,7 +41,7 @@ def compile_with_aot_autograd(
     forward: Callable,
     backward: Callable,
     inference: Callable,
-    partition: Callable | None = None,
+    partition: Callable,
 ) -> Callable:
     """AOTAutograd alone: each partitioned graph goes to one of the three compilers (2.11, 2.13, 2.15).
 
@@ -51,17 +51,21 @@ def compile_with_aot_autograd(
     Normalisation over the batch is decomposed, as for Inductor. Whole, it reads the running statistics in backward too,
     where nothing comes of them. A checkpointed one would save them, and backward refuse to run after another forward.
 
-    ``partition``: what cuts the joint graph, if not AOTAutograd's own, which recomputes what checkpoints mark, no more.
+    ``partition``: what cuts the joint graph, as `zerofx._torch.cutting` makes it.
     """
     from torch._decomp import get_decompositions
     from torch._dynamo.backends.common import aot_autograd
 
     aten = torch.ops.aten
     whole = [aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward]
-    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
-    if partition is not None:
-        compilers["partition_fn"] = partition
-    compiler = aot_autograd(**compilers, decompositions=get_decompositions(whole), keep_inference_input_mutations=True)
+    compiler = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=get_decompositions(whole),
+        keep_inference_input_mutations=True,
+    )
     return compiler(gm, example_inputs)
 
 

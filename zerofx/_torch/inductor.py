@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofx._torch.aot import strides_unreported
 from zerofx._torch.code_cache import drop_cut_off
 from zerofx._torch.code_locks import code_shared
+from zerofx._torch.partition import return_first_meshes
 from zerofx._torch.tensors import pytree
 from zerofx._torch.warm import users_tag
 
@@ -82,6 +83,7 @@ def compile_with_inductor(
             for each in theirs if isinstance(theirs, (list, tuple)) else filter(None, [theirs]):
                 each(graph)
             assert graph.owning_module is not None
+            return_first_meshes(graph.owning_module)
             on_joint(graph.owning_module)
 
         def uuid(self) -> Any:

@@ -19,6 +19,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 LEAST = 1e-9
 """The smallest fraction: the knapsack keeps nothing, and the cut is made."""
@@ -178,8 +179,34 @@ def without_code() -> Iterator[None]:
         yield
 
 
+def return_first_meshes(joint: GraphModule) -> None:
+    """Make ``joint`` return a mesh as the input in which it came first (2.13, 2.15).
+
+    A `DTensor` result is its part and its mesh, and ``primals_2`` and ``tangents_2`` can be equal, yet two objects::
+
+        return (part, tangents_2)   ->   return (part, primals_2)
+
+    PyTorch looks up which input a returned mesh is by the object. `DTensor` caches what an operator's result is like by
+    equal arguments, so the object may be of an older mesh, and then the tangents alone have it. Forward has none of
+    these, and the graph could not be cut. Equal meshes are the same ranks: one may stand for the other. On 2.11 a mesh
+    is no input.
+    """
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    inputs = [x for x in joint.graph.find_nodes(op="placeholder") if isinstance(x.meta.get("val"), FakeScriptObject)]
+
+    def first(node: Node) -> Node:
+        if node not in inputs:
+            return node
+        return next(x for x in inputs if x.meta["val"].real_obj == node.meta["val"].real_obj)
+
+    if inputs:
+        output = joint.graph.output_node()
+        output.args = map_arg(output.args, first)
+
+
 def cutting(
-    on_joint: Callable[[GraphModule], Any], *, recomputes: bool
+    on_joint: Callable[[GraphModule], Any] | None, *, recomputes: bool
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partitioner for AOTAutograd without Inductor; ``on_joint`` gets the joint graph first.
 
@@ -190,7 +217,9 @@ def cutting(
     chosen = min_cut_rematerialization_partition if recomputes else default_partition
 
     def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        on_joint(joint)
+        return_first_meshes(joint)
+        if on_joint is not None:
+            on_joint(joint)
         return chosen(joint, inputs, **kwargs)
 
     return partition

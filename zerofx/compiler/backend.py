@@ -143,9 +143,8 @@ def _cut(gm: GraphModule, example_inputs: Sequence[Any], cut: Cut, compilers: Co
             return _torch.compile_with_inductor(
                 gm, example_inputs, compilers.inner, cut.before_cut, whole_lookups=whole
             )
-        partition = None
-        if budgeted or pair.alike is not None or pair.unit.dequantizes:
-            partition = _torch.cutting(cut.before_cut, recomputes=budgeted)
+        decides = budgeted or pair.alike is not None or pair.unit.dequantizes
+        partition = _torch.cutting(cut.before_cut if decides else None, recomputes=budgeted)
         made = _torch.cacheable if pair.is_cached else lambda compiler: compiler
         forward, backward, inference = map(made, (compilers.forward, compilers.backward, compilers.inference))
         return _torch.compile_with_aot_autograd(gm, example_inputs, forward, backward, inference, partition)
