@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest slow faults fuzz zoo lint types wheel-check format bench docs pictures
+.PHONY: help demo test test-matrix pytest road slow faults fuzz zoo lint types wheel-check format bench docs pictures
 .PHONY: gpu gpus cuda-dry optimizers clean
 .DEFAULT_GOAL := help
 
@@ -41,6 +41,9 @@ slow: $(VENV)/dev.stamp  ## the tests that take minutes; SHARD=2/25: the second 
 
 faults: $(VENV)/dev.stamp  ## kill a training run a hundred times
 	$(BIN)/python -m tests.checkpoint.faults $(ARGS)
+
+road: $(VENV)/dev.stamp  ## tests/road alone: with another torch TORCH=2.11.0 VENV=.venv-2.11.0
+	$(BIN)/python -m pytest tests/road -m "not slow" -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
 
 pytest-%:
 	$(MAKE) pytest TORCH=$* VENV=.venv-$*
