@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
-.PHONY: help demo test test-matrix pytest road slow faults fuzz zoo lint types wheel-check format bench docs pictures
+.PHONY: help demo test test-matrix pytest road slow mistakes faults fuzz zoo lint types wheel-check format bench docs pictures
 .PHONY: gpu gpus cuda-dry optimizers clean
 .DEFAULT_GOAL := help
 
@@ -38,6 +38,9 @@ pytest: $(VENV)/dev.stamp  ## run the tests alone
 
 slow: $(VENV)/dev.stamp  ## the tests that take minutes; SHARD=2/25: the second of 25 shares
 	$(BIN)/python -m pytest -m slow -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --shard $(SHARD) $(ARGS)
+
+mistakes: $(VENV)/dev.stamp  ## what people see of the mistakes of their first hour: ARGS="memory stage"
+	$(BIN)/python -m tests.mistakes $(ARGS)
 
 faults: $(VENV)/dev.stamp  ## kill a training run a hundred times
 	$(BIN)/python -m tests.checkpoint.faults $(ARGS)

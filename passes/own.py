@@ -99,7 +99,7 @@ class Pass:
     def all_of(passes: Any) -> tuple[Pass, ...]:
         """What was given as ``passes=``, each as a `Pass`."""
         if not isinstance(passes, Sequence) or isinstance(passes, str):
-            raise TypeError(f"passes={passes!r}: expected a list of functions (gm, ctx), or of zerofx.Pass.")
+            raise TypeError(f"passes={passes!r}: expected a list of functions (gm, ctx), or of zerofx.Pass: [my_pass].")
         return tuple(given if isinstance(given, Pass) else Pass(given) for given in passes)
 
 

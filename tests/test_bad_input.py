@@ -429,8 +429,8 @@ def test_an_error_that_comes_through_dynamo_begins_with_the_stage_and_what_was_c
     for options, shown in [
         ({"memory_budget": 1.0}, "zerofx(stage=3, memory_budget=1.0)"),
         (
-            {"stage": 2, "executor": "eager", "memory": 10},
-            "zerofx(stage=2, executor='eager', memory=10)",
+            {"stage": 2, "executor": "eager", "memory": 1000},
+            "zerofx(stage=2, executor='eager', memory=1000)",
         ),
     ]:
         torch._dynamo.reset()

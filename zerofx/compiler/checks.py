@@ -97,6 +97,9 @@ def plan_alike(
             what = differing[0] if differing else "the number of groups and buffers"
             parameters = sharing.whole.all_gathered(_parameters(module))  # every rank has found a difference
             of_one = _differing_parameter(parameters[one], parameters[rank], one, rank)
+            if what.startswith("the option "):
+                given, others = dict(everyone[one].facts)[what], dict(theirs.facts).get(what)
+                what += f": {given} on rank {one}, {others} on rank {rank}"
             raise RuntimeError(
                 f"rank {one} and rank {rank} have different models: they differ in {of_one or what}. Names, "
                 "shapes, dtypes and requires_grad of parameters and buffers, and options must be the same everywhere."
@@ -245,7 +248,10 @@ def check_module(module: nn.Module, ignored: Mapping[nn.Parameter, How] | None =
     """Refuse what cannot be sharded, before anything has changed. Nothing is asked of what is ``ignored``."""
     ignored = ignored or {}
     if not isinstance(module, nn.Module):
-        raise ValueError(f"expected an nn.Module, got {type(module).__name__}.")
+        got = type(module).__name__
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            got = f"the class {module.__name__}: give a module of it, {module.__name__}(...)"
+        raise ValueError(f"expected an nn.Module, got {got}.")
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")

@@ -263,7 +263,9 @@ class Options:
         if self.wire is None:
             return
         if not isinstance(self.wire, Wire):
-            raise ValueError(f"wire={self.wire!r}: expected a zerofx.Wire, or None.")
+            raise ValueError(
+                f'wire={self.wire!r}: expected a zerofx.Wire, such as zerofx.Wire(gradients="int8"), or None.'
+            )
         if self.stage == 0:
             raise ValueError(
                 f"wire={self.wire!r} with stage=0: its all-reduce adds up what it is given, and codes cannot be added. "

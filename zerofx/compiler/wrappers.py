@@ -29,8 +29,8 @@ from zerofx._torch import FSDP_MARKS
 from zerofx.runtime.state.parameter import ReplicatedParameter, ShardedTensor
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-_SHARDED_IN_PLACE = ("FSDPModule", "ReplicateModule")
-"""What ``fully_shard`` and ``replicate`` make of a module: they change its class."""
+_SHARDED_IN_PLACE = {"FSDPModule": "fully_shard", "ReplicateModule": "replicate"}
+"""What functions of PyTorch make of a module: they change its class."""
 
 
 def refuse_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -49,11 +49,13 @@ def refuse_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
 def refuse_wrapped(module: nn.Module) -> None:
     """Raise where ``module`` is one of PyTorch's for parallel training, or has one inside."""
     for name, inner in module.named_modules():
-        found = _base(inner, _WRAPPERS + _SHARDED_IN_PLACE)
+        found = _base(inner, (*_WRAPPERS, *_SHARDED_IN_PLACE))
         if found is None:
             continue
         what = f"{name!r} is a {found}" if name else f"the module is a {found}"
-        do = f"give it {name + '.' if name else ''}module, what is inside" if found in _WRAPPERS else "leave that out"
+        do = f"give it {name + '.' if name else ''}module, what is inside"
+        if found in _SHARDED_IN_PLACE:
+            do = f"leave {_SHARDED_IN_PLACE[found]} out"
         raise ValueError(
             f"{what}: it averages gradients over the ranks, and zerofx does so itself. Instead, {do}: "
             "zerofx.compile(model, stage=3) takes its place."

@@ -42,6 +42,8 @@ class Memory:
         if isinstance(self.nbytes, bool) or not isinstance(self.nbytes, int) or self.nbytes <= 0:
             said = 'a number of bytes above 0, a text such as "80GB", or a zerofx.Memory'
             raise ValueError(f"memory={self.nbytes!r}: expected {said}.")
+        if self.nbytes < 512:
+            raise ValueError(f'memory={self.nbytes} is a number of bytes: did you mean "{self.nbytes}GB"?')
         if not (isinstance(self.moments, (int, float)) and self.moments >= 0):
             raise ValueError(f"Memory(moments={self.moments!r}): expected a number from 0 on: 2 for Adam.")
         if not (isinstance(self.micro_batches, int) and self.micro_batches >= 1):

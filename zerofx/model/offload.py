@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,11 @@ class Offload:
     activations: Place = None
     smallest: int = 1 << 16
     rates: Any = None
+
+    def __repr__(self) -> str:
+        """What was given; the rest is as above."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Offload({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def __post_init__(self) -> None:
         for name in PARTS:
