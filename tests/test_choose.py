@@ -215,6 +215,7 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit_and_that_does() -> Non
     assert zerofx.choose(net, fewer, fewer, world_size=2, memory=tight(3, 0), **asked).chosen.stage == 3
 
 
+@pytest.mark.slow
 def test_more_ranks_and_a_place_are_named_where_bytes_at_rest_are_what_is_too_much() -> None:
     with torch.device("meta"):
         net, x = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))), torch.ones(1, 4096)

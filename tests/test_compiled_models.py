@@ -108,6 +108,7 @@ def check_many_broken_layers() -> int:
     return len(zerofx.graphs(module))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile has no recompile_limit")
 def test_more_than_eight_layers_of_one_code_are_compiled_on_every_rank(workers2: Workers) -> None:
     assert workers2.run(check_many_broken_layers) == [20, 40]

@@ -199,6 +199,7 @@ def test_the_readme_is_short_and_its_tables_are_narrow() -> None:
     assert max(line.count("|") for line in lines if line.startswith("|")) <= 7  # six columns
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="pip install -e '.[docs]'")
     pytest.importorskip("mkdocstrings_handlers.python")

@@ -14,6 +14,7 @@ from zerofx.inspect.doctor import examine, looks, trials
 from zerofx.inspect.doctor.looks import Finding
 
 
+@pytest.mark.slow
 def test_a_machine_that_runs_these_tests_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--timeout", "250s"])
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("   ")]

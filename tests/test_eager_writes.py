@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerofx
+from tests.slow import slow
 from tests.test_parameters import full, twins
 from tests.workers import Workers
 
@@ -81,7 +82,7 @@ def check_eager(what: str, stage: int) -> None:
         torch.testing.assert_close(module(VALUES), plain(VALUES), msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_eager_code_on_sharded_weights_is_right(workers2: Workers, what: str, stage: int) -> None:
     workers2.run(check_eager, what, stage)

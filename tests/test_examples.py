@@ -221,6 +221,7 @@ def test_qlora_learns_and_saves_its_adapters(kind: str, tmp_path: Path) -> None:
     assert held and float(held[1]) < 0.5  # a quarter of half of 1.6 MB, the embedding and the head, adapters
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_the_graphs_of_each_stage() -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "examples" / "two_layers.ipynb", as_version=4)

@@ -112,6 +112,7 @@ def check_counts() -> None:
     assert not brought(model)[1].calls
 
 
+@pytest.mark.slow
 def test_a_group_is_one_collective_and_half_of_the_bytes_in_bf16(workers2: Workers, workers3: Workers) -> None:
     workers2.run(check_counts)
     workers3.run(check_counts)

@@ -82,6 +82,7 @@ def test_a_line_is_judged_and_not_a_number_is_never_as_expected() -> None:
     assert (line.found, line.verdict) == ("ValueError: of no use", "failed")
 
 
+@pytest.mark.slow
 def test_a_case_that_ends_its_rank_is_a_line_and_the_next_goes_on(tmp_path: Path) -> None:
     lines = list(run_apart(f"{BROKEN}.cases", setting(tmp_path), 200, patience=2))
     assert [(line.name, line.verdict) for line in lines] == [

@@ -262,7 +262,7 @@ def check_step_in_backward(stage: int) -> None:
             same(module, plain, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_with_no_sync_and_with_a_step_in_backward(workers2: Workers, workers3: Workers, stage: int) -> None:
     workers2.run(check_no_sync, stage)
     workers3.run(check_step_in_backward, stage)

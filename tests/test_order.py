@@ -80,7 +80,7 @@ def schedules(net: str, shape: tuple[int, ...], **options: object) -> list[Sched
 
 @pytest.mark.parametrize(
     "net, options",
-    [slow("scaled", {}), ("scaled", {"memory_budget": 1000}), ("post-norm", {}), slow("skips", {})],
+    [slow("scaled", {}), ("scaled", {"memory_budget": 1000}), slow("post-norm", {}), slow("skips", {})],
 )
 def test_collectives_and_their_order_are_the_same_for_every_batch(net: str, options: dict[str, object]) -> None:
     expected = schedules(net, (4, DIM), **options)

@@ -241,7 +241,7 @@ def check_features(stage: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the whole of")
-@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_so_they_do_outside_of_graphs_in_micro_batches_and_in_copies(workers2: Workers, stage: int) -> None:
     workers2.run(check_features, stage, timeout=200)
 
@@ -445,7 +445,7 @@ def predicted(stage: int) -> tuple[float, int, int, int]:
     return prediction.wire_bytes, sum(log.bytes.values()), prediction.held_bytes, at_rest
 
 
-@pytest.mark.parametrize("stage", [slow(1), 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 def test_predictions_are_what_is_sent_and_held(workers2: Workers, stage: int) -> None:
     sent, counted, held, at_rest = workers2.run(predicted, stage, timeout=100)[0]
     assert (sent, held) == (counted, at_rest)

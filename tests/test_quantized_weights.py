@@ -176,7 +176,7 @@ def test_mixed_precision_casts_adapters_and_leaves_codes_alone(workers2: Workers
         pytest.param({"memory": 10**8}, id="memory", marks=pytest.mark.slow),
         pytest.param({"offload": "cpu"}, id="offload", marks=pytest.mark.slow),
         pytest.param({"uneven": True}, id="uneven", marks=pytest.mark.slow),
-        pytest.param({"one_copy": True}, id="one_copy"),
+        pytest.param({"one_copy": True}, id="one_copy", marks=pytest.mark.slow),
     ],
 )
 def test_options_hold_for_quantized_weights(workers2: Workers, options: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def check_sent(name: str, options: dict[str, Any]) -> list[dict[str, torch.Tenso
     return wanted
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_an_engine_gets_what_full_parameters_gives(make_workers: Callable[[int], Workers], stage: int) -> None:
     workers = make_workers(4)
     mixed = {"mixed_precision": zerofx.MixedPrecision(torch.bfloat16)}

@@ -15,13 +15,12 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.resumable import train
-from tests.slow import quick_if
 from tests.workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@quick_if(lambda sizes: len(sizes) > 1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "sizes", "kills", "offload"), [(3, (2,), 5, False), (2, (2, 1, 3), 5, False), (3, (2,), 10, True)]
 )

@@ -83,7 +83,7 @@ def check(kind: str, stage: int, executor: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "stage", "executor"),
     [
-        ("bitsandbytes", 3, "eager"),
+        slow("bitsandbytes", 3, "eager"),
         slow("torchao int8", 3, "eager"),
         slow("bitsandbytes", 3, "inductor"),
         slow("bitsandbytes", 0, "eager"),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.slow import slow
 from tests.zoo.architectures import ARCHITECTURES, FIRST
 from tests.zoo.predicted import OUTSIDE, measure
 
-TELLING = [("unet", 3), ("resnet", 2)]
+TELLING = [("unet", 3), slow("resnet", 2)]
 WHOLE = [name for name in FIRST if name not in OUTSIDE]
 
 
