@@ -14,6 +14,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import slow
 from tests.workers import Workers
 from zerofx.integrations.states import full_optimizer_state
 from zerofx.runtime.optim.by_owner import by_owner, wholes_of
@@ -295,6 +296,33 @@ def test_a_closure_in_a_step_trains_the_sharded_model(workers2: Workers, stage: 
     workers2.run(train_with_closure, stage)
 
 
+def overflow(stage: int) -> tuple[float, list[bool]]:
+    """Loss scaling beside one process; in the second step one rank's gradients are not finite."""
+    x = torch.linspace(-1, 1, 28, dtype=torch.float64).reshape(4, 7)
+    module, plain = sharded(stage), Net()
+    pairs = [(net, Rows(net.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)) for net in (module, plain)]
+    moved = []
+    for step in range(3):
+        before = [p.detach().clone() for p in plain.parameters()]
+        for net, optimizer, scaler in pairs:
+            y = net.layers[1](net.layers[0](x.float())).double()
+            loss = net.layers[2](y).square().mean()
+            bad = step == 1 and (net is plain or dist.get_rank() == 1)
+            scaler.scale(loss * float("inf") if bad else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        moved.append(any(not torch.equal(p, q) for p, q in zip(plain.parameters(), before, strict=True)))
+        check_alike(module, plain)
+    return pairs[0][2].get_scale(), moved
+
+
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
+@pytest.mark.filterwarnings("ignore:.*needs the whole of")
+def test_gradscaler_skips_a_step_on_all_ranks_when_one_overflows(workers2: Workers, stage: int) -> None:
+    assert workers2.run(overflow, stage) == [(32.0, [True, False, True])] * 2
+
+
 def train_in_backward() -> None:
     torch.manual_seed(0)
     net, plain = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)), nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3))
@@ -396,6 +424,19 @@ def explain() -> dict[str, str]:
         "Dependent": Dependent(matrices, "rows"),
     }
     return {name: zerofx.explain_optimizer(optimizer) for name, optimizer in made.items()}
+
+
+def explain_a_large_one() -> list[str]:
+    net = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 7))
+    return zerofx.explain_optimizer(Rows(zerofx.shard(net, stage=3).parameters())).splitlines()
+
+
+def test_a_parameter_that_is_more_than_a_ranks_share_is_named(workers3: Workers) -> None:
+    for lines in workers3.run(explain_a_large_one):
+        assert [line for line in lines if "alone" in line] == [
+            "'0.weight' alone is 2.5 times a rank's share: no owner has less of it."
+        ]
+        assert not any("alone" in line for line in lines[:-1])
 
 
 def test_explain_optimizer_says_how_it_steps_and_who_owns_what(workers2: Workers) -> None:

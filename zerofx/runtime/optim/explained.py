@@ -12,6 +12,8 @@ from zerofx.runtime.optim.owners import Owners, by_ranks
 from zerofx.runtime.state.parameter import ShardedParameter
 
 _SHOWN = 3
+_LARGE = 1.25
+"""From so many times a rank's share on a parameter is named."""
 
 
 def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -24,7 +26,8 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
         rank 0      3 parameters,        24,640 elements (50 %): up.weight, 2.down.weight, norm.weight
         rank 1      2 parameters,        24,576 elements (50 %): down.weight, 2.up.weight
 
-    Ranks are places among those that the parameters are divided over.
+    Ranks are places among those that the parameters are divided over. A parameter is not divided between owners: one
+    that is much more than a rank's share is named, for its owner has that much more to keep and to compute.
     """
     name = type(optimizer).__name__
     groups = [group for group in optimizer.param_groups if not isinstance(optimizer, Muon) or group["use_muon"]]
@@ -51,4 +54,15 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
             share = 100 * elements / max(1, total)
             count = f"{len(mine):4} parameter{'s' if len(mine) != 1 else ' '}"
             lines.append(f"rank {rank:<3} {count}, {elements:13,} elements ({share:.0f} %): {', '.join(names)}")
+        lines += _too_large(members, total)
     return "\n".join(lines)
+
+
+def _too_large(members: list[Any], total: int) -> list[str]:
+    """The parameters that alone are much more than a rank's share of ``total`` elements, in words."""
+    fair = total / members[0]._group.layout.world_size
+    return [
+        f"{p._slot.name!r} alone is {p.numel() / fair:.1f} times a rank's share: no owner has less of it."
+        for p in members
+        if p.numel() > _LARGE * fair
+    ]
