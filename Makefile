@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch-$(TORCH).stamp
 
 .PHONY: help demo test test-matrix pytest road slow mistakes faults fuzz zoo lint types wheel-check format bench docs pictures
-.PHONY: gpu gpus cuda-dry optimizers clean
+.PHONY: gpu gpus cuda-dry optimizers deepspeed clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -60,6 +60,11 @@ zoo: $(VENV)/dev.stamp  ## train every model of tests/zoo, write docs/zoo.md
 optimizers: $(VENV)/dev.stamp  ## every optimizer of pytorch_optimizer, torch.optim and transformers, sharded and in one process
 	$(BIN)/python -m pip install -q pytorch_optimizer
 	$(BIN)/python -m tests.optimizers.sweep $(ARGS)
+
+deepspeed: $(VENV)/dev.stamp  ## docs/from-deepspeed.md held against DeepSpeed, on two ranks
+	$(PIP) install -q einops hjson msgpack ninja psutil py-cpuinfo pydantic
+	DS_BUILD_OPS=0 $(PIP) install -q --no-deps --upgrade --target build/deepspeed deepspeed
+	$(BIN)/python -m pytest tests/parity/test_deepspeed.py $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
