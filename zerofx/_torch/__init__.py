@@ -8,6 +8,7 @@ file                 what it asks
 dynamo               how frames become graphs; of which code, from which inputs
 aot                  forward apart from backward; what each input and output of them is
 partition            what forward saves, and what backward recomputes
+symbols              sizes that are symbols: which there are, and what each counts as
 higher_order         operators whose arguments are graphs
 inductor             code for a graph, in the order that the passes decided
 code_cache           the folder of that code, and what was cut off there
@@ -47,7 +48,6 @@ from zerofx._torch.aot import (
     saved_outputs,
     saving_is_decided,
     tangents,
-    without_symbols,
     written_behind,
 )
 from zerofx._torch.artifacts import artifacts_are_new, code_folder, libraries
@@ -127,7 +127,6 @@ from zerofx._torch.inductor import (
     pin_order,
     pinned,
     source_code,
-    symbols_of,
     taken_apart,
     write_code,
 )
@@ -135,6 +134,7 @@ from zerofx._torch.optimizers import step_of, steps_running
 from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, saving_also, without_code
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
+from zerofx._torch.symbols import hold_up_to_counted, know_bounds, symbols_of, without_symbols
 from zerofx._torch.tensors import (
     DisableTorchFunction,
     OpOverload,

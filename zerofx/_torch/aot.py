@@ -196,11 +196,6 @@ def fake_mode_of(values: Sequence[Any]) -> Iterator[Any]:
         yield mode
 
 
-def without_symbols(value: Any) -> Any:
-    """``value`` (or a tuple) with numbers for symbols, as they were when it was captured (2.11, 2.13, 2.15)."""
-    return pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda x: x.node.hint, value)
-
-
 def is_tangent(node: Node) -> bool:
     """Whether a joint graph's node is the gradient of an output (2.11, 2.13, 2.15)."""
     return node.op == "placeholder" and "tangents" in str(node.target)

@@ -163,17 +163,6 @@ def box(*values: Any) -> list[Any]:
     return list(values)
 
 
-def symbols_of(value: Any) -> set[Any]:
-    """The symbols in a fake value's sizes (2.11, 2.13, 2.15)."""
-    from torch.fx.experimental.symbolic_shapes import free_symbols
-
-    found: set[Any] = set()
-    for each in pytree.tree_leaves(value):
-        if isinstance(each, (torch.Tensor, torch.SymInt)):
-            found |= free_symbols(each)
-    return found
-
-
 def _forget_lost_outputs(gm: GraphModule) -> None:
     """Of the outputs that Inductor must lay out as they were, some are None now: gradients that leave as shards.
 

@@ -36,6 +36,7 @@ from zerofx.compiler.compilers import Compilers
 from zerofx.compiler.cut import Cut
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import Pair
+from zerofx.compiler.records import forget
 from zerofx.compiler.regions import inline_regions
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.runners import watch_backward
@@ -105,9 +106,18 @@ class Backend:
         return writing(self._compile(before, example_inputs), written.places)
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        _torch.know_bounds(gm)
         unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe)
         pair = Pair(unit, "inductor" if self.options.executor == "inductor" else "eager")
-        cut, compilers = Cut(pair), Compilers(pair)
+        compilers = Compilers(pair)
+        try:
+            return self._compile_pair(gm, example_inputs, compilers)
+        except Exception:  # Dynamo may begin anew, and so may `__call__`
+            forget(unit.groups.values(), pair.record)
+            raise
+
+    def _compile_pair(self, gm: GraphModule, example_inputs: Sequence[Any], compilers: Compilers) -> Callable:
+        pair, unit, cut = compilers.pair, compilers.unit, Cut(compilers.pair)
         if self.options.memory is not None:
             given = [x for i, x in enumerate(example_inputs) if i not in unit.sharded]
             if not unit.groups:

@@ -335,6 +335,7 @@ def divide(
             "these two are not divided yet. Mend the graph break, run each backward before the next forward, or give "
             "memory_budget= and activation_budget= instead."
         )
+    _torch.hold_up_to_counted([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
     what = _identity(of, joint)
     first, halves = _all_saved(of, memory, joint, partition)
     if first is None:

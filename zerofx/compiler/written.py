@@ -29,7 +29,6 @@ from torch.fx import GraphModule
 
 from zerofx import _torch
 from zerofx.compiler.pair import Pair
-from zerofx.compiler.records import forget
 from zerofx.passes import edit
 from zerofx.runtime.state.callbacks import CALLBACKS
 
@@ -73,7 +72,6 @@ def check_unwritten(gm: GraphModule, pair: Pair) -> None:
             "steps, or leave uneven= out."
         )
     if written:
-        forget(unit.groups.values(), pair.record)
         raise Written(sorted(written))
     _save_copies(gm)
 

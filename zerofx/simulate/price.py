@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofx import _torch
 from zerofx.model.layout import GroupLayout
 from zerofx.model.memory import Memory
 from zerofx.passes.context import Context
@@ -74,7 +75,8 @@ def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> i
     for node in forward.before.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if node.name not in context.parameters and isinstance(value, torch.Tensor):
-            inputs[value.untyped_storage()._cdata] = int(value.untyped_storage().nbytes())
+            storage = value.untyped_storage()
+            inputs[storage._cdata] = int(_torch.without_symbols(storage.nbytes()))
     return held + sum(inputs.values())
 
 
