@@ -16,7 +16,7 @@ import contextlib
 import threading
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,12 +84,31 @@ def as_host(x: Any) -> Any:
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 push = _sim.push
-"""``push(stream, call)``: give a stream a job. Streams go by their number."""
+"""``push(stream, call, link_bytes=0)``: give a stream a job. Streams go by their number."""
 new_stream = _sim.new_stream
 place = _sim.place
 wait_for = _sim.wait_for
 synchronize = _sim.synchronize
 take_host_waits = _sim.take_host_waits
+now = _sim.now
+"""Seconds, on the clock of `rates`."""
+take_spans = _sim.take_spans
+"""What took time there: ``(what, stream, start, end)`` of operators by name, "out", "back" and "link"."""
+reset_peak = _sim.reset_peak
+
+
+class InUse(NamedTuple):
+    """Bytes in use now, and the most since `reset_peak`: of blocks, which are multiples of 512, and asked for."""
+
+    blocks: int
+    most_blocks: int
+    asked: int
+    most_asked: int
+
+
+def in_use() -> InUse:
+    """Of all devices."""
+    return InUse(*_sim.in_use())
 
 
 def current_stream() -> int:
@@ -104,6 +123,20 @@ def schedule(name: str, us: int = 300) -> Iterator[None]:
         yield
     finally:
         _sim.set_delays(0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def rates(flops: float = 0, copied_bytes: float = 0, link_bytes: float = 0, *, paced: bool = False) -> Iterator[None]:
+    """What jobs take on the clock, per second; 0: any number in no time. ``paced``: they really last as long.
+
+    Matrix products take time by their ``flops``, all other operators none. Copies between the device and the host take
+    it by their bytes, each on its stream.
+    """
+    _sim.set_rates(flops, copied_bytes, link_bytes, paced)
+    try:
+        yield
+    finally:
+        _sim.set_rates(0, 0, 0, False)
 
 
 # ---- kernels in Triton ----------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class NcclLike(dist.ProcessGroup):
             if "start" not in broken:
                 device.wait_for(stream, computing, device.place(computing))
         read, written = [device.as_host(x) for x in inputs], [device.as_host(x) for x in outputs]
-        device.push(stream, lambda: move(read, written))
+        device.push(stream, lambda: move(read, written), max(sum(x.nbytes for x in xs) for xs in (inputs, outputs)))
         return Started(stream, (*inputs, *outputs))
 
     def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:

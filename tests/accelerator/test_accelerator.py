@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import zerofx
 from tests.accelerator import cases
 from tests.accelerator.cases import CASES, cases_of
 from tests.accelerator.mutations import MUTATIONS
@@ -194,3 +195,60 @@ def test_copies_that_are_slow_are_right(accelerator2: Workers, on_cpu: Reference
     case = "state on the host"
     first, second = on_accelerator(accelerator2, "tests.accelerator.mutations:with_a_slow_way_back", case, 3)
     assert alike(first + second, on_cpu([case], 3)[case])
+
+
+# ---- time, on the device's clock ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        (3, ["optimizer", "gradients", "weights", "activations"]),
+        slow(3, ["activations"]),
+        slow(0, ["activations"]),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, list) else str(x),
+)
+def test_a_step_takes_as_long_as_what_computes_or_what_is_copied(
+    accelerator2: Workers, stage: int, parts: list[str]
+) -> None:
+    """Copies of a twentieth and of half of what computes; seconds of a clock that does not depend on this machine."""
+    options = {"stage": stage, "offload": zerofx.Offload(**dict.fromkeys(parts, "cpu"))}
+    found = on_accelerator(accelerator2, "tests.accelerator.timed:measured", 8, (0.05, 0.5), options)
+    assert found[0] == found[1], "ranks do the same"
+    for point in found[0]:
+        assert point["compute"] == pytest.approx(1, 1e-4) and point["copies"] == pytest.approx(point["ratio"], 1e-4)
+        assert point["least"] <= point["step"] * (1 + 1e-9) and point["over"] < 1.15, found[0]
+
+
+def test_copies_on_the_computing_stream_add_to_what_computes(accelerator2: Workers) -> None:
+    """So that the test above can fail."""
+    options = {"stage": 3, "offload": zerofx.Offload(activations="cpu")}
+    for points in on_accelerator(accelerator2, "tests.accelerator.timed:on_one_stream", 3, (0.5,), options):
+        assert points[0]["step"] == pytest.approx(1.5, 1e-4)
+
+
+# ---- memory, as the device's allocator counts it --------------------------------------------------------------------
+
+TABLES = 10_000
+"""Bytes: what the optimizer's step and the norm keep on the device beside any tensor of the model's size."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        (3, []),
+        (3, ["optimizer", "gradients", "weights", "activations"]),
+        *[slow(stage, parts) for stage in (0, 1, 2, 3) for parts in ([], ["activations"]) if (stage, parts) != (3, [])],
+        *[slow(stage, ["optimizer", *more]) for stage in (1, 2, 3) for more in ([], ["gradients"])],
+        *[slow(3, ["optimizer", *more]) for more in (["weights"], ["gradients", "weights"])],
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, list) else str(x),
+)
+def test_bytes_on_the_device_are_those_that_were_predicted(accelerator2: Workers, stage: int, parts: list[str]) -> None:
+    offload = {"offload": zerofx.Offload(**dict.fromkeys(parts, "cpu"))} if parts else {}
+    for found in on_accelerator(accelerator2, "tests.accelerator.held:held", 8, {"stage": stage, **offload}):
+        assert found.asked == pytest.approx(found.predicted, 0.001), found
+        assert found.blocks == pytest.approx(found.predicted, 0.005), found
+        formula = 0 if "weights" in parts else found.parameters // (2 if stage == 3 else 1)
+        assert found.at_rest <= found.said + TABLES and found.said <= formula + TABLES, found

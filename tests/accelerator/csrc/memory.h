@@ -31,7 +31,16 @@ struct Block {
   void* memory;
   size_t nbytes;
   Stream* stream;
+  size_t asked = 0;
   std::set<Stream*> also_used_on = {};  // `record_stream`
+};
+
+struct Use {
+  int64_t now = 0, most = 0;
+  void add(int64_t nbytes) {
+    now += nbytes;
+    most = std::max(most, now);
+  }
 };
 
 class DeviceAllocator final : public c10::Allocator {
@@ -41,6 +50,7 @@ class DeviceAllocator final : public c10::Allocator {
     if (!nbytes) return {nullptr, nullptr, &nothing, device};
     Stream* stream = current_stream(current.device);
     void* memory = find(rounded(nbytes), stream);
+    begin(memory, nbytes);
     stream->push([=] { std::memset(memory, 0xFF, rounded(nbytes)); });
     return {memory, memory, &release, device};
   }
@@ -50,6 +60,17 @@ class DeviceAllocator final : public c10::Allocator {
     std::lock_guard<std::mutex> guard(mutex_);
     auto found = blocks_.find(memory);
     if (found != blocks_.end() && found->second.stream != stream) found->second.also_used_on.insert(stream);
+  }
+
+  // In use now, and the most since `reset_peak`: bytes of blocks, as CUDA's allocator counts them, and those asked for.
+  std::pair<Use, Use> in_use() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return {blocks_in_use_, asked_in_use_};
+  }
+  void reset_peak() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    blocks_in_use_.most = blocks_in_use_.now;
+    asked_in_use_.most = asked_in_use_.now;
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -72,6 +93,14 @@ class DeviceAllocator final : public c10::Allocator {
     return memory;
   }
 
+  void begin(void* memory, size_t asked) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Block& block = blocks_.at(memory);
+    block.asked = asked;
+    blocks_in_use_.add(static_cast<int64_t>(block.nbytes));
+    asked_in_use_.add(static_cast<int64_t>(asked));
+  }
+
   static void nothing(void*) {}
   static void release(void* memory);
   void free(void* memory) {
@@ -79,10 +108,13 @@ class DeviceAllocator final : public c10::Allocator {
     Block& block = blocks_.at(memory);
     for (Stream* other : block.also_used_on) block.stream->wait_for(other, other->place());
     block.also_used_on.clear();
+    blocks_in_use_.add(-static_cast<int64_t>(block.nbytes));
+    asked_in_use_.add(-static_cast<int64_t>(block.asked));
     free_[{block.stream->id, block.nbytes}].push_back(memory);
   }
 
   std::mutex mutex_;
+  Use blocks_in_use_, asked_in_use_;
   std::unordered_map<void*, Block> blocks_;
   std::map<std::pair<int64_t, size_t>, std::vector<void*>> free_;
 };

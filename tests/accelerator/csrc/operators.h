@@ -159,6 +159,13 @@ inline void copy_results(const Values& to, const Values& from) {
   }
 }
 
+// Floating-point operations of a matrix product; 0 of all else, which counts as nothing beside it.
+inline double flops(const std::string& name, const Values& arguments) {
+  size_t first = name == "aten::addmm" || name == "aten::baddbmm" ? 1 : 0;
+  if (!first && name != "aten::mm" && name != "aten::bmm") return 0;
+  return 2.0 * arguments[first].toTensor().numel() * arguments[first + 1].toTensor().size(-1);
+}
+
 inline void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t n = op.schema().arguments().size();
   Values arguments = torch::jit::last(*stack, n).vec();
@@ -187,10 +194,11 @@ inline void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack
     }
   }
   if (known) {
-    stream->push([op, on_host, results_on_host]() mutable {
+    auto job = [op, on_host, results_on_host]() mutable {
       run(op, on_host);
       copy_results(results_on_host, on_host);
-    });
+    };
+    stream->push(job, seconds(flops(op.schema().name(), arguments), rates.flops), op.schema().name());
   } else {
     stream->synchronize(stream->place(), "the size of what " + op.schema().name() + " gives");
     run(op, on_host);
@@ -263,11 +271,14 @@ inline at::Tensor& set_nothing(at::Tensor& self) { return set_tensor(self, at::e
 
 // ---- copies, and what the host reads --------------------------------------------------------------------------------
 
-inline void copy_job(Stream* stream, at::Tensor to, at::Tensor from) {
-  stream->push([to, from]() mutable {
+// `which`: its name on the clock, where it is between the device and the host.
+inline void copy_job(Stream* stream, at::Tensor to, at::Tensor from, const char* which = "") {
+  double cost = *which ? seconds(to.numel() * to.itemsize(), rates.copied_bytes) : 0;
+  auto job = [to, from]() mutable {
     at::AutoDispatchBelowADInplaceOrView guard;
     to.copy_(from);
-  });
+  };
+  stream->push(job, cost, which);
 }
 
 inline void between_devices(const at::Tensor& from, const at::Tensor& to) {
@@ -290,10 +301,10 @@ inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
     between_devices(from, to);
   } else if (ours(to)) {
     Stream* stream = stream_of(to);
-    copy_job(stream, as_host(to), late ? as_host(from) : from.clone());  // pinned memory is read when the copy is done
+    copy_job(stream, as_host(to), late ? as_host(from) : from.clone(), "back");  // pinned memory is read when the copy is done
     if (!non_blocking) stream->synchronize(stream->place(), "a copy to the device");
   } else if (late) {
-    copy_job(stream_of(from), as_host(to), as_host(from));
+    copy_job(stream_of(from), as_host(to), as_host(from), "out");
   } else {
     Stream* stream = stream_of(from);
     stream->synchronize(stream->place(), "a copy to the host");

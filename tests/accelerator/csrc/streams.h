@@ -6,11 +6,16 @@
 //
 // A job waits for nobody but for the jobs before it and what its stream was told to wait for. A delay makes
 // some of them slow, jitter makes all of them irregular.
+//
+// Beside them is a clock of what jobs would take by `Rates`, in seconds. It is known as a job is given: a job begins
+// when the one before it has ended, what its stream waits for has, and the host has given it. The host takes no time but
+// where it waits. So the clock's numbers are the same in every run, however long anything takes.
 #pragma once
 
 #include <Python.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,6 +27,8 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace sim {
@@ -74,6 +81,53 @@ struct Delays {
 
 inline Delays delays;
 
+// Per second; 0: any number in no time. `paced`: jobs really last as long.
+struct Rates {
+  std::atomic<double> flops{0}, copied_bytes{0}, link_bytes{0};
+  std::atomic<bool> paced{false};
+};
+
+inline Rates rates;
+
+inline double seconds(double amount, double rate) { return rate > 0 ? amount / rate : 0; }
+
+// A job that takes time, on the clock.
+struct Span {
+  std::string what;
+  int64_t stream;
+  double start, end;
+};
+
+// The host's time, and what took any. One mutex for all: threads of the host take turns.
+class Clock {
+ public:
+  double now() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return now_;
+  }
+  void pass(double until) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    now_ = std::max(now_, until);
+  }
+  void note(Span span) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    spans_.push_back(std::move(span));
+  }
+  std::vector<Span> take() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::vector<Span> taken;
+    taken.swap(spans_);
+    return taken;
+  }
+
+ private:
+  std::mutex mutex_;
+  double now_ = 0;
+  std::vector<Span> spans_;
+};
+
+inline Clock timed;
+
 class Stream {
  public:
   Stream(int64_t id, int device, Kind kind) : id(id), device(device), kind(kind), random_(1234 + id) {
@@ -84,10 +138,14 @@ class Stream {
   const int device;
   const Kind kind;
 
-  void push(Job job) {
+  // `cost`: seconds that it takes on the clock, none before `behind`; `what`: its name there.
+  void push(Job job, double cost = 0, const std::string& what = "", double behind = 0) {
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      jobs_.push_back(std::move(job));
+      double start = std::max({ends_.back(), behind, timed.now()});
+      ends_.push_back(start + cost);
+      if (cost > 0) timed.note({what, id, start, start + cost});
+      jobs_.push_back({std::move(job), rates.paced ? cost : 0});
       given_++;
     }
     more_.notify_one();
@@ -99,6 +157,12 @@ class Stream {
     return given_;
   }
 
+  // When it has come there, on the clock.
+  double end(uint64_t place) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return ends_.at(place);
+  }
+
   bool reached(uint64_t place) {
     std::lock_guard<std::mutex> guard(mutex_);
     return done_ >= place;
@@ -106,13 +170,14 @@ class Stream {
 
   // What this stream is given from now on comes behind that place of the other one.
   void wait_for(Stream* other, uint64_t place) {
-    if (other != this) push([other, place] { other->until(place); });
+    if (other != this) push([other, place] { other->until(place); }, 0, "", other->end(place));
   }
 
   // The host waits. Errors of jobs are raised here, as late as on a GPU.
   void synchronize(uint64_t place, const std::string& why) {
     host_waits.add(why);
     until(place);
+    timed.pass(end(place));
     std::string error;
     {
       std::lock_guard<std::mutex> guard(mutex_);
@@ -131,14 +196,16 @@ class Stream {
   void run() {
     for (;;) {
       Job job;
+      double lasts;
       {
         std::unique_lock<std::mutex> lock(mutex_);
         more_.wait(lock, [&] { return !jobs_.empty(); });
-        job = std::move(jobs_.front());
+        std::tie(job, lasts) = std::move(jobs_.front());
         jobs_.pop_front();
       }
       int late = delays.by_kind[kind] + static_cast<int>(random_() % (delays.jitter + 1));
       if (late) std::this_thread::sleep_for(std::chrono::microseconds(late));
+      auto through = std::chrono::steady_clock::now() + std::chrono::duration<double>(lasts);
       std::string error;
       try {
         job();
@@ -148,6 +215,7 @@ class Stream {
       } catch (const std::exception& e) {
         error = e.what();
       }
+      if (lasts > 0) std::this_thread::sleep_until(through);
       {
         std::lock_guard<std::mutex> guard(mutex_);
         if (error_.empty()) error_ = error;
@@ -159,7 +227,8 @@ class Stream {
 
   std::mutex mutex_;
   std::condition_variable more_, through_;
-  std::deque<Job> jobs_;
+  std::deque<std::pair<Job, double>> jobs_;
+  std::vector<double> ends_ = {0};  // by place
   uint64_t given_ = 0, done_ = 0;
   std::string error_;
   std::mt19937 random_;

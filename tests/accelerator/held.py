@@ -1,0 +1,62 @@
+"""What a rank holds on the simulated accelerator, and takes in a step: as its allocator counts, and as zerofx says."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import zerofx
+from tests.accelerator import device
+from tests.accelerator.timed import Training
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes.
+
+    Attributes:
+        predicted: `zerofx.predict` of the peak of forward and backward, above what is held at rest.
+        asked, blocks: that peak by the allocator: of what was asked for, and of blocks, which are multiples of 512.
+        at_rest: asked for when nothing runs, without the batch.
+        said: of that `zerofx.memory_summary`.
+        parameters: 4 N.
+    """
+
+    predicted: int
+    asked: int
+    blocks: int
+    at_rest: int
+    said: int
+    parameters: int
+
+
+def held(layers: int, options: dict[str, Any]) -> Held:
+    before = _rest().asked
+    training = Training(layers, tokens=128, **options)
+    rest = _rest()
+    device.reset_peak()
+    training.model(training.x).backward()
+    torch.accelerator.synchronize()
+    most = device.in_use()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    found = Held(
+        predicted=zerofx.predict(training.model).peak_bytes,
+        asked=most.most_asked - rest.asked,
+        blocks=most.most_blocks - rest.blocks,
+        at_rest=_rest().asked - before - training.x.nbytes,
+        said=zerofx.memory_summary(training.model, training.optimizer).total,
+        parameters=4 * sum(p.numel() for p in training.model.parameters()),
+    )
+    del training
+    _rest()
+    return found
+
+
+def _rest() -> device.InUse:
+    gc.collect()
+    torch.accelerator.synchronize()
+    return device.in_use()
