@@ -511,6 +511,7 @@ def test_all_ranks_calibrate_to_the_same_rates(workers2: Workers) -> None:
     first, second = workers2.run(calibrated)
     assert first == second
     assert 0 < first.link_bytes_per_s < float("inf")
+    assert first.host_copy_bytes_per_s is None, "its memory is the host's"
 
 
 def test_one_rank_has_no_link(make_workers: Callable[[int], Workers]) -> None:

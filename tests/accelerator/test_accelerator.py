@@ -219,6 +219,7 @@ def test_a_step_takes_as_long_as_what_computes_or_what_is_copied(
     for point in found[0]:
         assert point["compute"] == pytest.approx(1, 1e-4) and point["copies"] == pytest.approx(point["ratio"], 1e-4)
         assert point["least"] <= point["step"] * (1 + 1e-9) and point["over"] < 1.15, found[0]
+        assert point["predicted"] == pytest.approx(point["step"], 0.05), found[0]
 
 
 def test_copies_on_the_computing_stream_add_to_what_computes(accelerator2: Workers) -> None:
@@ -226,6 +227,11 @@ def test_copies_on_the_computing_stream_add_to_what_computes(accelerator2: Worke
     options = {"stage": 3, "offload": zerofx.Offload(activations="cpu")}
     for points in on_accelerator(accelerator2, "tests.accelerator.timed:on_one_stream", 3, (0.5,), options):
         assert points[0]["step"] == pytest.approx(1.5, 1e-4)
+
+
+def test_the_link_to_the_host_is_measured_both_ways_at_once(accelerator2: Workers) -> None:
+    for found, known, of_a_cpu in on_accelerator(accelerator2, "tests.accelerator.timed:calibrated", 1e6):
+        assert found == pytest.approx(1e6) and known is not None and known > 0 and of_a_cpu == 0
 
 
 # ---- memory, as the device's allocator counts it --------------------------------------------------------------------

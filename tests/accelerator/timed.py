@@ -24,6 +24,7 @@ from torch import nn
 
 import zerofx
 from tests.accelerator import device
+from zerofx.inspect.predict import calibrate
 from zerofx.runtime.state import staging
 from zerofx.runtime.state.copies import AcceleratorCopies
 
@@ -104,7 +105,8 @@ class Training:
 def measured(
     layers: int, ratios: Sequence[float], options: dict[str, Any], paced: bool = False
 ) -> list[dict[str, float]]:
-    """By ratio of copies to compute: seconds of each by itself, of a step, and the `Training.least` of it.
+    """By ratio of copies to compute: seconds of each by itself, of a step, the `Training.least` of it, and how many
+    times the longer of both it takes; and what `zerofx.predict` says, of forward and backward.
 
     ``paced``: jobs really last as long, and seconds are those that have passed.
     """
@@ -115,8 +117,10 @@ def measured(
         rates = {"flops": flops}, {"copied_bytes": copied / ratio}
         compute, copies = (training.seconds(**each, paced=paced) for each in rates)
         step = training.seconds(**rates[0], **rates[1], paced=paced)
-        over, least = step / max(compute, copies), training.least()
-        found.append({"ratio": ratio, "compute": compute, "copies": copies, "step": step, "over": over, "least": least})
+        times = {"compute": compute, "copies": copies, "step": step, "least": training.least()}
+        known = zerofx.Rates(flops, 1e30, 1e30, host_copy_bytes_per_s=copied / ratio)
+        predicted = zerofx.predict(training.model, known).time_s or 0.0
+        found.append({"ratio": ratio, **times, "over": step / max(compute, copies), "predicted": predicted})
     return found
 
 
@@ -124,3 +128,11 @@ def on_one_stream(layers: int, ratios: Sequence[float], options: dict[str, Any])
     """The same with copies on the computing stream."""
     with unittest.mock.patch.object(AcceleratorCopies, "stream", AcceleratorCopies.computing):
         return measured(layers, ratios, options)
+
+
+def calibrated(copied_bytes: float) -> tuple[float, float | None, float | None]:
+    """Bytes per second between device and host: what is found on the clock, and in all rates; and seconds, of a CPU."""
+    clock = unittest.mock.patch.object(calibrate.time, "perf_counter", device.now)
+    with device.rates(copied_bytes=copied_bytes), clock:
+        found = 1 / calibrate._to_and_from_host(torch.device("sim"))
+    return found, zerofx.calibrate(device="sim").host_copy_bytes_per_s, calibrate._to_and_from_host(torch.device("cpu"))

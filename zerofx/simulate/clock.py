@@ -1,16 +1,18 @@
-"""What a rehearsed step takes: its operations on a clock with three resources, by five rates; and its live bytes.
+"""What a rehearsed step takes: its operations on a clock, by rates; and its live bytes.
 
 ::
 
     compute   ▐ embed ▐ wait ░▐ block 0     ▐ wait ▐ block 1     ▐        a kernel: max(flops / rate, bytes / rate)
     wire      ▐▐ gather b.0  ▐▐ gather b.1 ▐                              a collective: latency + bytes / rate
-    file      ▐▐ fetch b.1  ▐ fetch b.2    ▐                              a transfer: bytes / rate
+    file      ▐▐ fetch b.1  ▐ fetch b.2    ▐                              a transfer: bytes / rate; or the host's memory
                              ▲░ exposed: compute stands
 
 Kernels run one after the other in the code's order; collectives queue in the order they are started, those between
 replicas at a link of their own where `Rates` have one; a wait blocks compute until its collective is through. What a
 file gives and takes (`zerofx.Offload`) has a queue of its own: one thread reads and writes for graphs, in the order in
-which they ask. Every exchange uses both directions of a link at once, so that what counts is what a rank receives.
+which they ask. The host's memory has two, one each way. Every exchange uses both directions of a link at once, so that
+what counts is what a rank receives.
+
 Where gloo has no core of its own, compute is slower by ``core_share`` while anything travels. The roofline model of a
 kernel is Williams, Waterman and Patterson, 2009.
 """
@@ -25,7 +27,7 @@ from zerofx.simulate.files import Files
 from zerofx.simulate.recorder import KINDS, Kind, Operation, Phase
 
 HOST_BYTES_PER_S = 2e10
-"""Between an accelerator and pinned memory of its host: most of PCIe 4.0 with 16 lanes."""
+"""Between an accelerator and pinned memory of its host, each way: most of PCIe 4.0 with 16 lanes."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Rates:
             link, with a queue of its own; None: it is the same link. What goes both ways takes as long as on this one.
         disk_bytes_per_s: read and written together, of a disk where `zerofx.Offload` keeps state, while it does both
             and all ranks do; None: it was not measured.
-        host_copy_bytes_per_s: between the device and pinned memory of its host, where `zerofx.Offload` keeps state,
-            both ways together. `zerofx.calibrate` does not measure it. None: `HOST_BYTES_PER_S`, which is a default.
+        host_copy_bytes_per_s: between the device and pinned memory of its host, where `zerofx.Offload` keeps state:
+            one way, while as many go the other way. None: `HOST_BYTES_PER_S`, which is a default.
     """
 
     flops_per_s: float
@@ -70,8 +72,10 @@ class Rates:
         """How long ``operation`` takes, by itself; nothing for a wait."""
         if operation.kind == "kernel":
             return max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
+        if operation.through_file and operation.on_host:
+            return max(operation.read, operation.written) / self.of_host()
         if operation.through_file:
-            return operation.through_file / (self.of_host() if operation.on_host else self.of_disk())
+            return operation.through_file / self.of_disk()
         if operation.kind == "start" and self.link_of(operation):
             return self.replica_latency_s + operation.far / (self.replica_bytes_per_s or self.link_bytes_per_s)
         if operation.kind == "start":
@@ -331,20 +335,21 @@ def on_the_clock(phases: list[Phase], rates: Rates | None = None, held_bytes: in
 
 
 class _Clock:
-    """When compute, the links and the file are next free, and what compute waited so far (of it, for the file)."""
+    """When compute, the links and what transfers go by are next free, and what compute waited so far (for a file)."""
 
     def __init__(self) -> None:
         self.compute = self.exposed = self.for_file = 0.0
         self._free = [0.0, 0.0]  # when each link is
-        self._file = 0.0
+        self._transfers = {"file": 0.0, "from the host": 0.0, "to the host": 0.0}
         self._done: dict[int, float] = {}
         self._of_file: set[int] = set()
 
     def run(self, operation: Operation, rates: Rates) -> Span:
         seconds = rates.seconds(operation)
         if operation.through_file:
-            start = max(self.compute, self._file)
-            self._file = self._done[operation.collective] = start + seconds
+            way = "file" if not operation.on_host else "from the host" if operation.read else "to the host"
+            start = max(self.compute, self._transfers[way])
+            self._transfers[way] = self._done[operation.collective] = start + seconds
             self._of_file.add(operation.collective)
             return Span(operation, start, start + seconds)
         if operation.kind == "start":

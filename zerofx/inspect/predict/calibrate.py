@@ -1,4 +1,4 @@
-"""Measures the rates that predictions rest on: a matrix product, a copy, a collective of several sizes, a disk.
+"""Measures the rates that predictions rest on: a matrix product, copies, a collective of several sizes, a disk.
 
 Of arithmetic the fastest of several runs counts: what the machine does beside makes the others slower. Of a collective
 it is the median, and its time is fitted as ``latency + bytes / rate``. What it takes from compute on the way is the
@@ -24,6 +24,7 @@ from zerofx.inspect.predict.kept import keep_rates
 from zerofx.passes.pairwise import under_way
 from zerofx.passes.travel import travel_of
 from zerofx.runtime.ranks.sharing import RankGroup
+from zerofx.runtime.state.copies import copies_of
 from zerofx.simulate.clock import Rates
 
 _c10d = torch.ops._c10d_functional
@@ -40,6 +41,8 @@ def calibrate(
     keep: bool = False,
 ) -> Rates:
     """The rates of this machine and network; takes about a second, and another for a disk.
+
+    On an accelerator the link to its host is among them.
 
     A collective: call it on every rank. Do so where nothing else runs, and with the number of threads that training
     will have.
@@ -74,16 +77,20 @@ def calibrate(
     gathers = [_gather(group, device, nbytes) for nbytes in SIZES]
     core_share = _core_share(device, time.perf_counter() - began, time.process_time() - worked)
     between = [_gather(replica_group, device, nbytes) for nbytes in SIZES] if replica_group is not None else []
+    host = _to_and_from_host(device)
     # Again: what slows a shared machine down lasts longer than a series of runs takes.
     after = _product(device), _copy(device)
-    found = [*map(min, before, after), core_share, disk, *gathers, *between]
+    found = [*map(min, before, after), core_share, disk, host, *gathers, *between]
     slowest = torch.tensor(found, dtype=torch.float64, device=device)
     for each in (group, replica_group):
         if each is not None and each.size() > 1:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=each)
-    product, copy, core_share, disk, *times = slowest.tolist()
+    product, copy, core_share, disk, host, *times = slowest.tolist()
     rate, latency = _link(times[: len(SIZES)], group)
-    rates = Rates(1 / product, 1 / copy, rate, latency, core_share, disk_bytes_per_s=1 / disk if disk else None)
+    rates = Rates(1 / product, 1 / copy, rate, latency, core_share)
+    rates = replace(
+        rates, disk_bytes_per_s=1 / disk if disk else None, host_copy_bytes_per_s=1 / host if host else None
+    )
     ranks = group.size()
     if replica_group is not None and replica_group.size() > 1:
         rate, latency = _link(times[len(SIZES) :], replica_group)
@@ -111,6 +118,24 @@ def _copy(device: torch.device, nbytes: int = 1 << 26) -> float:
     """Seconds per byte read or written."""
     source, target = (torch.ones(nbytes // 4, device=device) for _ in range(2))
     return min(_seconds(lambda: target.copy_(source), device)) / (2 * nbytes)
+
+
+def _to_and_from_host(device: torch.device, nbytes: int = 1 << 26) -> float:
+    """Seconds per byte that goes each way at once, as `zerofx.Offload` copies; 0: the device's memory is the host's."""
+    copies = copies_of(device)
+    if copies is None:
+        return 0.0
+    leaving, coming = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    left, to_come = (copies.pinned(nbytes) for _ in range(2))
+
+    def run() -> None:
+        copies.begin()
+        copies.begin_back()
+        copies.out(left, leaving)
+        copies.back(coming, to_come)
+        copies.end()
+
+    return min(_seconds(run, device)) / nbytes
 
 
 def _gather(group: dist.ProcessGroup, device: torch.device, received: int) -> float:
