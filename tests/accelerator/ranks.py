@@ -11,7 +11,10 @@ from typing import Any
 
 from tests.workers import Workers
 
-VARIABLES = {"TRITON_INTERPRET": "1"}
+VARIABLES = {
+    "TRITON_INTERPRET": "1",
+    "TORCH_FR_BUFFER_SIZE": "0",  # 2.15's flight recorder asks for a name that a process group in Python does not have
+}
 
 
 def on_accelerator(workers: Workers, call: str, *args: Any, timeout: float = 120) -> list[Any]:
