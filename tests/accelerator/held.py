@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,27 +12,15 @@ from tests.accelerator import device
 from tests.accelerator.timed import Training
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes.
+def held(layers: int, options: dict[str, Any]) -> dict[str, int]:
+    """Bytes::
 
-    Attributes:
-        predicted: `zerofx.predict` of the peak of forward and backward, above what is held at rest.
-        asked, blocks: that peak by the allocator: of what was asked for, and of blocks, which are multiples of 512.
-        at_rest: asked for when nothing runs, without the batch.
-        said: of that `zerofx.memory_summary`.
-        parameters: 4 N.
+    predicted        `zerofx.predict` of the peak of forward and backward, above what is held at rest
+    asked, blocks    that peak by the allocator: of what was asked for, and of blocks, which are multiples of 512
+    at_rest          asked for when nothing runs, without the batch
+    said             of that `zerofx.memory_summary`
+    parameters       4 N
     """
-
-    predicted: int
-    asked: int
-    blocks: int
-    at_rest: int
-    said: int
-    parameters: int
-
-
-def held(layers: int, options: dict[str, Any]) -> Held:
     before = _rest().asked
     training = Training(layers, tokens=128, **options)
     rest = _rest()
@@ -43,7 +30,7 @@ def held(layers: int, options: dict[str, Any]) -> Held:
     most = device.in_use()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    found = Held(
+    found = dict(
         predicted=zerofx.predict(training.model).peak_bytes,
         asked=most.most_asked - rest.asked,
         blocks=most.most_blocks - rest.blocks,

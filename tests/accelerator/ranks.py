@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 from tests.workers import Workers
@@ -19,7 +20,9 @@ VARIABLES = {
 
 def on_accelerator(workers: Workers, call: str, *args: Any, timeout: float = 120) -> list[Any]:
     """By rank, what ``call``, "module:function", returns there."""
-    return workers.run("tests.accelerator.ranks:here", call, args, timeout=timeout)
+    found = workers.run("tests.accelerator.ranks:here", call, args, timeout=timeout)
+    assert "tests.accelerator.device" not in sys.modules, f"{call} returns what this process imports the device for"
+    return found
 
 
 def here(call: str, args: tuple[Any, ...]) -> Any:

@@ -178,9 +178,9 @@ def a_dtype_as_mixed_precision() -> None:
     compiled(mixed_precision=torch.bfloat16)
 
 
-@mistake("memory=80 is a number of bytes: did you mean", "80GB")
+@mistake("memory=80 is too small", 'did you mean "80GB"?')
 def memory_in_gigabytes() -> None:
-    compiled(memory=80)
+    loss_of(compiled(memory=80)).backward()
 
 
 @mistake("memory=", "needs", "batch")

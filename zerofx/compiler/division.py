@@ -162,7 +162,8 @@ class Trials:
             raise TooSmall(
                 f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
                 f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. "
-                f"Predicted: {_in_words(self.offers())}. Give it that, a smaller batch, or more ranks.",
+                f"Predicted: {_in_words(self.offers())}. "
+                f"Give it that, a smaller batch, or more ranks.{self.memory.hint}",
                 self.offers(),
             )
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))

@@ -42,8 +42,6 @@ class Memory:
         if isinstance(self.nbytes, bool) or not isinstance(self.nbytes, int) or self.nbytes <= 0:
             said = 'a number of bytes above 0, a text such as "80GB", or a zerofx.Memory'
             raise ValueError(f"memory={self.nbytes!r}: expected {said}.")
-        if self.nbytes < 512:
-            raise ValueError(f'memory={self.nbytes} is a number of bytes: did you mean "{self.nbytes}GB"?')
         if not (isinstance(self.moments, (int, float)) and self.moments >= 0):
             raise ValueError(f"Memory(moments={self.moments!r}): expected a number from 0 on: 2 for Adam.")
         if not (isinstance(self.micro_batches, int) and self.micro_batches >= 1):
@@ -52,6 +50,11 @@ class Memory:
             raise ValueError("Memory(no_sync=True) with micro_batches=1: expected how many there are, 2 or more.")
         if self.rates is not None and not hasattr(self.rates, "seconds"):
             raise ValueError(f"Memory(rates={self.rates!r}): expected the zerofx.Rates that zerofx.calibrate returns.")
+
+    @property
+    def hint(self) -> str:
+        """Behind what is said of too small a budget: whether gigabytes were meant."""
+        return f' A number is of bytes: did you mean "{self.nbytes}GB"?' if self.nbytes < 1024 else ""
 
     @staticmethod
     def of(given: Any) -> Memory | None:

@@ -48,7 +48,7 @@ def refuse(question: Question, alternatives: list[Alternative]) -> NoReturn:
     raise ValueError(
         f"memory={question.memory.nbytes:,} is too small for {type(question.module).__name__} on {question.ranks}: "
         f"{best.name} needs least, {least.needs:,} bytes, of which {format_bytes(least.at_rest)} are there at rest. "
-        f"What fits: {'; or '.join(ways)}."
+        f"What fits: {'; or '.join(ways)}.{question.memory.hint}"
     )
 
 
