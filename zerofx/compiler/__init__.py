@@ -32,6 +32,7 @@ artifacts     what a start compiled, in a folder for other hosts
 rewriting     one graph on its way through the passes
 runners       what runs at every step
 shadow        what ranks do that do not run a graph
+lean          what Python adds to a compile, and need not
 records       what was compiled, to be read
 explain       why a node stands where it stands
 printing      a graph in a line per collective

@@ -34,6 +34,7 @@ from zerofx.compiler.captured import (
 )
 from zerofx.compiler.compilers import Compilers
 from zerofx.compiler.cut import Cut
+from zerofx.compiler.lean import lean
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.records import forget
@@ -84,6 +85,7 @@ class Backend:
     def __repr__(self) -> str:
         return repr(self.options)
 
+    @lean
     @with_artifacts
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()

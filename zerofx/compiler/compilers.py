@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from zerofx import _torch
 from zerofx.compiler.branches import by_rank
 from zerofx.compiler.division import check_code
+from zerofx.compiler.lean import lean
 from zerofx.compiler.lowered import Lowered, LoweredBackward, LoweredForward, backward_of, forward_of, publish
 from zerofx.compiler.observed import groups_of, log_compiled
 from zerofx.compiler.pair import Pair
@@ -102,6 +103,7 @@ class Compilers:
         """The eager executor's graph without a backward."""
         return self._compile(gm, example_inputs, "inference", self.unit.pretend or _run_as_is)
 
+    @lean
     def _compile(
         self,
         gm: GraphModule,
@@ -168,6 +170,7 @@ class Compilers:
             check_code(self.pair.division, self.record)
         return self._entry(lowered, compiled, backward_runner(variant, family, n_outputs))
 
+    @lean
     def variant(self, sync: Sync, steps: bool) -> BackwardCode:
         """The backward in one way of treating gradients, compiled if it was not yet."""
         assert self._variant is not None, "there is no backward"

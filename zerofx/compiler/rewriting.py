@@ -40,11 +40,16 @@ class Rewriting:
         code: what Inductor made of the final graph, as Python; None where another executor runs it.
         regional: its regions are compiled, and it runs as it reads (`zerofx.compiler.regional`).
         pretended: nothing runs the graph: it is of `zerofx.dry_run`.
+
+    Args:
+        before: a copy of ``gm`` that nothing will change; None: it is made now.
     """
 
-    def __init__(self, gm: GraphModule, ctx: Context, pretended: bool = False) -> None:
+    def __init__(
+        self, gm: GraphModule, ctx: Context, pretended: bool = False, before: GraphModule | None = None
+    ) -> None:
         start = time.perf_counter()
-        self.before: GraphModule = copy_graph(gm)
+        self.before: GraphModule = before or copy_graph(gm)
         self._initial = ctx.copy()
         ctx.before = self._initial.before = self.before
         self.context = ctx

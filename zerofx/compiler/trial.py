@@ -68,7 +68,9 @@ class Rung:
         self._cut = cut
 
     @cached_property
-    def _halves(self) -> Halves:
+    def halves(self) -> Halves:
+        """Forward and backward, which nothing may change."""
+
         def choose(cut: _torch.Cut) -> list[Node]:
             found = {node.name: node for node in cut.graph.nodes}
             return [found[name] for name in self.names]
@@ -77,7 +79,7 @@ class Rung:
 
     def graphs(self) -> Halves:
         """Copies of forward and backward."""
-        return copy_graph(self._halves[0]), copy_graph(self._halves[1])
+        return copy_graph(self.halves[0]), copy_graph(self.halves[1])
 
 
 def through_passes(
@@ -90,14 +92,15 @@ def through_passes(
     """
     context = contexts(rung.chosen, memory_budget)
 
-    def go(gm: GraphModule, phase: Phase, way: Sync = "reduce") -> Given:
-        given = Given(gm, context(gm, phase, way), pretended=True)
+    def go(half: GraphModule, phase: Phase, way: Sync = "reduce") -> Given:
+        gm = copy_graph(half)
+        given = Given(gm, context(gm, phase, way), pretended=True, before=half)
         given.go(gm)
         return given
 
-    forward, backward = rung.graphs()
+    forward, backward = rung.halves
     done, variants = go(forward, "forward"), dict[Sync, Given]()
     for way in ways:
         if way not in variants:
-            variants[way] = go(copy_graph(backward), "backward", way)
+            variants[way] = go(backward, "backward", way)
     return done, [variants[way] for way in ways]
