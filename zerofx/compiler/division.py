@@ -12,9 +12,10 @@ Each that is tried is compiled up to the executor, on copies, and its step is pr
 operation, gradients in flight and workspace among them, and seconds. Of those that fit the fastest is taken; of equally
 fast ones that with the lower peak. No rule of thumb takes part.
 
-On one rung more gathered bytes mean fewer gathers, and a higher peak. So the largest budget that fits is searched for
-by halves, and so is the first rung that fits with the least. A rung that is slower with all weights gathered than what
-was found ends the search: those below it compute more.
+On one rung more gathered bytes mean fewer gathers, and a higher peak. The least in which gathers still hide behind what
+is computed is what three groups take, as a rule. So the first rung that fits with these is searched for; then, on it,
+the largest budget that fits; then a rung in front of it with the least, where gathers wait. A rung that is slower than
+what was found ends a search: those below it compute more.
 
 **Activations in a file** (`zerofx.Offload`) are a second ladder, whose rungs have less and less in memory by what
 leaves, or by what leaves and what is computed again. It is searched as the first one is, and the clock decides.
@@ -63,7 +64,10 @@ from zerofx.simulate.price import Price, at_rest, of_code, optimizer_s, price
 from zerofx.simulate.rehearsal import Pair
 
 STEPS = 2
-"""How many budgets for gathered weights there are between the default one and all of them."""
+"""How many budgets for gathered weights there are between the least one and all of them."""
+
+STRIDE = 2
+"""Of how many rungs a search tries one."""
 
 
 class Tried(NamedTuple):
@@ -149,12 +153,7 @@ class Trials:
         if first is not None and self.fits(first):
             return first
         for ladder in self._ladders():
-            for rung in ladder[self._first_that_fits(ladder) :]:
-                fastest = self.try_(rung, self._most())
-                best = min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
-                if fastest is None or fastest.price.step_s >= best:
-                    break
-                self._climb(rung)
+            self._search(ladder)
         fitting = [tried for tried in self.found() if self.fits(tried)]
         if not fitting:
             self.try_(0, self._most())
@@ -186,34 +185,45 @@ class Trials:
         """Whether it stays within the budget."""
         return tried.needs <= self.memory.nbytes
 
-    def _first_that_fits(self, ladder: Sequence[int]) -> int:
-        """The first rung that does with the least gathered weights, by halves; where none is found so, of all.
+    def _search(self, ladder: Sequence[int]) -> None:
+        """Try what may be the fastest of one ladder, from ample gathered weights on.
 
-        Where what is there at rest is too much, none does, and the last is tried alone, for what it needs.
+        Where what is there at rest is too much, nothing fits, and the last rung is tried alone, for what it needs.
         """
         if all(tried.at_rest > self.memory.nbytes for tried in self.found()):
-            self._least_fits(ladder[-1])
-            return len(ladder)
-        low, high = -1, len(ladder)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._least_fits(ladder[middle]) else (middle, high)
-        if high == len(ladder):
-            high = next((i for i in range(high) if self._least_fits(ladder[i])), high)
-        return high
+            self._least(ladder[-1])
+            return
+        ample, *more = self._budgets()
+        found = self._first(ladder, lambda rung: self.try_(rung, ample))
+        for budget in reversed(more if found < len(ladder) else []):
+            if self._fit(self.try_(ladder[found], budget)):
+                break
+        if more:
+            self._first(ladder[:found], self._least)
+        for rung in ladder if self._best() == math.inf else []:
+            if self._fit(self._least(rung)):
+                break
 
-    def _least_fits(self, rung: int) -> bool:
-        tried = self.try_(rung, self._budgets(rung)[0])
+    def _first(self, ladder: Sequence[int], tried: Callable[[int], Tried | None]) -> int:
+        """The place of the first rung that fits as it is ``tried``, or of one next to it; their number: none does.
+
+        Every second one is tried, and then the one in front. What a rung needs may be more than what those in front of
+        it do, for what is computed again is live, too. So halves would skip what fits. Rungs behind compute more.
+        """
+        for i in range(0, len(ladder), STRIDE):
+            now = tried(ladder[i])
+            if self._fit(now):
+                return i - 1 if i and self._fit(tried(ladder[i - 1])) else i
+            if now is not None and now.price.step_s >= self._best():
+                break
+        return len(ladder)
+
+    def _fit(self, tried: Tried | None) -> bool:
         return tried is not None and self.fits(tried)
 
-    def _climb(self, rung: int) -> None:
-        """Try the budgets of one rung by halves, up to the largest that fits."""
-        budgets = self._budgets(rung)
-        low, high = -1, len(budgets)
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = self.try_(rung, budgets[middle])
-            low, high = (middle, high) if tried is not None and self.fits(tried) else (low, middle)
+    def _best(self) -> float:
+        """Seconds of the fastest that fits so far."""
+        return min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
 
     def _most(self) -> float | None:
         """The budget for gathered weights with which all stay gathered; or the one that other ranks go on with."""
@@ -222,21 +232,25 @@ class Trials:
             return fixed[0]
         return math.inf if any(group.weights.gathers for group in self.of.groups) else None
 
-    def _budgets(self, rung: int) -> list[float | None]:
-        """Of gathered weights, from the least to all."""
-        most = self._most()
-        if most != math.inf:
-            return [most]
-        sizes = sorted(group.gathered_nbytes for group in self.of.groups)
-        least, all_, some = self._least(rung), sum(sizes), sum(sizes[-3:])
-        between = [some + (all_ - some) * i // STEPS for i in range(STEPS)]
-        return [least, *(n for n in between if n > least), math.inf]
+    def _searches(self) -> bool:
+        """Whether a budget for gathered weights is to be found: there are some, and no rank goes on with one."""
+        return self._most() == math.inf and self.held.memory_budget_of(self.names) is None
 
-    def _least(self, rung: int) -> int:
-        """The least in which this rung's gathers have room, one after the other."""
-        while self.try_(rung, self._needed) is None:
+    def _budgets(self) -> list[float | None]:
+        """For gathered weights: from what three groups take to all. In less, gathers wait for each other."""
+        if not self._searches():
+            return [self._most()]
+        sizes = sorted(group.gathered_nbytes for group in self.of.groups)
+        all_, some = sum(sizes), sum(sizes[-3:])
+        return [*(some + (all_ - some) * i // STEPS for i in range(STEPS)), math.inf]
+
+    def _least(self, rung: int) -> Tried | None:
+        """With the least in which this rung's gathers have room, one after the other."""
+        if not self._searches():
+            return self.try_(rung, self._most())
+        while (tried := self.try_(rung, self._needed)) is None:
             pass
-        return self._needed
+        return tried
 
     def try_(self, rung: int, memory_budget: float | None) -> Tried | None:
         """Predict a division; None where ``memory_budget`` has no room for one group."""
