@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ import zerofx
 from tests.agreement import assert_ranks_agree
 from tests.slow import slow
 from tests.workers import Workers
-from zerofx.compiler import warm
+from zerofx.compiler import division, warm
 from zerofx.compiler.options import Options
 from zerofx.compiler.pair import Pair
+from zerofx.runtime.state.footprint import Demand, Footprint
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -124,6 +126,9 @@ MORE: dict[str, dict[str, Any]] = {
     "wire": {"wire": zerofx.Wire(weights="int8", gradients="int8")},
     "all gathered": {"memory_budget": float("inf")},
     "one copy": {"one_copy": True},
+    "memory": {"memory": zerofx.Memory(1 << 20, micro_batches=2)},
+    "activation_budget": {"activation_budget": 0.4},
+    "activation_budget in Inductor": {"activation_budget": 0.4, "executor": "inductor"},
 }
 
 
@@ -201,6 +206,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "executor": {"executor": "inductor"},
     "regions": {"executor": "regional"},
     "activation": {"build": lambda: Net(torch.sigmoid)},
+    "memory": {"memory": 1 << 30},
+    "activation_budget": {"activation_budget": 0.5},
 }
 
 
@@ -253,7 +260,7 @@ def test_every_file_of_zerofx_is_in_the_key_passes_and_kernels_too() -> None:
     assert {"passes/gather.py", "passes/proof/code/rules.py", "kernels/adamw.py", "features/wire/proof.py"} <= found
 
 
-BY_ITSELF = {"stage", "executor", "memory_budget", "lookups", "one_copy", "buckets"}
+BY_ITSELF = {"stage", "executor", "memory_budget", "lookups", "one_copy", "buckets", "activation_budget", "memory"}
 BY_WHAT_FOLLOWS = {
     "groups",
     "leaf_modules",
@@ -266,7 +273,7 @@ BY_WHAT_FOLLOWS = {
     "offload",
     "ignored",  # which inputs are parameters that are sharded
 }
-NEVER_CACHED = {"activation_budget", "memory", "partition_activations", "passes", "uneven"}
+NEVER_CACHED = {"partition_activations", "passes", "uneven"}
 DECIDES_NO_REWRITE = {"init_sync", "init", "timeout", "progress", "cache"}
 
 
@@ -291,14 +298,12 @@ def test_plain_torch_compile_gets_nothing_of_ours_and_gives_nothing(fake_world: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"memory": 1 << 30},
-        {"activation_budget": 0.5},
         {"offload": "activations"},
         {"passes": [lambda gm, ctx: None]},
     ],
     ids=lambda x: next(iter(x)),
 )
-def test_what_follows_from_other_graphs_or_from_unknown_source_is_always_compiled(
+def test_what_follows_from_other_ranks_or_from_unknown_source_is_always_compiled(
     fake_world: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     fake_world(2)
@@ -381,3 +386,99 @@ def retained(folder: str, executor: str) -> list[float]:
 def test_a_graph_is_kept_though_what_was_written_frees_it(workers2: Workers, tmp_path: Path, executor: str) -> None:
     for once, again in workers2.run(retained, str(tmp_path), executor):
         assert once == again
+
+
+class Wide(Net):
+    """Saves much, so that there is something to divide."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.expand(64, 4, 24).reshape(256, 24))
+
+
+TIGHT = {"eager": 150_000, "inductor": 140_000, "regional": 140_000}
+"""Bytes for `Wide` that hold a step, and not one that saves all."""
+
+
+def divided(folder: str, memory: Any, executor: str) -> list[Any]:
+    """Of two starts: losses, what was decided, how often divisions were tried; the budgets that others are told."""
+    found = []
+    for _ in range(2):
+        tried: list[int] = []
+        theirs = division.Trials.choose
+
+        def choose(self: Any, theirs: Any = theirs, tried: list[int] = tried) -> Any:
+            tried.append(1)
+            return theirs(self)
+
+        with cache_in(folder), mock.patch.object(division.Trials, "choose", choose):
+            net = begin(Wide, memory=memory, executor=executor)
+            losses = trained(net)
+            searches, served = len(tried), counted()
+            assert_ranks_agree(net)
+            footprint = net.blocks[0].weight._group.family.footprint
+            told = (footprint._taken, footprint._saved, footprint._budgets)
+            record = next(r for r in zerofx.graphs(net) if r.forward is not None)
+            found.append((losses, record.forward.division, record.forward.activations, told, searches, served))
+            assert len(tried) == searches, "to be read it was divided anew"
+    return found
+
+
+@pytest.mark.parametrize("executor", ["eager", slow("inductor"), slow("regional")])
+def test_a_second_start_takes_the_division_of_the_first_and_tries_none(
+    workers2: Workers, tmp_path: Path, executor: str
+) -> None:
+    for cold, again in workers2.run(divided, str(tmp_path), TIGHT[executor], executor, timeout=280):
+        assert cold[1].tried > 1 and cold[2].saved_bytes < cold[2].whole_bytes, "nothing was divided"
+        assert cold[:4] == again[:4]
+        assert (cold[4], again[4]) == (1, 0)
+        assert cold[5][0] == 0 and again[5][1] == 0 and again[5][0] >= 2
+
+
+OF_BUDGETS: dict[str, tuple[Any, Any]] = {
+    "bytes": (1 << 30, 1 << 29),
+    "moments": (zerofx.Memory(1 << 30), zerofx.Memory(1 << 30, moments=1)),
+    "rates": (zerofx.Memory(1 << 30), zerofx.Memory(1 << 30, rates=zerofx.Rates(1e9, 1e9, 1e9))),
+}
+
+
+@pytest.mark.parametrize("name", OF_BUDGETS)
+def test_each_thing_that_decides_a_division_is_in_the_key(fake_world: Any, tmp_path: Path, name: str) -> None:
+    fake_world(2)
+    one, other = OF_BUDGETS[name]
+    assert started(tmp_path, memory=one) == (0, 1)
+    assert started(tmp_path, memory=other) == (0, 1)
+    assert started(tmp_path, memory=one) == (1, 0)
+
+
+def test_what_other_graphs_take_and_the_threads_of_kernels_are_in_the_key_of_a_division(
+    fake_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_world(2)
+    assert started(tmp_path, memory=1 << 30) == (0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Footprint, "taken_elsewhere", lambda self, names: [Demand(100, 0, 0)])
+        assert started(tmp_path, memory=1 << 30) == (0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        assert started(tmp_path, memory=1 << 30) == (0, 1)
+    assert started(tmp_path, memory=1 << 30) == (1, 0)
+
+
+def longer(folder: str) -> list[Any]:
+    """A budget with sizes that are symbols: a start that meets short batches, and one that meets longer ones, too."""
+    found = []
+    for batches in ((4, 6), (4, 6, 9, 7)):
+        with cache_in(folder):
+            net = begin(memory=1 << 30)
+            for rows in batches:
+                net(torch.ones(rows, 24)).backward()
+            found.append(counted())
+    return found
+
+
+def test_a_division_for_shorter_batches_is_not_served_to_longer_ones(workers2: Workers, tmp_path: Path) -> None:
+    for short, long in workers2.run(longer, str(tmp_path)):
+        assert short == (0, 2) and long == (2, 1)

@@ -1,10 +1,12 @@
-"""What a budget decided for a graph, for people to read: `Activations` and `Division`; or that it is `TooSmall`."""
+"""What a budget decided for a graph: `Activations` and `Division`, to be read; `Settled`, to be used; or `TooSmall`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from zerofx.runtime.state.footprint import Demand
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,29 @@ class Division:
                 f"predicted: {1e3 * self.step_s:,.3f} ms; {self.left:,} bytes stay from forward to backward",
             ]
         )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All that a budget decided for one graph: with it the graph is cut as it was, and nothing is searched for.
+
+    Attributes:
+        saved: what forward saves: the joint graph's nodes, by name.
+        activations: the same, to be read.
+        memory_budget: for gathered weights; None: not decided here.
+        division: how ``memory`` was divided; None: the budget is of activations alone.
+        demand: of that, what other graphs of the module have to know.
+        graph: what was divided, by which ranks compare.
+    """
+
+    saved: tuple[str, ...]
+    activations: Activations
+    memory_budget: float | None = None
+    division: Division | None = None
+    demand: Demand | None = None
+    graph: str = ""
+
+    @property
+    def choice(self) -> str:
+        """In a text that is alike where ranks have decided alike."""
+        return f"{list(self.saved)} {sorted(self.activations.offloaded)} {self.memory_budget}"

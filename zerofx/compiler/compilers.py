@@ -129,6 +129,7 @@ class Compilers:
             gathered=gathered,
             stays=sum(x.nbytes for x in left.values() if x.ranks == 1),
             counted=self._counted(trace, {*saved, *gathered}, gm) if phase == "forward" else None,
+            settled=self.pair.settled if phase == "forward" else None,
         )
         run = forward_of(lowered, self._watched_beside(compiled, gm, ctx), self.unit, trace.shadow)
         return self._entry(lowered, compiled, run)

@@ -17,8 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import away_of, choose, cost, is_whole
+from zerofx.compiler.choices import Settled
 from zerofx.compiler.compared import COMPARES, Compared
-from zerofx.compiler.division import Subject, divide
+from zerofx.compiler.division import Subject, divide, settle
 from zerofx.compiler.pair import Pair
 from zerofx.compiler.trial import Halves
 from zerofx.compiler.written import check_unwritten
@@ -73,8 +74,10 @@ class Cut:
 
     def _choose(self, budget: float, cut: _torch.Cut) -> list[Node]:
         """What forward saves within an `activation_budget`."""
+        if (known := self.pair.settled) is not None:
+            return _by_name(known, cut)
         unit, parameters = self.unit, self.unit.parameters(cut.graph)
-        saved, self.pair.activations = choose(
+        saved, activations = choose(
             cut,
             budget,
             fuses=unit.fuses,
@@ -83,30 +86,49 @@ class Cut:
             save_entries=lambda forward: save_entries(forward, parameters),
             away=away_of(unit.family),
         )
-        unit.family.footprint.saves(unit.names, self.pair.activations.saved_bytes)
+        self.settle(Settled(tuple(node.name for node in saved), activations))
         return saved
 
     def _divide(self, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> Halves:
         """Cut ``joint`` by the division of ``memory`` that is chosen, and note that."""
+        if (known := self.pair.settled) is not None:
+            return partition(joint, partial(_by_name, known))
+        halves, settled = divide(self._subject(memory), memory, joint, partition)
+        if settled is not None:
+            self.settle(settled)
+        return halves
+
+    def settle(self, settled: Settled) -> None:
+        """Note what a budget decided, here or where the graph was compiled before.
+
+        Raises:
+            OutOfStepError: another rank has decided otherwise.
+        """
+        settle(self._subject(Memory.of(self.unit.options.memory)), settled)
+        self.pair.adopt(settled)
+
+    def _subject(self, memory: Memory | None) -> Subject:
         unit, pair = self.unit, self.pair
-        subject = Subject(
+        return Subject(
             groups=list(unit.groups.values()),
             family=unit.family,
             fuses=unit.fuses,
             pretended=unit.pretend is not None,
             probes=unit.probe,
             share=unit.share,
-            away=away_of(unit.family, memory.rates),
+            away=away_of(unit.family, None if memory is None else memory.rates),
             alike=pair.alike,
             parameters=unit.parameters,
             contexts=lambda *choices: pair.trial(self._foreseen, *choices).context,
         )
-        halves, chosen = divide(subject, memory, joint, partition)
-        pair.activations, pair.memory_budget, pair.division = chosen or (None, pair.memory_budget, None)
-        return halves
 
     def _ahead(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
         """What forward must save as well, lest backward gather out of turn."""
         if not self.unit.gathers:
             return []
         return save_ahead(joint, saved, self.unit.parameters(joint), ahead=0 if self.pair.memory_budget else 1)
+
+
+def _by_name(settled: Settled, cut: _torch.Cut) -> list[Node]:
+    found = {node.name: node for node in cut.graph.nodes}
+    return [found[name] for name in settled.saved]

@@ -46,7 +46,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import Away, ladders, top_rung
-from zerofx.compiler.choices import Activations, Division, Offer, TooSmall
+from zerofx.compiler.choices import Activations, Division, Offer, Settled, TooSmall
 from zerofx.compiler.compared import Comparison
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Choice, Contexts, Halves, Rung, through_passes
@@ -118,14 +118,6 @@ class Subject:
     def names(self) -> frozenset[str]:
         """The groups' names, by which `Footprint` knows a graph."""
         return frozenset(group.layout.name for group in self.groups)
-
-
-class Divided(NamedTuple):
-    """What was chosen for a graph, for its contexts."""
-
-    activations: Activations
-    memory_budget: float | None
-    division: Division
 
 
 class Trials:
@@ -335,23 +327,16 @@ def ways(memory: Memory) -> list[Sync]:
 
 def divide(
     of: Subject, memory: Memory, joint: GraphModule, partition: _torch.Partition
-) -> tuple[Halves, Divided | None]:
+) -> tuple[Halves, Settled | None]:
     """Cut ``joint`` by the division that is chosen; None: nothing of it goes to backward.
 
     Raises:
         TooSmall: ``memory`` is too small.
-        OutOfStepError: another rank has chosen otherwise.
     """
-    held, names = of.family.footprint, of.names
     memory = replace(memory, rates=memory.rates or (None if of.away is None else of.away.rates))
-    if any(group.pending for group in of.groups) and held.saved_now(names):
-        raise ValueError(
-            "memory= and a graph that is compiled while another that reads the same groups has activations in memory: "
-            "these two are not divided yet. Mend the graph break, run each backward before the next forward, or give "
-            "memory_budget= and activation_budget= instead."
-        )
+    _refuse_pending(of)
     _torch.hold_up_to_counted([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
-    what = _identity(of, joint)
+    graph = _identity(of, joint)
     first, halves = _all_saved(of, memory, joint, partition)
     if first is None:
         return halves, None
@@ -359,15 +344,6 @@ def divide(
     with _torch.without_code():
         tried = trials.choose()
     rung, price = trials.rungs[tried.rung], tried.price
-    nodes, activations = rung.names, rung.chosen
-    held.takes(names, trials.taken(tried.at_rest, price))
-    held.saves(names, activations.saved_bytes)
-    held.gathers_within(names, tried.memory_budget)
-    choice = f"{nodes} {sorted(activations.offloaded)} {tried.memory_budget}"
-    if of.alike is not None:
-        of.alike.agree(choice)
-    if not of.pretended and (watch := watch_of(of.groups[0].sharing.optimizer.name)) is not None:
-        publish_choice(watch.store, what, choice, watch.rank, watch.world_size)
     division = Division(
         nbytes=memory.nbytes,
         at_rest=tried.at_rest,
@@ -380,7 +356,38 @@ def divide(
         elsewhere=tried.elsewhere,
         offers=trials.offers(),
     )
-    return rung.graphs(), Divided(activations, tried.memory_budget, division)
+    demand = trials.taken(tried.at_rest, price)
+    return rung.graphs(), Settled(tuple(rung.names), rung.chosen, tried.memory_budget, division, demand, graph)
+
+
+def settle(of: Subject, settled: Settled) -> None:
+    """Say to the module's other graphs, and to the other ranks, what was decided for this one.
+
+    Raises:
+        OutOfStepError: another rank has decided otherwise.
+    """
+    held, names = of.family.footprint, of.names
+    if settled.demand is not None:
+        _refuse_pending(of)
+    held.saves(names, settled.activations.saved_bytes)
+    if settled.demand is None:
+        return
+    held.takes(names, settled.demand)
+    held.gathers_within(names, settled.memory_budget)
+    if of.alike is not None:
+        of.alike.agree(settled.choice)
+    if not of.pretended and (watch := watch_of(of.groups[0].sharing.optimizer.name)) is not None:
+        publish_choice(watch.store, settled.graph, settled.choice, watch.rank, watch.world_size)
+
+
+def _refuse_pending(of: Subject) -> None:
+    """Refuse to divide what activations of other graphs share with."""
+    if any(group.pending for group in of.groups) and of.family.footprint.saved_now(of.names):
+        raise ValueError(
+            "memory= and a graph that is compiled while another that reads the same groups has activations in memory: "
+            "these two are not divided yet. Mend the graph break, run each backward before the next forward, or give "
+            "memory_budget= and activation_budget= instead."
+        )
 
 
 def _all_saved(

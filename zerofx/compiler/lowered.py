@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zerofx.compiler.choices import Settled
 from zerofx.compiler.observed import named
 from zerofx.compiler.runners import BackwardCode, forward_runner
 from zerofx.compiler.unit import Unit
@@ -74,12 +75,14 @@ class LoweredForward(Lowered):
         gathered: outputs that are whole groups, left gathered for backward: their names.
         stays: bytes of these.
         counted: outputs that are activations within a budget; None: nobody counts them.
+        settled: what a budget decided; None: there is none.
     """
 
     saved: Mapping[int, ParameterRef]
     gathered: Mapping[int, str]
     stays: int
     counted: tuple[int, ...] | None
+    settled: Settled | None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from zerofx import _torch
 from zerofx.compiler.branches import trained_beside
-from zerofx.compiler.choices import Activations, Division
+from zerofx.compiler.choices import Activations, Division, Settled
 from zerofx.compiler.compared import Compared, Comparison
 from zerofx.compiler.records import GraphRecord
 from zerofx.compiler.unit import Unit
@@ -43,6 +43,7 @@ class Pair:
         activations: what forward saves within a budget; None: there is none, or it changes nothing.
         memory_budget: for gathered weights.
         division: how ``memory`` was divided; None: there is no such budget.
+        settled: all that a budget decided; None: there is none, or it was not decided yet.
         alike: the tensor-parallel ranks that save parts, and what they have compared; None: there are none.
         compared: who says what these have alike of a forward.
         is_cached: what is compiled goes to a cache, where the next start finds it (`zerofx.compiler.warm`).
@@ -57,6 +58,7 @@ class Pair:
         self.activations: Activations | None = None
         self.memory_budget: float | None = unit.options.memory_budget
         self.division: Division | None = None
+        self.settled: Settled | None = None
         self.alike: Comparison | None = None
         self.compared: Compared | None = None
         self.written: dict[str, str] = {}
@@ -68,6 +70,12 @@ class Pair:
         pair.alike, pair.compared = self.alike, foreseen
         pair.activations, pair.memory_budget = activations, memory_budget
         return pair
+
+    def adopt(self, settled: Settled) -> None:
+        """Take over what a budget decided."""
+        self.settled, self.activations, self.division = settled, settled.activations, settled.division
+        if settled.division is not None:
+            self.memory_budget = settled.memory_budget
 
     def elsewhere(self, phase: Phase) -> Elsewhere:
         """What other graphs hold, as the passes of ``phase`` are to know it."""

@@ -27,6 +27,7 @@ import torch
 
 from zerofx import _torch
 from zerofx.compiler.compilers import Compilers
+from zerofx.compiler.cut import Cut
 from zerofx.compiler.lowered import Lowered, LoweredBackward, LoweredForward, backward_of, forward_of, publish
 from zerofx.compiler.observed import log
 from zerofx.compiler.pair import Pair
@@ -34,6 +35,7 @@ from zerofx.compiler.progress import say_served
 from zerofx.compiler.records import count
 from zerofx.compiler.runners import BackwardCode, backward_runner
 from zerofx.compiler.unit import Unit
+from zerofx.model.memory import Memory
 from zerofx.passes.context import Sync
 from zerofx.runtime.state.group import ShardGroup
 
@@ -43,16 +45,15 @@ ROOT = Path(__file__).parent.parent
 def is_cacheable(unit: Unit) -> bool:
     """Whether the graph may come from the cache: one that reads parameters, of a run that is no dry one.
 
-    Not with what follows from other graphs, or from other ranks: budgets of activations and of memory, partitioned or
-    offloaded activations, ``uneven=True``. Nor with passes of a user's, whose source is not known.
+    Not with what follows from other ranks, or is decided anew at each cut: partitioned or offloaded activations,
+    ``uneven=True``. Nor with passes of a user's, whose source is not known.
     """
     options = unit.options
     if not unit.groups or unit.pretend is not None or not _torch.autograd_cache_is_on():
         return False
-    budgets = options.memory is None and options.activation_budget in (None, 1.0)
     alone = options.partition_activations is None and unit.family.turns is None
     stays = unit.family.activation_store is None
-    return budgets and alone and stays and not options.passes
+    return alone and stays and not options.passes
 
 
 def tag_of(unit: Unit) -> str:
@@ -72,8 +73,23 @@ def tag_of(unit: Unit) -> str:
         (ranks, sharing.row_size, sharing.crosses, sharing.two_hops, sharing.divides_between),
         (groups, sorted(unit.names)),
         sorted((i, ref.layout.name, ref.slot) for i, ref in unit.sharded.items()),
+        _budgets(unit),
     )
     return "zerofx:" + hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _budgets(unit: Unit) -> Any:
+    """Budgets that are divided, and all that a division asks of other graphs and of the machine; None: there are none.
+
+    What is asked once stays the answer (`Footprint`), so graphs that save nothing do not ask.
+    """
+    options = unit.options
+    given = Memory.of(options.memory), options.activation_budget
+    if given in ((None, None), (None, 1.0)) or not torch.is_grad_enabled():
+        return given
+    layouts = frozenset(group.layout.name for group in unit.family.groups())
+    others = unit.family.footprint.others(unit.names, layouts)
+    return given, others, unit.share, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
 
 
 def _of_weights(group: ShardGroup) -> tuple[Any, ...]:
@@ -135,6 +151,8 @@ class Warm:
         if isinstance(lowered, LoweredForward):
             if lowered.elsewhere != self.pair.elsewhere(lowered.phase):
                 raise CacheMiss("other graphs of the module hold more, or less")
+            if lowered.settled is not None:
+                Cut(self.pair).settle(lowered.settled)
             publish(lowered.schedules, lowered.fingerprint, self.unit)
             self.forward, self._texts = lowered, {lowered.name: lowered.text}
             self.pair.record.restore = self.compilers
@@ -174,6 +192,8 @@ class Warm:
             self.pair.record.restore = None
             pair = Pair(self.unit, self.pair.executor)
             pair.record = self.pair.record
+            if self.pair.settled is not None:
+                pair.adopt(self.pair.settled)
             texts = {name: text for name, text in self._texts.items() if name not in fresh}
             compilers = Compilers(pair, texts, self._first, donates)
             with self._surroundings(), self._ambient():

@@ -126,6 +126,16 @@ class Footprint:
         """Those of ``groups`` that no graph with a budget for activations reads, but for ``names``."""
         return self._answers.setdefault((names, "unread"), groups.difference(names, *self._saved))
 
+    def others(self, names: Names, groups: Names) -> tuple[Any, ...]:
+        """All of this that a graph of the groups ``names`` asks where a budget is divided, as it would be answered."""
+        return (
+            self.taken_elsewhere(names),
+            self.given_elsewhere(names),
+            self.saved_elsewhere(names),
+            sorted(self.unread_elsewhere(names, groups)),
+            self.memory_budget_of(names),
+        )
+
     def note_saved(self, names: Names, values: Iterable[Any]) -> None:
         """A forward of this graph saves ``values`` now."""
         refs = [StorageWeakRef(x.untyped_storage()) for x in values if isinstance(x, torch.Tensor)]
