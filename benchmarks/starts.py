@@ -7,6 +7,7 @@ Every start is a set of new processes. *Cold* has an empty folder for code (``TO
 the one that the cold start left. Imports, the process group and the model are there when the clock starts; what is
 measured is the slower rank's first forward, backward and step. ``processors`` is what all ranks worked for it, with the
 compilers that they start. ``alone`` is plain ``torch.compile`` in one process.
+``-memory`` contenders have a budget (`memory=`) half-way between the least that a step needs and all that it could take.
 All contenders start from the same weights and see the same data: their losses must agree.
 """
 
@@ -38,6 +39,9 @@ from tests.models import GPT  # noqa: E402
 
 VOCAB, LENGTH, BATCH = 256, 64, 2
 
+MEMORY = "ZEROFX_BENCHMARK_MEMORY"
+"""The variable by which ranks get the budget of ``-memory`` contenders."""
+
 
 def zerofx(stage: int, **options: Any) -> Callable[[GPT], nn.Module]:
     def wrap(model: GPT) -> nn.Module:
@@ -46,6 +50,39 @@ def zerofx(stage: int, **options: Any) -> Callable[[GPT], nn.Module]:
         return zerofx.compile(model, stage=stage, **options)
 
     return wrap
+
+
+def divided(executor: str) -> Callable[[GPT], nn.Module]:
+    def wrap(model: GPT) -> nn.Module:
+        return zerofx(3, executor=executor, memory=int(os.environ[MEMORY]))(model)
+
+    return wrap
+
+
+def half(layers: int, dim: int, answer: str) -> None:
+    """Bytes half-way between the least budget and one for all, by a dry run."""
+    import zerofx
+
+    x = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    record = zerofx.dry_run(
+        GPT(layers, dim, 4, VOCAB, LENGTH), x, x, world_size=2, stage=3, executor="eager", memory="1TB"
+    )
+    most = record.forward.division.peak_bytes
+    try:
+        zerofx.dry_run(GPT(layers, dim, 4, VOCAB, LENGTH), x, x, world_size=2, stage=3, executor="eager", memory=1024)
+    except Exception as e:
+        least = e.inner_exception.offers[0].needs  # type: ignore[attr-defined]
+        Path(answer).write_text(str((least + most) // 2))
+
+
+def half_of(layers: int, dim: int) -> int:
+    """`half`, in a process of its own, so that nothing of it is warm."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+        process = torch.multiprocessing.get_context("spawn").Process(target=half, args=(layers, dim, str(answer)))
+        process.start()
+        process.join()
+        return int(answer.read_text())
 
 
 def fsdp2(model: GPT) -> nn.Module:
@@ -78,6 +115,8 @@ CONTENDERS: dict[str, Callable[[GPT], nn.Module]] = {
     "zerofx-0": zerofx(0),
     "zerofx-regional": zerofx(3, executor="regional"),
     "zerofx-eager": zerofx(3, executor="eager"),
+    "zerofx-memory": divided("inductor"),
+    "zerofx-eager-memory": divided("eager"),
     "fsdp2": fsdp2,
     "ddp": ddp,
     "alone": alone,
@@ -144,13 +183,17 @@ def main() -> int:
     args.device = "cpu"
     rows = []
     for layers in args.layers:
+        if any(name.endswith("-memory") for name in args.contenders):
+            os.environ[MEMORY] = str(half_of(layers, args.dim))
         for name in args.contenders:
             with tempfile.TemporaryDirectory() as cache:
                 cold = measure(args, name, layers, cache)
                 warm = min((measure(args, name, layers, cache) for _ in range(args.warm)), key=lambda x: x["first_s"])
             rows.append({"contender": name, "layers": layers, "cold": cold, "warm": warm})
+            if name.endswith("-memory"):
+                rows[-1]["memory"] = int(os.environ[MEMORY])
             print(
-                f"{layers:3} layers  {name:14} cold {cold['first_s']:6.1f} s  warm {warm['first_s']:6.1f} s  "
+                f"{layers:3} layers  {name:19} cold {cold['first_s']:6.1f} s  warm {warm['first_s']:6.1f} s  "
                 f"step {1e3 * warm['step_s']:6.1f} ms  "
                 f"processors {cold['processor_s']:.1f} and {warm['processor_s']:.1f} s",
                 flush=True,
