@@ -7,7 +7,7 @@ Every start is a set of new processes. *Cold* has an empty folder for code (``TO
 the one that the cold start left. Imports, the process group and the model are there when the clock starts; what is
 measured is the slower rank's first forward, backward and step. ``processors`` is what all ranks worked for it, with the
 compilers that they start. ``alone`` is plain ``torch.compile`` in one process.
-``-memory`` contenders have a budget (`memory=`) half-way between the least that a step needs and all that it could take.
+``-memory`` contenders have a budget (`memory=`) half-way between the least that a step needs and all it could take.
 All contenders start from the same weights and see the same data: their losses must agree.
 """
 

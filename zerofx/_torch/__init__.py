@@ -93,6 +93,7 @@ from zerofx._torch.dynamo import (
     NotOneGraph,
     call_instead,
     chosen_by_data,
+    compile_inside_of,
     compile_module,
     compiles_now,
     frame_locals_and_globals,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any, NoReturn
 
@@ -167,12 +167,12 @@ def trace_gradients(is_ours: Callable[[Any], bool]) -> None:
     if not hasattr(config, "trace_autograd_ops"):
         return
     theirs, backward = convert_frame._compile, TensorVariable.method_backward
-    place = list(inspect.signature(theirs).parameters).index("compiler_fn")
+    goes_to = _backend_of_frames()
     ours: list[bool] = []  # of each frame that is compiled now
 
     @functools.wraps(theirs)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
-        ours.append(_leads_to(args[place] if len(args) > place else kwargs["compiler_fn"], is_ours))
+        ours.append(_leads_to(goes_to(args, kwargs), is_ours))
         try:
             with config.patch(trace_autograd_ops=True) if ours[-1] else contextlib.nullcontext():
                 return theirs(*args, **kwargs)
@@ -186,6 +186,28 @@ def trace_gradients(is_ours: Callable[[Any], bool]) -> None:
 
     convert_frame._compile = compile_frame
     TensorVariable.method_backward = break_there  # type: ignore[method-assign]
+
+
+def compile_inside_of(around: Callable[[Callable], Callable], is_ours: Callable[[Any], bool]) -> None:
+    """Have Dynamo compile frames for a backend that ``is_ours`` as ``around`` wraps that (2.11, 2.13, 2.15)."""
+    from torch._dynamo import convert_frame
+
+    theirs = convert_frame._compile
+    wrapped, goes_to = around(theirs), _backend_of_frames()
+
+    @functools.wraps(theirs)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        return (wrapped if _leads_to(goes_to(args, kwargs), is_ours) else theirs)(*args, **kwargs)
+
+    convert_frame._compile = compile_frame
+
+
+def _backend_of_frames() -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    """From what Dynamo compiles a frame with, its backend."""
+    from torch._dynamo import convert_frame
+
+    place = list(inspect.signature(convert_frame._compile).parameters).index("compiler_fn")
+    return lambda args, kwargs: args[place] if len(args) > place else kwargs["compiler_fn"]
 
 
 _skipped: list[bool] = []

@@ -85,7 +85,6 @@ class Backend:
     def __repr__(self) -> str:
         return repr(self.options)
 
-    @lean
     @with_artifacts
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.oldest_version_first()
@@ -175,3 +174,4 @@ def is_zerofx(backend: Any) -> bool:
 
 CALLBACKS.is_zerofx = is_zerofx
 _torch.trace_gradients(is_zerofx)
+_torch.compile_inside_of(lean, is_zerofx)
