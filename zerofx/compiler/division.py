@@ -190,11 +190,26 @@ class Trials:
         for budget in reversed(more if found < len(ladder) else []):
             if self._fit(self.try_(ladder[found], budget)):
                 break
-        if more:
+        if found == len(ladder):
+            self._search_least(ladder, ample)
+        elif more:
             self._first(ladder[:found], self._least)
-        for rung in ladder if self._best() == math.inf else []:
-            if self._fit(self._least(rung)):
-                break
+
+    def _search_least(self, ladder: Sequence[int], ample: float | None) -> None:
+        """Try rungs with the least gathered weights, where none fits with ``ample`` ones: those that may, in order."""
+        tried = {i: self._bound(rung, ample) for i, rung in enumerate(ladder) if (rung, ample) in self.tried}
+        beside = {i: [tried[j] for j in (i - 1, i, i + 1) if j in tried] for i in range(len(ladder))}
+        bounds = [tried.get(i, min(beside[i], default=0)) for i in range(len(ladder))]
+        may = [rung for rung, bound in zip(ladder, bounds, strict=True) if bound <= self.memory.nbytes]
+        if not any(self._fit(self._least(rung)) for rung in may):
+            self._least(ladder[bounds.index(min(bounds))])  # for what it needs
+
+    def _bound(self, rung: int, ample: float | None) -> int:
+        """Bytes that a rung needs with less gathered weights, too: what was live beside them. 0: it is not known."""
+        tried = self.tried[rung, ample]
+        if tried is None:
+            return 0
+        return tried.needs - (tried.price.peak.get("weights", 0) if self._searches() else 0)
 
     def _first(self, ladder: Sequence[int], tried: Callable[[int], Tried | None]) -> int:
         """The place of the first rung that fits as it is ``tried``, or of one next to it; their number: none does.
