@@ -201,9 +201,31 @@ class Case:
 
 BF16 = zerofx.MixedPrecision(torch.bfloat16, torch.float32)
 ALL_ACTIVATIONS = zerofx.Offload(activations="cpu", smallest=1)
-GRADIENTS = zerofx.Offload("cpu", gradients="cpu")
-WEIGHTS = zerofx.Offload("cpu", weights="cpu")
-EVERYTHING = zerofx.Offload("cpu", "cpu", "cpu", activations="cpu", smallest=1)
+
+ON_HOST: dict[str, tuple[zerofx.Offload, Sequence[int]]] = {
+    "gradients": (zerofx.Offload("cpu", gradients="cpu"), (1, 2, 3)),
+    "weights": (zerofx.Offload("cpu", weights="cpu"), (3,)),
+    "all": (zerofx.Offload("cpu", "cpu", "cpu", activations="cpu", smallest=1), (3,)),
+}
+"""What lives in the host's memory besides the optimizer's state, and in which stages that can be."""
+
+HOWS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", summed": {"step": summed},
+    ", no_sync": {"step": accumulated},
+    ", step_in_backward": {"step": inside},
+    ", max_grad_norm": {"max_grad_norm": 0.01},
+    ", clip_grad_norm_": {"step": clipped},
+    ", a scheduler": {"step": scheduled},
+    ", evaluated": {"step": evaluated},
+    ", a graph break": {"model": Broken},
+    ", a stream of the user's": {"step": on_own_stream},
+    ", from the meta device": {"meta": True},
+    ", saved in the background": {"step": saved},
+    ", bfloat16": {"options": {"mixed_precision": BF16}, "bound": 2e-3},
+    ", memory_budget": {"options": {"memory_budget": float("inf")}},
+}
+"""The ways to train with each of these."""
 
 CASES = {
     "plain": Case(),
@@ -236,40 +258,13 @@ CASES = {
     "activations on the host, a graph break": Case(model=Broken, options={"offload": ALL_ACTIVATIONS}, stages=(2, 3)),
     "state on the host, step_in_backward": Case(inside, options={"offload": "cpu"}, stages=(1, 2, 3), reads=True),
     **{
-        f"gradients on the host{how}": Case(
-            options={"offload": GRADIENTS},
-            stages=(1, 2, 3),
+        f"{what} on the host{how}": Case(
+            stages=stages,
             reads=True,
-            **options,  # type: ignore[arg-type]
+            **case | {"options": {"offload": there, **case.get("options", {})}},
         )
-        for how, options in {
-            "": {},
-            ", summed": {"step": summed},
-            ", no_sync": {"step": accumulated},
-            ", step_in_backward": {"step": inside},
-            ", max_grad_norm": {"max_grad_norm": 0.01},
-            ", clip_grad_norm_": {"step": clipped},
-            ", a graph break": {"model": Broken},
-        }.items()
-    },
-    **{
-        f"{what} on the host{how}": Case(stages=(3,), reads=True, **{"options": {"offload": there}, **options})  # type: ignore[arg-type]
-        for what, there in {"weights": WEIGHTS, "all": EVERYTHING}.items()
-        for how, options in {
-            "": {},
-            ", summed": {"step": summed},
-            ", no_sync": {"step": accumulated},
-            ", step_in_backward": {"step": inside},
-            ", max_grad_norm": {"max_grad_norm": 0.01},
-            ", a scheduler": {"step": scheduled},
-            ", evaluated": {"step": evaluated},
-            ", a graph break": {"model": Broken},
-            ", a stream of the user's": {"step": on_own_stream},
-            ", from the meta device": {"meta": True},
-            ", saved in the background": {"step": saved},
-            ", bfloat16": {"options": {"offload": there, "mixed_precision": BF16}, "bound": 2e-3},
-            ", memory_budget": {"options": {"offload": there, "memory_budget": float("inf")}},
-        }.items()
+        for what, (there, stages) in ON_HOST.items()
+        for how, case in HOWS.items()
     },
 }
 

@@ -11,6 +11,7 @@ carriage                what a run of a graph moves to the device and away from 
 activation_store        what forward saves, in a file
 activations_on_host     the same in the host's memory, of a model on a GPU
 place                   where a module's state is to be
+elsewhere               what the two homes have in common
 in_file                 a home: what is in a file
 on_host                 a home: state in the host's memory, of a model on a GPU
 started                 a copy between a device and the host that was started

@@ -23,37 +23,21 @@ from concurrent.futures import Future
 import torch
 
 from zerofx._torch import storage_of, with_own_storage
-from zerofx.runtime.state.home import Kind, OnDevice, Place
+from zerofx.features.offload.elsewhere import Elsewhere
+from zerofx.runtime.state.home import Kind
 from zerofx.runtime.state.state_file import Extent, StateFile
 from zerofx.runtime.state.transfers import transfers
 
 
-class InFile(OnDevice):
+class InFile(Elsewhere[StateFile]):
     """Moments in a file, weights and gradients if it holds them, everything else on the device."""
 
+    kind_of_place = StateFile
     moments_away = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._extents: list[Extent] = []  # of weights and gradients
-
-    @classmethod
-    def takes(cls, stage: int, device: torch.device, place: Place) -> bool:
-        return stage > 0 and isinstance(place, StateFile)
-
-    def has(self, place: Place) -> None:
-        super().has(place)
-        kinds: tuple[Kind, ...] = ("weights", "gradient")
-        self.streams = frozenset(kind for kind in kinds if kind in self._its.holds)
-        self.away = bool(self.streams)
-
-    def moves(self, kind: Kind) -> bool:
-        return kind in self._its.holds
-
-    @property
-    def _its(self) -> StateFile:
-        assert self.file is not None
-        return self.file
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         state = super().new(kind, numel, dtype, device)
@@ -66,15 +50,15 @@ class InFile(OnDevice):
         return self._taken(kind, tensor if kind == "moment" else tensor.clone())
 
     def _taken(self, kind: Kind, state: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
-        with self._its.noting():
-            self._its.take(state, fresh=fresh)
+        with self.place.noting():
+            self.place.take(state, fresh=fresh)
             if kind != "moment":
                 self._note(state)
         return state
 
     def _note(self, state: torch.Tensor) -> None:
         """``state`` is weights or a gradient."""
-        extent = self._its.extent_of(state)
+        extent = self.place.extent_of(state)
         with self._lock:
             self._extents = [each for each in self._extents if storage_of(each.ref) is not None]
             self._extents += [extent] if extent is not None else []
@@ -93,7 +77,7 @@ class InFile(OnDevice):
     @contextlib.contextmanager
     def _pinned(self, extents: list[Extent], state: Sequence[torch.Tensor]) -> Iterator[None]:
         pinned: list[Extent] = []
-        file = self._its
+        file = self.place
         given = [extent for x in state if (extent := file.extent_of(x)) is not None]
         try:
             for extent in {id(each): each for each in [*extents, *given]}.values():
@@ -106,18 +90,18 @@ class InFile(OnDevice):
                 file.unpin(extent)
 
     def shaping(self, state: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        extent = self._its.extent_of(state)
-        return contextlib.nullcontext() if extent is None else self._its.shaping(extent)
+        extent = self.place.extent_of(state)
+        return contextlib.nullcontext() if extent is None else self.place.shaping(extent)
 
     def reload(self, state: torch.Tensor, here: torch.Tensor) -> Future[torch.Tensor]:
         return transfers().submit(self._fetched, state, here)
 
     def _fetched(self, state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-        with self._its.noting():
-            extent = self._its.extent_of(state)
+        with self.place.noting():
+            extent = self.place.extent_of(state)
             if extent is None:
                 return here.copy_(state)
-            self._its.copied(extent, here)
+            self.place.copied(extent, here)
             return here
         return here.fill_(math.nan)  # it was noted: the graph goes on, and all ranks raise as the step ends
 
@@ -127,14 +111,14 @@ class InFile(OnDevice):
         return transfers().submit(self._put, gradient, place)
 
     def _put(self, gradient: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        with self._its.noting():
-            self._its.store(gradient.contiguous(), place)
+        with self.place.noting():
+            self.place.store(gradient.contiguous(), place)
             self._note(place)
             return place
         return gradient.clone()
 
     def keep_resident(self, state: torch.Tensor) -> torch.Tensor:
-        file = self._its
+        file = self.place
         extent = file.extent_of(state)
         if extent is None:
             return state

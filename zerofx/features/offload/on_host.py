@@ -34,9 +34,10 @@ from dataclasses import dataclass
 import torch
 
 from zerofx._torch import StorageWeakRef, storage_of, with_own_storage
+from zerofx.features.offload.elsewhere import Elsewhere
 from zerofx.features.offload.started import Started
 from zerofx.runtime.state.copies import Mark
-from zerofx.runtime.state.home import Kind, OnDevice, Place
+from zerofx.runtime.state.home import Kind
 from zerofx.runtime.state.staging import Staging
 
 
@@ -59,33 +60,16 @@ class Away:
     users: int = 0
 
 
-class OnHost(OnDevice):
+class OnHost(Elsewhere[Staging]):
     """Moments in the host's memory, and what else `Staging.holds`; everything else on the device."""
 
+    kind_of_place = Staging
     hosts = True
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._all: dict[int, Away] = {}  # by the address of the storage that stands for it
         self._let_go: deque[tuple[Away, torch.UntypedStorage]] = deque()  # appended by any thread
-
-    @classmethod
-    def takes(cls, stage: int, device: torch.device, place: Place) -> bool:
-        return stage > 0 and isinstance(place, Staging)
-
-    def has(self, place: Place) -> None:
-        super().has(place)
-        kinds: tuple[Kind, ...] = ("weights", "gradient")
-        self.streams = frozenset(kind for kind in kinds if kind in self._its.holds)
-        self.away = bool(self.streams)
-
-    def moves(self, kind: Kind) -> bool:
-        return kind in self.streams
-
-    @property
-    def _its(self) -> Staging:
-        assert self.staging is not None
-        return self.staging
 
     def new(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         state = super().new(kind, numel, dtype, torch.device("cpu") if kind == "moment" else device)
@@ -104,36 +88,36 @@ class OnHost(OnDevice):
     def _leaving(self, tensor: torch.Tensor) -> Started:
         """Start to copy ``tensor`` to the host; what stands for it."""
         self._leave()
-        copies, flat = self._its.copies, tensor.contiguous()
+        copies, flat = self.place.copies, tensor.contiguous()
         stands = torch.empty_like(flat)
         stands.untyped_storage().resize_(0)
-        buffer = self._its.pinned.take(flat.nbytes)
+        buffer = self.place.pinned.take(flat.nbytes)
         pinned = buffer.narrow(0, 0, flat.nbytes)
         copies.begin()
-        self._its.out(pinned, flat.view(torch.uint8))
+        self.place.out(pinned, flat.view(torch.uint8))
         mark, storage = copies.mark_out(), stands.untyped_storage()
         with self._lock:
             gone = [key for key, away in self._all.items() if away.stands.expired()]
             for key in gone:
                 del self._all[key]
             self._all[storage._cdata] = Away(StorageWeakRef(storage), pinned, tensor.device, mark)
-        weakref.finalize(storage, self._its.pinned.give, buffer).atexit = False
+        weakref.finalize(storage, self.place.pinned.give, buffer).atexit = False
         return Started(stands, flat, lambda: copies.go_on_behind(mark))
 
     def reload(self, state: torch.Tensor, here: torch.Tensor) -> Started:  # type: ignore[override]  # as for `offload`
         self._refuse_capture("weights")
         self._leave()
-        away, copies = self._of(state), self._its.copies
+        away, copies = self._of(state), self.place.copies
         with self._lock:
             if away is None or away.users:
                 return Started(here.copy_(state), here, lambda: None)
             copies.begin_back()
-            self._its.back(here.view(torch.uint8), away.pinned)
+            self.place.back(here.view(torch.uint8), away.pinned)
             mark = away.mark = copies.mark_back()
         return Started(here, here, lambda: copies.go_on_behind(mark))
 
     def _refuse_capture(self, option: str) -> None:
-        if self._its.copies.captured:
+        if self.place.copies.captured:
             raise RuntimeError(
                 f'zerofx.Offload({option}="cpu") inside of a CUDA graph that is captured: the optimizer steps on the '
                 f"host, which a replay would not do. Run forward and backward outside of it, or leave {option}= out."
@@ -195,10 +179,10 @@ class OnHost(OnDevice):
     def _bring(self, away: Away, storage: torch.UntypedStorage) -> None:
         with self._lock:
             if not away.users:
-                copies = self._its.copies
+                copies = self.place.copies
                 storage.resize_(away.pinned.numel())
                 copies.begin_back()
-                self._its.back(_bytes_in(storage, away), away.pinned)
+                self.place.back(_bytes_in(storage, away), away.pinned)
                 away.mark = copies.mark_back()
                 copies.go_on_behind(away.mark)
             away.users += 1
@@ -207,9 +191,9 @@ class OnHost(OnDevice):
         with self._lock:
             away.users -= 1
             if not away.users:
-                copies = self._its.copies
+                copies = self.place.copies
                 copies.begin()
-                self._its.out(away.pinned, _bytes_in(storage, away))
+                self.place.out(away.pinned, _bytes_in(storage, away))
                 away.mark = copies.mark_out()
                 copies.go_on_behind(away.mark)
                 storage.resize_(0)
