@@ -225,6 +225,8 @@ class Context:
     stage: int = 3
     in_common: bool = False
     """Stage 3: graphs are given whole weights all the same (`zerofx.features.one_copy`)."""
+    reloaded: frozenset[str] = frozenset()
+    """Stage 3: the groups whose shards the graph copies to the device from the host's memory."""
     parameters: dict[str, ParameterRef] = field(default_factory=dict)
     """Placeholder name -> the parameter that it stands for."""
     saved: frozenset[int] = frozenset()

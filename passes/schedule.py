@@ -137,11 +137,15 @@ def soonest(gathers: list[Gather], held: list[Gather], ctx: Context) -> list[int
     """The first segment in which each gather may start, whatever the budget.
 
     In backward that is two groups ahead of its use: reductions queue behind gathers. What is small beside the largest
-    holds nothing up.
+    holds nothing up. Where the shard comes to the device first (`Context.reloaded`) it is one group, in forward, too:
+    the computing stream waits for the shard where the gather starts, and what could compute meanwhile stands behind it.
     """
     change = small_change(gather.nbytes for gather in [*gathers, *held])
-    bound = ctx.phase == "backward"
-    return [i if bound and g.nbytes > change else 0 for i, g in zip(ahead(gathers, 2), gathers, strict=True)]
+    bound, one, two = ctx.phase == "backward", ahead(gathers, 1), ahead(gathers, 2)
+    return [
+        one[i] if gather.group in ctx.reloaded else two[i] if bound and gather.nbytes > change else 0
+        for i, gather in enumerate(gathers)
+    ]
 
 
 def small_change(sizes: Iterable[int]) -> int:

@@ -222,6 +222,17 @@ def test_a_step_takes_as_long_as_what_computes_or_what_is_copied(
         assert point["predicted"] == pytest.approx(point["step"], 0.05), found[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["gradients"], ["weights"]], ids=str)
+def test_a_step_takes_what_is_predicted_of_graphs_and_of_what_the_optimizer_copies(
+    accelerator2: Workers, more: list[str]
+) -> None:
+    options = {"stage": 3, "offload": zerofx.Offload(**dict.fromkeys(["optimizer", *more], "cpu"))}
+    for points in on_accelerator(accelerator2, "tests.accelerator.timed:measured", 8, (0.5, 2.0), options):
+        for point in points:
+            assert point["predicted"] == pytest.approx(point["step"], 0.02), points
+
+
 def test_copies_on_the_computing_stream_add_to_what_computes(accelerator2: Workers) -> None:
     """So that the test above can fail."""
     options = {"stage": 3, "offload": zerofx.Offload(activations="cpu")}

@@ -106,7 +106,7 @@ def measured(
     layers: int, ratios: Sequence[float], options: dict[str, Any], paced: bool = False
 ) -> list[dict[str, float]]:
     """By ratio of copies to compute: seconds of each by itself, of a step, the `Training.least` of it, and how many
-    times the longer of both it takes; and what `zerofx.predict` says, of forward and backward.
+    times the longer of both it takes; and what `zerofx.predict` says.
 
     ``paced``: jobs really last as long, and seconds are those that have passed.
     """
@@ -119,8 +119,9 @@ def measured(
         step = training.seconds(**rates[0], **rates[1], paced=paced)
         times = {"compute": compute, "copies": copies, "step": step, "least": training.least()}
         known = zerofx.Rates(flops, 1e30, 1e30, host_copy_bytes_per_s=copied / ratio)
-        predicted = zerofx.predict(training.model, known).time_s or 0.0
-        found.append({"ratio": ratio, **times, "over": step / max(compute, copies), "predicted": predicted})
+        predicted = zerofx.predict(training.model, known)
+        whole = (predicted.time_s or 0.0) + (predicted.optimizer_s or 0.0)
+        found.append({"ratio": ratio, **times, "over": step / max(compute, copies), "predicted": whole})
     return found
 
 

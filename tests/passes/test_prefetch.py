@@ -96,6 +96,24 @@ def test_in_backward_what_is_small_beside_the_largest_goes_further_ahead() -> No
     assert line[: line.index("wait head")] == [f"all_gather {name}" for name in ("head", *"abcdef")]
 
 
+@pytest.mark.parametrize("budget", [None, float("inf")])
+@pytest.mark.parametrize(("make", "layers"), [(mlp_forward, "abcd"), (mlp_backward, "dcba")])
+def test_where_shards_come_from_the_host_no_gather_starts_more_than_one_group_ahead(
+    make: Callable[..., tuple[GraphModule, Context]], layers: str, budget: float | None
+) -> None:
+    """A start waits for its shard, and what computes stands behind it. Other groups go further ahead as ever."""
+    gm, ctx = make(2, layers="abcd", memory_budget=budget, reloaded=frozenset("abcd"))
+    apply(gm, ctx, *up_to(prefetch))
+    first, *others = layers
+    expected = [f"all_gather {first}"]
+    for layer, following in zip(layers, [*others, ""], strict=True):
+        expected += [f"all_gather {following}"] * bool(following) + [f"wait {layer}"]
+    assert events(gm, *STARTS_AND_WAITS) == expected
+    gm, ctx = make(2, layers="abcd", memory_budget=budget, reloaded=frozenset())
+    apply(gm, ctx, *up_to(prefetch))
+    assert events(gm, *STARTS_AND_WAITS)[:3] == [f"all_gather {layer}" for layer in layers[:3]]
+
+
 def test_gathers_that_stood_behind_other_work_start_at_the_top() -> None:
     s = Sketch()
     x = s.call(aten.relu.default, s.input("x", 4, 8))

@@ -284,6 +284,8 @@ class Reasons:
         live = live_bytes(self.gathers, starts, self.held)[earlier] + self.gathers[i].nbytes
         budget, by = budget_of(self.gathers, self.held, self.context), "memory_budget"
         if live <= budget and starts[i] == soonest(self.gathers, self.held, self.context)[i]:
+            if self.gathers[i].group in self.context.reloaded:
+                return "would let compute wait for its shard, which comes from the host: one group ahead is the most"
             return "would hold up the reductions that queue behind it: in backward two groups ahead are the most"
         if self.context.memory_budget is None:
             by = "without memory_budget what two groups ahead take and a quarter of the largest"

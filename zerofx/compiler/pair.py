@@ -109,6 +109,7 @@ class Pair:
             executor=self.executor,
             stage=family.stage,
             in_common=unit.group.weights.in_common,
+            reloaded=frozenset(g.layout.name for g in unit.groups.values() if g.weights.streams and g.home.hosts),
             parameters=unit.parameters(gm.graph),
             saved=_torch.saved_outputs(output) if phase == "forward" else frozenset(),
             gradients=gradients,

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from zerofx.model.units import format_bytes, format_seconds
 from zerofx.simulate.files import Files
+from zerofx.simulate.hosted import Hosted
 from zerofx.simulate.recorder import KINDS, Kind, Operation, Phase
 
 HOST_BYTES_PER_S = 2e10
@@ -192,12 +193,14 @@ class Prediction:
         held_bytes: parameters, shards and replicas at rest: what is there before the step and after it.
         rates: what the times rest on.
         files: what is in this rank's file, and what an optimizer's step moves there; None: there is none.
+        hosted: what an optimizer's step copies, whose state is in the host's memory; None: it is not.
     """
 
     phases: tuple[PhasePrediction, ...]
     held_bytes: int
     rates: Rates | None = field(default=None)
     files: Files | None = None
+    hosted: Hosted | None = None
 
     @property
     def time_s(self) -> float | None:
@@ -216,8 +219,13 @@ class Prediction:
 
     @property
     def optimizer_s(self) -> float | None:
-        """Seconds that a step of `zerofx.AdamW` takes through a file; None: there is none, or its rate is not known."""
+        """Seconds that a step of `zerofx.AdamW` takes through a file, or with state on the host.
+
+        None: there is neither, or a rate is not known.
+        """
         rates, files = self.rates, self.files
+        if rates is not None and self.hosted is not None:
+            return self.hosted.seconds(rates.of_host(), rates.memory_bytes_per_s)
         if rates is None or files is None or rates.disk_bytes_per_s is None:
             return None
         return max((files.read + files.written) / rates.disk_bytes_per_s, files.touched / rates.memory_bytes_per_s)
@@ -279,7 +287,7 @@ class Prediction:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
         lines.append(f"held at rest: {format_bytes(self.held_bytes)} of parameters")
-        if self.files is not None or self.file_read or self.file_written:
+        if self.hosted is not None or self.files is not None or self.file_read or self.file_written:
             lines += self._of_files(self.files)
         if self.replica_bytes:
             lines.append(f"received from other rows of the mesh: {format_bytes(self.replica_bytes)} of it")
@@ -290,17 +298,18 @@ class Prediction:
 
     def _of_files(self, files: Files | None) -> list[str]:
         read, written, waits = format_bytes(self.file_read), format_bytes(self.file_written), ""
+        took = "" if self.optimizer_s is None else f", in {format_seconds(self.optimizer_s)}"
         if self.file_exposed_s:
             waits = f", for which compute waits {format_seconds(self.file_exposed_s)}"
-        if any(operation.on_host for phase in self.phases for operation in phase.operations):
+        if self.hosted is not None or any(o.on_host for phase in self.phases for o in phase.operations):
             at = ""
             if self.rates is not None:
                 default = ", a default" * (self.rates.host_copy_bytes_per_s is None)
                 at = f", at {format_bytes(self.rates.of_host())}/s{default}"
-            return [f"graphs copy {read} from the host and {written} to it{waits}{at}"]
+            step = [] if self.hosted is None else self.hosted.moving(took)
+            return [*step, f"graphs copy {read} from the host and {written} to it{waits}{at}"]
         if files is None:  # activations alone, which are gone at rest
             return [f"graphs read {read} from a file and write {written} to it{waits}"]
-        took = "" if self.optimizer_s is None else f", in {format_seconds(self.optimizer_s)}"
         return [
             f"on disk: {files}",
             f"graphs read {read} of it and write {written}{waits}",

@@ -23,6 +23,7 @@ from zerofx.runtime.state.account import Elements, Terms, of_group, touched
 from zerofx.simulate.asked import ask
 from zerofx.simulate.clock import on_the_clock, ordinary
 from zerofx.simulate.files import Files
+from zerofx.simulate.hosted import Hosted
 from zerofx.simulate.rehearsal import Graph, Pair, rehearse, rehearse_micro_batches
 from zerofx.simulate.workspace import Workspaces
 
@@ -81,7 +82,8 @@ def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> i
 
 
 def optimizer_s(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> float:
-    """Seconds of the step of `zerofx.AdamW` behind the backwards: bound by memory, and by the disk where that is known.
+    """Seconds of the step of `zerofx.AdamW` behind the backwards: bound by memory, by the disk where that is known, and
+    by the link to the host where state is there.
 
     Args:
         layouts: of the module's groups, as graphs see them.
@@ -90,6 +92,8 @@ def optimizer_s(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) 
     if (files := Files.of_module(context, layouts)) is not None:
         through = 0.0 if rates.disk_bytes_per_s is None else (files.read + files.written) / rates.disk_bytes_per_s
         return float(max(through, files.touched / rates.memory_bytes_per_s))
+    if (hosted := Hosted.of_module(context, layouts)) is not None:
+        return hosted.seconds(rates.of_host(), rates.memory_bytes_per_s)
     nbytes = 0
     for layout in (layout for layout in layouts if layout.requires_grad):
         terms = Terms.of_graphs(context, layout)

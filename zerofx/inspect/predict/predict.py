@@ -17,6 +17,7 @@ from zerofx.passes.context import Context
 from zerofx.runtime.state.account import of_group
 from zerofx.simulate.clock import Prediction, Rates, on_the_clock
 from zerofx.simulate.files import Files
+from zerofx.simulate.hosted import Hosted
 from zerofx.simulate.rehearsal import rehearse, updated_inside
 
 
@@ -43,8 +44,9 @@ def predict(
 
     Returns:
         Times in seconds, sizes in bytes. They are of forward and backward, with gradients None before. They do not
-        include the optimizer, but for what a backward with `zerofx.step_in_backward` does with a file. Nor do they
-        include what is computed outside of compiled graphs.
+        include the optimizer, but for what a backward with `zerofx.step_in_backward` does with a file. With
+        ``offload=`` its step is beside them (``optimizer_s``). Nor do they include what is computed outside of
+        compiled graphs.
 
     Raises:
         ValueError: the module is not sharded.
@@ -62,12 +64,14 @@ def predict(
         groups = _groups(model)
         layouts, rank = [group.graph_layout for group in groups], groups[0].rank
     held = sum(of_group(layout, context).weights for layout in layouts)
+    inside = updated_inside(chosen, step_in_backward)
     files = Files.of_module(context, layouts, rank)
     if files is not None:
-        files = replace(files, inside=updated_inside(chosen, step_in_backward))
+        files = replace(files, inside=inside)
+    hosted = None if inside else Hosted.of_module(context, layouts, rank)
     updates = {} if files is None else files.updates
     phases = rehearse(chosen, probe, updates=updates, step_in_backward=step_in_backward)
-    return replace(on_the_clock(phases, rates, held), files=files)
+    return replace(on_the_clock(phases, rates, held), files=files, hosted=hosted)
 
 
 def step_of(model: nn.Module | GraphRecord, records: Iterable[GraphRecord] | None = None) -> list[GraphRecord]:
