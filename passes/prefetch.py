@@ -26,15 +26,7 @@ that lets every gather start two groups ahead, for a link that waits for the nex
 **In backward no gather starts more than two groups ahead**, whatever the budget: two fill the link, and with more the
 reductions would stand behind them, whose gradients take memory meanwhile. (Where a budget had held gathers back until
 what was kept was gone, they came in a burst of six: more memory, and a slower step.) What is small beside the largest
-may, see below.
-
-**Where shards come from the host's memory, one group ahead is the most**, in forward as well. A start waits for its
-shard, and what computes behind it waits, too::
-
-    start A, B, C    computing begins when                       start A, B    when two have come
-    wait A; use A    three copies are through          ─────▶    wait A; use A
-    wait B; use B                                                start C       its copy went on beside A
-                                                                 wait B; use B
+may, see below. Of shards that come from the host one group ahead is the most, in forward as well (`schedule.soonest`).
 
 **Gradients in flight.** Each reduction is waited for as late as leaves the packed gradients that are in flight within
 twice the bytes of the largest: room for one that travels and for the next to start behind it. Of small groups that is

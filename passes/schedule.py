@@ -138,7 +138,12 @@ def soonest(gathers: list[Gather], held: list[Gather], ctx: Context) -> list[int
 
     In backward that is two groups ahead of its use: reductions queue behind gathers. What is small beside the largest
     holds nothing up. Where the shard comes to the device first (`Context.reloaded`) it is one group, in forward, too:
-    the computing stream waits for the shard where the gather starts, and what could compute meanwhile stands behind it.
+    the computing stream waits for the shard where the gather starts. What could compute meanwhile stands behind it::
+
+        start A, B, C    computing begins when                  start A, B    when two have come
+        wait A; use A    three copies are through     ─────▶    wait A; use A
+        wait B; use B                                           start C       its copy went on beside A
+                                                                wait B; use B
     """
     change = small_change(gather.nbytes for gather in [*gathers, *held])
     bound, one, two = ctx.phase == "backward", ahead(gathers, 1), ahead(gathers, 2)

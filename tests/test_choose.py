@@ -6,7 +6,7 @@ import copy
 import html
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.slow import quick_if
 from tests.test_memory import PLENTY, Small, built, data, division, trained
 from tests.workers import Workers
 from zerofx.compiler.choices import Division, Offer
+from zerofx.inspect.choose.alternatives import Question
 from zerofx.inspect.choose.choice import Alternative, best_first
 from zerofx.inspect.predict.kept import keep_rates, kept_rates
 from zerofx.integrations.states import checked_options
@@ -30,6 +31,10 @@ from zerofx.runtime.state.group import groups_of
 
 RATES = zerofx.Rates(5e10, 1e10, 1e9, 1e-4, disk_bytes_per_s=1e9)
 HOW: dict[str, Any] = {"executor": "eager", "groups": zerofx.Grouping(min_bytes=0)}
+
+
+STATE = "optimizer and gradients and weights"
+EVERYTHING = STATE + " and activations"
 
 
 def small(nbytes: int | str, net: nn.Module | None = None, **options: Any) -> zerofx.Choice:
@@ -121,6 +126,50 @@ def test_a_place_is_used_only_where_nothing_fits_without_it(tmp_path: Path) -> N
     kept_ = zerofx.Offload(optimizer=folder)
     assert small(PLENTY, stage=3, offload=kept_).options["offload"] is kept_
     assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "place", "expected"),
+    [
+        ("cpu", "cpu", ["stage 3"]),
+        ("cpu", "/x", ["stage 3", "optimizer on disk", STATE + " on disk", EVERYTHING + " on disk"]),
+        ("cuda", "cpu", ["stage 3", "optimizer on the host", STATE + " on the host", EVERYTHING + " on the host"]),
+    ],
+)
+def test_where_nothing_fits_more_and_more_leaves_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, place: str, expected: list[str]
+) -> None:
+    """With room for nothing all of them are predicted; with room for two of three, those of the host at once."""
+    asked = Question(Small(1), (), {}, 2, zerofx.Memory(10**9), "gloo", torch.device(device), False, {"offload": place})
+    monkeypatch.setattr(Question, "predicted", lambda self, options: Alternative(options))
+    found = [each.name.removeprefix("stage 3, ") for each in asked.alternatives() if each.stage == 3]
+    assert found == expected
+    stage2 = [each.name for each in asked.alternatives() if each.stage == 2]
+    assert len(stage2) == len(expected) and not any("weights" in name for name in stage2)
+    fits = Division(**dict.fromkeys((field.name for field in fields(Division)), None))
+    state = {"offload": zerofx.Offload(place), "stage": 2}
+    monkeypatch.setattr(
+        Question, "predicted", lambda self, options: Alternative(options, fits if options == state else None)
+    )
+    found = [each.name.removeprefix("stage 3, ") for each in asked.alternatives() if each.stage == 3]
+    assert found == expected[: 3 if device == "cuda" else 2]
+
+
+@pytest.mark.slow
+def test_weights_and_gradients_leave_for_a_file_where_the_optimizers_state_is_not_enough() -> None:
+    with torch.device("meta"):
+        net, x = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), torch.ones(1, 1024)
+    asked: dict[str, Any] = {"world_size": 1, "rates": RATES, "stage": 3, **HOW}
+
+    def least(offload: zerofx.Offload) -> int:
+        with pytest.raises(ValueError, match=r"needs least, ([\d,]+) bytes") as refused:
+            zerofx.choose(net, x, memory=1000, offload=offload, **asked)
+        return int(re.search(r"needs least, ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+
+    moments, state = least(zerofx.Offload("/x")), least(zerofx.Offload("/x", "/x", "/x"))
+    assert state < moments
+    choice = zerofx.choose(net, x, memory=(state + moments) // 2, offload="/x", **asked)
+    assert choice.options["offload"] == zerofx.Offload("/x", "/x", "/x")
 
 
 def chosen_and_trained(budgets: list[int], folder: str) -> list[dict[str, Any]]:

@@ -313,7 +313,8 @@ def test_what_the_step_copies_is_predicted(fake_world: Any, stage: int, offload:
     assert prediction.optimizer_s == pytest.approx(max(found) / 1e6, abs=1e-9)
     numel = sum(p._local.numel() for p in model.parameters())  # type: ignore[attr-defined]
     assert prediction.hosted.touched == 28 * numel
-    said = "copies nothing" if not sum(found) else f"{format_bytes(found[0])} there and {format_bytes(found[1])} back, in"
+    out, back = map(format_bytes, found)
+    said = f"it copies {out} there and {back} back, in" if sum(found) else "and copies nothing, in"
     assert "zerofx.AdamW steps on the host" in str(prediction) and said in str(prediction)
 
 

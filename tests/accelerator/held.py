@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import zerofx
 from tests.accelerator import device
-from tests.accelerator.timed import Training
+from tests.accelerator.timed import WIDTH, Block, Blocks, Training
 
 
 def held(layers: int, options: dict[str, Any]) -> dict[str, int]:
@@ -47,3 +49,18 @@ def _rest() -> device.InUse:
     gc.collect()
     torch.accelerator.synchronize()
     return device.in_use()
+
+
+def chosen(nbytes: Sequence[int], **options: Any) -> list[list[tuple[str, float]]]:
+    """By budget, names and seconds of the alternatives that fit, the best first; [] where nothing fits."""
+    known = zerofx.Rates(1e12, 1e12, 1e10, host_copy_bytes_per_s=1e9)
+    groups = zerofx.Grouping(blocks=(Block,), min_bytes=0)
+    asked: dict[str, Any] = {"world_size": 2, "rates": known, "groups": groups, "executor": "eager", "offload": "cpu"}
+    found = []
+    for memory in nbytes:
+        with contextlib.suppress(ValueError):
+            choice = zerofx.choose(Blocks(4), torch.ones(128, WIDTH), device="sim", memory=memory, **asked, **options)
+            found.append([(each.name, each.step_s) for each in choice.alternatives if each.division is not None])
+            continue
+        found.append([])
+    return found

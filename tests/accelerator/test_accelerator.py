@@ -233,6 +233,15 @@ def test_a_step_takes_what_is_predicted_of_graphs_and_of_what_the_optimizer_copi
             assert point["predicted"] == pytest.approx(point["step"], 0.02), points
 
 
+def test_of_what_can_be_on_the_host_the_fastest_that_fits_is_chosen(accelerator2: Workers) -> None:
+    """Of the optimizer's state alone the step would copy as much, with nothing beside it."""
+    for roomy, small in on_accelerator(accelerator2, "tests.accelerator.held:chosen", [2_200_000, 1_500_000]):
+        assert [name for name, _ in roomy] == ["stage 2", "stage 3"], "nothing, where that fits"
+        (first, fast), (second, slow_) = small
+        assert first == "stage 3, optimizer and gradients and weights on the host" and fast < slow_
+        assert second == "stage 3, optimizer on the host"
+
+
 def test_copies_on_the_computing_stream_add_to_what_computes(accelerator2: Workers) -> None:
     """So that the test above can fail."""
     options = {"stage": 3, "offload": zerofx.Offload(activations="cpu")}

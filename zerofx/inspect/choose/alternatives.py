@@ -6,14 +6,19 @@ option       alternatives                                                    unl
 stage        0, 2 and 3; 1 in the place of 2 where gradients are kept back   it is given, or an option goes with fewer
              (``Memory.no_sync``)
 sharding     in stage 3 on a mesh of two dimensions, every scheme            it is given
-offload      of a place: nothing; else the optimizer's state; else all that  it is a `zerofx.Offload`, or none is given
-             can be there. The next only where nothing fits without
+offload      of a place: nothing; else the optimizer's state; else weights   it is a `zerofx.Offload`, or none is given
+             and gradients, too; else activations as well. The next only
+             where nothing fits without
 wire         nothing, and `QUANTIZED`                                        it is not "auto"
 the budgets  as ``memory=`` divides them
 ===========  ==============================================================  ==========================================
 
 Each is a dry run with ``memory=`` (`zerofx.compiler.division`), on the clock of `zerofx.predict`. Nothing here counts
 bytes or seconds of a step.
+
+In the host's memory ("cpu") the optimizer's state alone is compared with that, weights and gradients. Where all of
+it is there the step copies nothing, so more on the host may be faster. Weights alone, or gradients, are no alternative:
+the step has copies left, and less is free.
 
 Two are not predicted. What takes more than the budget at rest alone cannot fit. And stage 3 is never faster than
 stage 2 where that keeps all that there is: it gathers as much, or more often.
@@ -94,8 +99,8 @@ class Question:
             ValueError: the options go with no stage; or the module is several graphs.
         """
         found: list[Alternative] = []
-        for offload in self._offloads():
-            for options in self._candidates(offload):
+        for offloads in self._offloads():
+            for options in itertools.chain.from_iterable(map(self._candidates, offloads)):
                 found.append(self._predicted_beside(options, found))
             if any(each.division is not None for each in found):
                 break
@@ -103,16 +108,18 @@ class Question:
             raise ValueError(found[0].why)
         return found
 
-    def _offloads(self) -> Iterator[dict[str, Any]]:
-        """What is offloaded: each is for where nothing fits with those before it."""
+    def _offloads(self) -> Iterator[list[dict[str, Any]]]:
+        """What is offloaded: each list is for where nothing fits with those before it."""
         place = self.given.get("offload")
         if not isinstance(place, (str, Path)):
-            yield {} if place is None else {"offload": place}
+            yield [{} if place is None else {"offload": place}]
             return
-        yield {"offload": None}
-        yield {"offload": Offload(place)}
-        if place != "cpu":
-            yield {"offload": Offload(place, place, place, activations=place)}
+        yield [{"offload": None}]
+        if place == "cpu" and self.device.type == "cpu":
+            return  # the host's memory is where all of it is
+        optimizer, state = {"offload": Offload(place)}, {"offload": Offload(place, place, place)}
+        yield from [[optimizer, state]] if place == "cpu" else [[optimizer], [state]]
+        yield [{"offload": Offload(place, place, place, activations=place)}]
 
     def _candidates(self, offload: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Options of one alternative each."""
@@ -138,7 +145,8 @@ class Question:
     def _predicted_beside(self, options: dict[str, Any], others: list[Alternative]) -> Alternative:
         """An alternative; not predicted if it cannot be better than ``others``."""
         for other in others:
-            alike = "sharding" not in options and other.options.get("wire") == options.get("wire")
+            alike = "sharding" not in options
+            alike &= all(other.options.get(name) == options.get(name) for name in ("wire", "offload"))
             if alike and options["stage"] == 3 and other.stage in (1, 2) and other.keeps_all:
                 return Alternative(options, why=f"no faster than stage {other.stage}, which keeps all that it needs")
         try:

@@ -93,14 +93,13 @@ def _offload(question: Question, best: Alternative, least: Offer) -> str | None:
     """A place beside the device."""
     if question.given.get("offload") is not None or (stage := question.given.get("stage", AUTO)) == 0:
         return None
-    place, on_cpu = "a folder", question.device.type == "cpu"
-    all_of_it = Offload(place, place, place if stage in (AUTO, 3) else None, activations=place)
-    offload = all_of_it if on_cpu else Offload("cpu")
+    place = "a folder" if question.device.type == "cpu" else "cpu"
+    offload = Offload(place, place, place if stage in (AUTO, 3) else None, activations=place)
     found = question.predicted({**best.options, "stage": 3 if stage == AUTO else stage, "offload": offload})
     if found.division is None:
         return None
     takes = f"which leaves {format_bytes(found.division.peak_bytes)} on the device"
-    return f'offload="{place if on_cpu else "cpu"}", {takes}'
+    return f'offload="{place}", {takes}'
 
 
 def _halves(size: int) -> Iterator[int]:
