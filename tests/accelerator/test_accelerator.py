@@ -230,7 +230,8 @@ def test_a_step_takes_what_is_predicted_of_graphs_and_of_what_the_optimizer_copi
     options = {"stage": 3, "offload": zerofx.Offload(**dict.fromkeys(["optimizer", *more], "cpu"))}
     for points in on_accelerator(accelerator2, "tests.accelerator.timed:measured", 8, (0.5, 2.0), options):
         for point in points:
-            assert point["predicted"] == pytest.approx(point["step"], 0.02), points
+            # The first chunk goes back when it has come out: 1 percent of a step of 24 blocks, 3 of one of 8.
+            assert point["predicted"] == pytest.approx(point["step"], 0.04), points
 
 
 def test_of_what_can_be_on_the_host_the_fastest_that_fits_is_chosen(accelerator2: Workers) -> None:
