@@ -64,6 +64,10 @@ class Op:
             return self.node.all_input_nodes
         return [x for x in pytree.arg_tree_leaves(*self.args, **self.kwargs) if isinstance(x, Node)]
 
+    def times(self, node: Node) -> int:
+        """How often ``node`` is among its arguments: ``cat([w, w])`` has it twice."""
+        return sum(x is node for x in pytree.arg_tree_leaves(*self.args, **self.kwargs))
+
     @property
     def value(self) -> Any:
         return self.node.meta.get("val")

@@ -54,6 +54,21 @@ class Experts(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
+class Moved(nn.Module):
+    """Parts of a weight that are put together anew: each product's matrix is a copy that the model asks for."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(dim, dim)), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows, columns = self.weight.chunk(2)[0], self.weight.chunk(2, dim=1)[0]
+        x = x @ rows.repeat(2, 1) + x @ columns.repeat(1, 2)
+        x = x @ torch.cat([rows, rows]) + x @ torch.cat([rows[:2]] * 4)
+        x = x @ rows.flip(0).repeat(2, 1) + (x.double() @ rows.double().repeat(2, 1)).float()
+        return F.mse_loss(self.head(x), y)
+
+
 def tokens(vocab: int = 64) -> torch.Tensor:
     return torch.randint(vocab, (2, 16))
 
@@ -61,6 +76,7 @@ def tokens(vocab: int = 64) -> torch.Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "gpt": (lambda: GPT(layers=2, dim=32, heads=2, vocab=64, length=16), lambda: (tokens(), tokens())),
     "convolutions": (Convolutions, lambda: (torch.randn(2, 3, 8, 8), torch.randint(5, (2,)))),
+    "moved": (Moved, lambda: (torch.randn(4, 8), torch.randn(4, 8))),
     "experts": (Experts, lambda: (torch.randn(6, 16), torch.randn(6, 16))),
 }
 

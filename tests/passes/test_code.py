@@ -45,6 +45,12 @@ def test_what_inductor_writes_passes(texts: list[Generated]) -> None:
         assert check_code(each.code, each.promise) is not None, each.name
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_may_repeat_and_join_parts_of_a_weight(stage: int) -> None:
+    for each in generated("moved", stage=stage):
+        assert check_code(each.code, each.promise) is not None, each.name
+
+
 def found(each: Generated, mutant: Mutant) -> list[str]:
     """The rules by which ``mutant`` is refused at each of its places, if at all."""
     rules = []

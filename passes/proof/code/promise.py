@@ -92,8 +92,9 @@ class Weights:
 
     Attributes:
         node, group: of it.
-        asked: by a number of elements that a weight, a part of one or the whole has, how many readers it has in the
-            graph that may want it copied: all but matrix products, which read it where it is.
+        asked: by a number of elements that a weight, a part of one or the whole has, how many copies of so many the
+            graph may want: one for each time that it is read, of as many as are read, and of as many as a result has
+            that moves them (``repeat``, ``cat``). Matrix products want none: they read it where it is.
     """
 
     node: Node
@@ -194,6 +195,7 @@ class Promise:
         roots |= {n: ("input", i) for i, n in enumerate(self.inputs) if _kind(n) in ("gathered", "replica")}
         for root, place in roots.items():
             asked: Counter[int] = Counter()
+            moved: Counter[int] = Counter()
             found, todo = {root}, [root]
             while todo:
                 node = todo.pop()
@@ -208,7 +210,10 @@ class Promise:
                         found.add(op.node)
                         todo.append(op.node)
                     elif isinstance(numel, int) and not _is_product(op):
-                        asked[numel] += 1
+                        times = op.times(node)
+                        asked[numel] += times
+                        moved.update({size: times for size in _moved(op, users) if size != numel})
+            asked.update({size: times for size, times in moved.items() if size in asked})
             self.weights[place] = Weights(root, _group(root), asked)
 
     def _find_outputs(self, gm: GraphModule, ctx: Context, ops: dict[Node, Op], started: dict[Node, int]) -> None:
@@ -298,6 +303,20 @@ def _is_product(op: Op) -> bool:
     return isinstance(op.target, OpOverload) and op.target._schema.name in _PRODUCTS
 
 
+def _moved(op: Op, users: dict[Node, list[Op]]) -> set[int]:
+    """The sizes at which ``op`` and what follows it may write the elements that it has read, without a change."""
+    sizes, found, todo = set(), {op.node}, [op]
+    while todo:
+        each = todo.pop()
+        if plain_name(each.target) not in _MOVES and not each.shares_memory():
+            continue
+        if isinstance(each.value, torch.Tensor) and isinstance(each.value.numel(), int):
+            sizes.add(each.value.numel())
+        todo += [user for user in users.get(each.node, ()) if user.node not in found]
+        found.update(user.node for user in todo)
+    return sizes
+
+
 def _kind(node: Node) -> str:
     tag = node.meta.get("zerofx")
     return tag.kind if tag is not None else ""
@@ -313,4 +332,5 @@ _ON_THE_WAY = (
     + "step offload wait_offload".split()
 )
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_MOVES = ("repeat", "cat", "flip", "rev", "roll", "index", "clone", "_to_copy", "convert_element_type")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
