@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -128,6 +129,50 @@ class Lion(torch.optim.Optimizer):
                 p.data.mul_(1 - group["lr"] * 0.1)
                 p.add_(update * trust, alpha=-group["lr"])
                 average.lerp_(p.grad, 0.01)
+
+
+def check_loaded(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Three steps, then two more by an optimizer that has taken up the state: of the whole, and of other groups."""
+    module, plain = pair()
+    theirs, first = make(plain.parameters(), lr=0.05, **options), make(module.parameters(), lr=0.05, **options)
+    for step in range(3):
+        set_gradients(module, plain, seed=step)
+        theirs.step()
+        first.step()
+    weights = [p.detach().clone() for p in plain.parameters()]
+    states = {"whole": theirs.state_dict(), "of other groups": first.state_dict()}
+    others = {what: zerofx.shard(Net(), stage=3) for what in states} | {"of stage 3": zerofx.shard(Net(), stage=0)}
+    states["of stage 3"] = first.state_dict()
+    others["whole"] = zerofx.shard(Net(), groups=EACH_GROUP)
+    mine = {what: make(net.parameters(), lr=0.05, **options) for what, net in others.items()}
+    for what, net in others.items():
+        net.load_state_dict(dict(zip((name for name, _ in plain.named_parameters()), weights)))
+        mine[what].load_state_dict(copy.deepcopy(states[what]))
+    for step in range(3, 5):
+        for what, net in others.items():
+            set_gradients(net, plain, seed=step)
+            mine[what].step()
+        theirs.step()
+    for what, net in others.items():
+        for (name, p), q in zip(net.named_parameters(), plain.parameters()):
+            now = p.full_tensor() if isinstance(p, ShardedTensor) else p.detach()
+            torch.testing.assert_close(now, q.detach(), rtol=0, atol=1e-6, msg=f"{what}, {name}: {{}}".format)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.ASGD, {"t0": 2.0}),
+        (torch.optim.Adafactor, {}),
+        (zerofx.AdamW, {}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_state_of_one_process_or_of_other_groups_is_taken_up(workers2: Workers, make: Any, options: Any) -> None:
+    workers2.run(check_loaded, make, options)
 
 
 def check_handwritten() -> None:

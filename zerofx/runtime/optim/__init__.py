@@ -3,7 +3,7 @@
 =============  ==================================================================
 adamw          `zerofx.AdamW`
 spans          flat runs of shards, instead of one parameter after another
-loaded         state that was loaded becomes parts of these runs
+loaded         state that was loaded becomes parts of these runs, or sharded as its parameter
 through_file   state that passes through memory, chunk by chunk
 through_host   state in the host's memory, which gradients and weights pass by
 moments        moments in 32, 16 or 8 bits
@@ -27,6 +27,6 @@ Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
     kernels, state ◀── spans ◀── moments, through_file, through_host ◀── loaded, device_step ◀── adamw ◀── step, muon
     spans ◀── squares ◀── adamw
     orthogonalize ◀── matrices ◀── muon
-    owners ◀── by_owner, muon ◀── hooks ──▶ probe
+    owners, loaded ◀── by_owner, muon ◀── hooks ──▶ probe, loaded
     hooks ◀── step, explained
 """

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx._torch import DisableTorchFunction, pytree
+from zerofx.runtime.optim.loaded import as_parameter
 from zerofx.runtime.optim.owners import Owners, by_ranks
 from zerofx.runtime.ranks.sharing import Sharing
 from zerofx.runtime.state.parameter import ShardedParameter, ShardedTensor, count_write
@@ -173,7 +174,7 @@ class ByOwner:
             leaves, tree = pytree.tree_flatten(state)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, ShardedTensor):
-                    leaves[i] = next(iter(self._owners.gather([leaf])), None)
+                    leaves[i] = next(iter(self._owners.gather([as_parameter(p, leaf)])), None)
             if self._owners.owns(p):
                 optimizer.state[p] = pytree.tree_unflatten(leaves, tree)
             else:

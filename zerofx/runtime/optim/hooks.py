@@ -19,6 +19,7 @@ from zerofx.runtime.eager.averages import keeps_gradients
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.optim.adamw import AdamW
 from zerofx.runtime.optim.by_owner import by_owner, step_by_owner
+from zerofx.runtime.optim.loaded import divide
 from zerofx.runtime.optim.muon import Muon
 from zerofx.runtime.optim.probe import Way, is_probing, probe
 from zerofx.runtime.ranks.turns import common
@@ -72,6 +73,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     way = way_of(optimizer, closure=closure is not None)
     if way.kind is None:
         raise NotElementwise(type(optimizer).__name__, way.operation, way.why)
+    if way.kind == "slices" and not isinstance(optimizer, (AdamW, Muon)):
+        divide(optimizer)
     if way.kind == "owner" and steps_running(optimizer) == 1:
         _check_memory(optimizer, groups)
         steps = step_by_owner(optimizer, draws=way.draws)

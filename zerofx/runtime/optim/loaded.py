@@ -1,4 +1,12 @@
-"""State that a parameter has already, loaded or made by another optimizer, becomes its part of flat buffers."""
+"""State that a parameter has already, loaded or made by another optimizer, becomes this rank's part of it.
+
+=====================  ==========================================
+optimizer              its part
+=====================  ==========================================
+`zerofx.AdamW`         of flat buffers: `adopt`
+others, on slices      a sharded tensor of the parameter: `divide`
+=====================  ==========================================
+"""
 
 from __future__ import annotations
 
@@ -41,6 +49,40 @@ def adopt(span: Span, member: Member, state: dict[str, Any]) -> None:
         state[name] = mine
     for name in ({"master", "remainder"} & set(state)) - set(span.state):
         del state[name]
+
+
+@torch.no_grad()
+def divide(optimizer: torch.optim.Optimizer) -> None:
+    """State that is whole, as one process or DistributedDataParallel saves it, or sharded as another module's, becomes
+    as its parameter is. A collective where it is sharded another way."""
+    for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        state: Any = optimizer.state.get(p)
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, ShardedTensor) or _is_whole(p, name, value):
+                state[name] = as_parameter(p, value)
+
+
+def as_parameter(p: torch.Tensor, value: torch.Tensor) -> Any:
+    """``value``, whole or sharded in some way, as ``p`` is: plain, or sharded alike. A copy, if it is not so."""
+    if not isinstance(p, ShardedTensor):
+        return value.full_tensor() if isinstance(value, ShardedTensor) else value
+    if p._dtensor is not None or (
+        isinstance(value, ShardedTensor) and (value._group, value._slot) == (p._group, p._slot)
+    ):
+        return value
+    mine = p.like(torch.empty_like(p._local, dtype=value.dtype))
+    _copy(mine, value)
+    return mine
+
+
+def _is_whole(p: torch.Tensor, name: str, value: Any) -> bool:
+    if not isinstance(p, ShardedTensor) or type(value) is not torch.Tensor:
+        return False
+    return value.shape == torch.Size(p._slot.shape) and (value.dim() > 0 or name not in _NUMBERS)
+
+
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+"""State of PyTorch's optimizers that is a number of its parameter: of a scalar one it has the parameter's shape."""
 
 
 def _adopt_masters(span: Span, member: Member, state: dict[str, Any]) -> None:
