@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,10 +54,11 @@ def encode(x: torch.Tensor, code: Code, out: torch.Tensor) -> None:
     elif runs_triton(x.device):
         _triton().encode(blocks, code, codes, scales)
     else:
+        kind = x.dtype, code.block, code.name, code.stochastic
         if code.name == "fp8":
-            found = _compiled(_encode_fp8)(blocks)
+            found = _compiled(_encode_fp8, kind)(blocks)
         else:
-            found = _compiled(_encode)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
+            found = _compiled(_encode, kind)(blocks, LARGEST[code.name], code.name == "int4", code.stochastic)
         for part, value in zip((codes, scales), found):  # not in place: they are views of one memory in two dtypes
             part.copy_(value)
 
@@ -80,16 +82,16 @@ def subtract(wire: torch.Tensor, code: Code, out: torch.Tensor) -> None:
 
 def _read(wire: torch.Tensor, code: Code, out: torch.Tensor, add: bool) -> None:
     codes, scales = code.parts(wire, out.shape[1])
-    blocks = out.unflatten(1, (-1, code.block))
+    blocks, kind = out.unflatten(1, (-1, code.block)), (out.dtype, code.block, code.name, add)
     if code.name == "bf16":
         value = codes.view(torch.bfloat16)
         blocks.add_(value) if add else blocks.copy_(value)
     elif runs_triton(out.device):
         _triton().decode(codes, scales, code, blocks, add)
     elif code.name == "fp8":
-        _compiled(_decode_fp8)(codes, scales, blocks, add)
+        _compiled(_decode_fp8, kind)(codes, scales, blocks, add)
     else:
-        _compiled(_decode)(codes, scales, blocks, code.name == "int4", add)
+        _compiled(_decode, kind)(codes, scales, blocks, code.name == "int4", add)
 
 
 # ---- the formulas ---------------------------------------------------------------------------------------------------
@@ -165,9 +167,15 @@ def _decode_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, ad
 
 
 @functools.cache
-def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """A vectorized loop by Inductor: in plain PyTorch each of a dozen operations would go through memory."""
-    return torch.compile(formula, dynamic=True)
+def _compiled(formula: Callable[..., Any], kind: tuple[Any, ...]) -> Callable[..., Any]:
+    """A vectorized loop by Inductor: in plain PyTorch each of a dozen operations would go through memory.
+
+    Each ``kind`` of arguments has code of its own. Dynamo compiles one code for eight kinds (``recompile_limit``), and
+    runs it uncompiled from then on.
+    """
+    assert isinstance(formula, FunctionType)
+    own = FunctionType(formula.__code__.replace(), formula.__globals__, formula.__name__)
+    return torch.compile(own, dynamic=True)
 
 
 def _triton() -> Any:

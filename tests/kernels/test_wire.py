@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from importlib.util import find_spec
 
 import pytest
@@ -201,3 +203,23 @@ def test_triton_rounds_to_fp8_as_pytorch_does_at_every_code_and_between(device: 
     assert out.cpu().isnan().equal(wanted.isnan())
     there = ~wanted.isnan()
     assert out.cpu()[there].view(torch.int32).equal(wanted[there].view(torch.int32))
+
+
+def test_no_number_of_codes_dtypes_and_blocks_reaches_the_limit_at_which_dynamo_stops_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    wire._compiled.cache_clear()
+    try:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for block, dtype in itertools.product((32, 64, 96), (torch.float32, torch.bfloat16)):
+                code = Code("int8", block)
+                for rows, blocks in ((1, 1), (2, 3)):
+                    x = torch.ones(rows, blocks * block, dtype=dtype)
+                    coded = torch.empty(rows, code.nbytes(x.shape[1]), dtype=torch.uint8)
+                    wire.encode(x, code, coded)
+                    wire.decode(coded, code, x)
+                    wire.add(coded, code, x)
+                    assert torch.equal(x, torch.full_like(x, 2.0))
+    finally:
+        wire._compiled.cache_clear()
