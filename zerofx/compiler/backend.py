@@ -119,14 +119,7 @@ class Backend:
 
     def _compile_pair(self, gm: GraphModule, example_inputs: Sequence[Any], compilers: Compilers) -> Callable:
         pair, unit, cut = compilers.pair, compilers.unit, Cut(compilers.pair)
-        if self.options.memory is not None:
-            given = [x for i, x in enumerate(example_inputs) if i not in unit.sharded]
-            if not unit.groups:
-                self.unread.extend(weakref.ref(x) for x in given if isinstance(x, torch.Tensor))
-            else:
-                footprint = unit.family.footprint
-                footprint.is_given(unit.names, given)
-                footprint.is_given(frozenset(), [x for ref in self.unread if (x := ref()) is not None])
+        cut.note_given(example_inputs, self.unread)
         if torch.is_grad_enabled():
             cut.compare(gm, example_inputs)
         lazy = self.pretend is None and self.options.memory is None  # with it all is known before anything runs

@@ -9,15 +9,17 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import away_of, choose, cost, is_whole
-from zerofx.compiler.choices import Settled
+from zerofx.compiler.choices import Activations, Settled
 from zerofx.compiler.compared import COMPARES, Compared
 from zerofx.compiler.division import Subject, divide, settle
 from zerofx.compiler.pair import Pair
@@ -43,6 +45,18 @@ class Cut:
         """Find out what tensor-parallel ranks have alike of Dynamo's graph: a collective of theirs."""
         found = (compare(self.unit, gm, example_inputs) for compare in COMPARES)
         self.pair.alike = self.pair.compared = next((each for each in found if each is not None), None)
+
+    def note_given(self, example_inputs: Sequence[Any], unread: list[weakref.ref[torch.Tensor]]) -> None:
+        """With `memory=`: what a graph is given counts. ``unread``: what graphs without parameters were."""
+        unit = self.unit
+        if unit.options.memory is None:
+            return
+        given = [x for i, x in enumerate(example_inputs) if i not in unit.sharded]
+        if not unit.groups:
+            unread.extend(weakref.ref(x) for x in given if isinstance(x, torch.Tensor))
+            return
+        unit.family.footprint.is_given(unit.names, given)
+        unit.family.footprint.is_given(frozenset(), [x for ref in unread if (x := ref()) is not None])
 
     def before_cut(self, joint: GraphModule) -> None:
         """Forward and backward in one graph: what backward is to recompute is decided next."""
@@ -119,8 +133,15 @@ class Cut:
             away=away_of(unit.family, None if memory is None else memory.rates),
             alike=pair.alike,
             parameters=unit.parameters,
-            contexts=lambda *choices: pair.trial(self._foreseen, *choices).context,
+            contexts=lambda *choices: self._trial(*choices).context,
         )
+
+    def _trial(self, activations: Activations, memory_budget: float | None) -> Pair:
+        """Another pair of the same graph, never run, with other choices. No other rank is asked what it has alike."""
+        trial = Pair(self.unit, "eager")
+        trial.alike, trial.compared = self.pair.alike, self._foreseen
+        trial.activations, trial.memory_budget = activations, memory_budget
+        return trial
 
     def _ahead(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
         """What forward must save as well, lest backward gather out of turn."""

@@ -13,9 +13,9 @@ operation, gradients in flight and workspace among them, and seconds. Of those t
 fast ones that with the lower peak. No rule of thumb takes part.
 
 On one rung more gathered bytes mean fewer gathers, and a higher peak. The least in which gathers still hide behind what
-is computed is what three groups take, as a rule. So the first rung that fits with these is searched for; then, on it,
-the largest budget that fits; then a rung in front of it with the least, where gathers wait. A rung that is slower than
-what was found ends a search: those below it compute more.
+is computed is what three groups take, as a rule. So the first rung that fits with these is searched for; then, from it
+on, the first that fits with more; then a rung in front of it with the least, where gathers wait. A rung that is slower
+than what was found ends a search: those below it compute more.
 
 **Activations in a file** (`zerofx.Offload`) are a second ladder, whose rungs have less and less in memory by what
 leaves, or by what leaves and what is computed again. It is searched as the first one is, and the clock decides.
@@ -39,6 +39,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,9 +187,9 @@ class Trials:
             self._least(ladder[-1])
             return
         ample, *more = self._budgets()
-        found = self._first(ladder, lambda rung: self.try_(rung, ample))
-        for budget in reversed(more if found < len(ladder) else []):
-            if self._fit(self.try_(ladder[found], budget)):
+        found = self._first(ladder, partial(self.try_, memory_budget=ample))
+        for budget in reversed(more if found < len(ladder) else []):  # to gather less may be worth computing more
+            if self._first(ladder[found:], partial(self.try_, memory_budget=budget)) == 0:
                 break
         if found == len(ladder):
             self._search_least(ladder, ample)

@@ -64,13 +64,6 @@ class Pair:
         self.written: dict[str, str] = {}
         self.is_cached = False
 
-    def trial(self, foreseen: Compared | None, activations: Activations, memory_budget: float | None) -> Pair:
-        """Another pair of the same graph, never run, with other choices. No other rank is asked what it has alike."""
-        pair = Pair(self.unit, "eager")
-        pair.alike, pair.compared = self.alike, foreseen
-        pair.activations, pair.memory_budget = activations, memory_budget
-        return pair
-
     def adopt(self, settled: Settled) -> None:
         """Take over what a budget decided."""
         self.settled, self.activations, self.division = settled, settled.activations, settled.division
