@@ -111,7 +111,8 @@ def _nothing(payload: int, world: int) -> int:
 # operator: (name, index of the argument that is counted, that argument is one rank's part only, wire bytes).
 # The payload is the whole, unsharded data. Wire bytes are what the collective's *definition* makes one rank
 # receive (or send, where that is more), parts taken as equal; what one rank sends to others is counted where
-# it is received, so that M broadcasts of a part each are an all-gather. An implementation may send more:
+# it is received (of an all-to-all that states sizes, these), so that M broadcasts of a part each are an
+# all-gather. An implementation may send more:
 # gloo's reduce-scatter is an all-reduce underneath.
 _COLLECTIVES: dict[str, tuple[str, int, bool, Callable[[int, int], int]]] = {
     "_allgather_base_": ("all_gather", 0, False, _all_but_mine),
@@ -166,6 +167,8 @@ def _note(operator: str, args: tuple[Any, ...]) -> None:
     dtypes = tuple(dict.fromkeys(t.dtype for t in tensors))
     thread = threading.get_ident()
     received = 0 if operator == "broadcast_" and args[2] == group.rank() else wire(payload, world)
+    if operator == "alltoall_base_" and args[3]:
+        received = _nbytes(args[0]) * (sum(args[3]) - args[3][group.rank()]) // max(1, sum(args[3]))
     _log(Collective(name, received, payload, dtypes, group.group_name, world, operator, thread))
 
 

@@ -23,8 +23,9 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
         >>> print(zerofx.explain_optimizer(optimizer))
         Adafactor steps each parameter whole, on its owner: it uses 'mean'.
-        rank 0      3 parameters,        24,640 elements (50 %): up.weight, 2.down.weight, norm.weight
-        rank 1      2 parameters,        24,576 elements (50 %): down.weight, 2.up.weight
+        32 of 49,216 elements travel to an owner, as gradients, and back, as new weights.
+        rank 0      2 parameters,        24,576 elements (50 %): 0.up.weight, 0.down.weight
+        rank 1      3 parameters,        24,640 elements (50 %): 1.up.weight, 1.down.weight, norm.weight
 
     Ranks are places among those that the parameters are divided over. A parameter is not divided between owners: one
     that is much more than a rank's share is named, for its owner has that much more to keep and to compute.
@@ -44,7 +45,11 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
         sharded = [p for p in sharded if p.requires_grad]
         owners = Owners(sharded)
         head = f"{name} steps each parameter whole, on its owner: it uses {way.operation}."
-    lines = [head]
+    moved, all_of_them = sum(map(owners.elsewhere, sharded)), sum(p.numel() for p in sharded)
+    what = (
+        "as momenta, and back, as updates" if isinstance(optimizer, Muon) else "as gradients, and back, as new weights"
+    )
+    lines = [head, f"{moved:,} of {all_of_them:,} elements travel to an owner, {what}."]
     for members in by_ranks(sharded):
         total = sum(p.numel() for p in members)
         for rank in range(members[0]._group.layout.world_size):

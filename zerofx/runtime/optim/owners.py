@@ -8,13 +8,14 @@ once, by the owner, on the whole::
                                       ◀═════                             `Owners.scatter`: one all-to-all
 
 Owners are chosen by what their parameters cost (`assign`), so that no rank has much more to do, or to keep, than the
-others: the longest first, each to the rank that has least (Graham 1969). Every rank computes the same owners.
+others. Among such choices one is taken that moves little: an owner has part of its parameter already. Every rank
+computes the same owners.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,22 +40,80 @@ def matrix_cost(shape: Sequence[int]) -> float:
     return float(rows * columns * min(rows, columns))
 
 
-def assign(shapes: Sequence[Sequence[int]], ranks: int, cost: Cost = matrix_cost) -> list[int]:
-    """The owner of each parameter among ``ranks``: by cost and by elements, whichever would be more uneven."""
-    costs = [cost(shape) for shape in shapes]
-    sizes = [float(math.prod(shape)) for shape in shapes]
-    whole = max(1.0, sum(costs)), max(1.0, sum(sizes))
-    parts = [(c / whole[0], n / whole[1]) for c, n in zip(costs, sizes, strict=True)]
-    loads = [(0.0, 0.0)] * ranks
-    owners = [0] * len(shapes)
+SLACK = 1.05
+"""How much more than its share a rank may own, so that less has to move."""
 
-    def load_with(rank: int, part: tuple[float, float]) -> tuple[float, float]:
+Load = tuple[float, float]
+"""Shares of all cost, and of all elements."""
+
+
+def assign(
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    cost: Cost = matrix_cost,
+    held: Sequence[Mapping[int, int]] | None = None,
+) -> list[int]:
+    """The owner of each parameter among ``ranks``: by cost and by elements, whichever would be more uneven.
+
+    The longest first, each to the rank that has least (Graham 1969). With ``held`` each goes to the rank that holds
+    most of it, as long as that has no more than some rank would by the first rule, or than `SLACK` times its share.
+    First come those that gain most by it, or, where that ends uneven, the longest.
+
+    Args:
+        shapes: of the parameters.
+        ranks: how many there are.
+        cost: of the update of a parameter, by its shape.
+        held: of each parameter, the elements that a rank has of it, by rank; ranks without any are left out.
+    """
+    parts = _shares([cost(shape) for shape in shapes], [float(math.prod(shape)) for shape in shapes])
+    longest = sorted(range(len(parts)), key=lambda i: (-max(parts[i]), i))
+    even, limit = _placed(parts, longest, ranks)
+    if held is None:
+        return even
+    limit = max(limit, SLACK / ranks) * (1 + 1e-9)
+    gains = [_gain(elements.values()) for elements in held]
+    for order in (sorted(range(len(parts)), key=lambda i: -gains[i]), longest):
+        owners, most = _placed(parts, order, ranks, held, limit)
+        if most <= limit:
+            return owners
+    return even
+
+
+def _shares(costs: Sequence[float], sizes: Sequence[float]) -> list[Load]:
+    whole = max(1.0, sum(costs)), max(1.0, sum(sizes))
+    return [(c / whole[0], n / whole[1]) for c, n in zip(costs, sizes, strict=True)]
+
+
+def _gain(elements: Iterable[int]) -> int:
+    """What the best owner has more of a parameter than the next best."""
+    first, second = sorted([0, 0, *elements])[:-3:-1]
+    return first - second
+
+
+def _placed(
+    parts: Sequence[Load],
+    order: Iterable[int],
+    ranks: int,
+    held: Sequence[Mapping[int, int]] = (),
+    limit: float = 0.0,
+) -> tuple[list[int], float]:
+    """The owner of each, taken in ``order``, and the greatest load.
+
+    It is who holds most of it, if that has no more than ``limit`` then, else who has least.
+    """
+    loads: list[Load] = [(0.0, 0.0)] * ranks
+    owners = [0] * len(parts)
+
+    def load_with(rank: int, part: Load) -> Load:
         return loads[rank][0] + part[0], loads[rank][1] + part[1]
 
-    for i in sorted(range(len(shapes)), key=lambda i: (-max(parts[i]), i)):
-        owners[i] = min(range(ranks), key=lambda rank: (max(load_with(rank, parts[i])), rank))
-        loads[owners[i]] = load_with(owners[i], parts[i])
-    return owners
+    for i, part in ((i, parts[i]) for i in order):
+        there = held[i] if held else {}
+        fits = [rank for rank in there if max(load_with(rank, part)) <= limit]
+        among = {rank: -there[rank] for rank in fits} or dict.fromkeys(range(ranks), 0)
+        owners[i] = min((less, max(load_with(rank, part)), rank) for rank, less in among.items())[-1]
+        loads[owners[i]] = load_with(owners[i], part)
+    return owners, max(map(max, loads))
 
 
 class Owners:
@@ -67,6 +126,7 @@ class Owners:
             RuntimeError: one stands for a part of a `DTensor`: no rank has the rest of it.
         """
         self._owner: dict[Key, int] = {}
+        self._elsewhere: dict[Key, int] = {}
         for members in by_ranks(parameters):
             for p in members:
                 if p._dtensor is not None:
@@ -75,8 +135,11 @@ class Owners:
                         "it is a part of a DTensor, the rest of which is on ranks that zerofx does not divide it "
                         "over. Take an optimizer that works element by element for it",
                     )
-            owners = assign([p._slot.shape for p in members], members[0]._group.layout.world_size, cost)
-            self._owner.update({_key(p): rank for p, rank in zip(members, owners, strict=True)})
+            held = [_held(p) for p in members]
+            owners = assign([p._slot.shape for p in members], members[0]._group.layout.world_size, cost, held)
+            for p, elements, owner in zip(members, held, owners, strict=True):
+                self._owner[_key(p)] = owner
+                self._elsewhere[_key(p)] = p._slot.numel - elements.get(owner, 0)
 
     def __contains__(self, tensor: ShardedTensor) -> bool:
         return _key(tensor) in self._owner
@@ -84,6 +147,10 @@ class Owners:
     def owner_of(self, tensor: ShardedTensor) -> int:
         """The place, among those that it is divided over, of the rank that owns the parameter of ``tensor``."""
         return self._owner[_key(tensor)]
+
+    def elsewhere(self, tensor: ShardedTensor) -> int:
+        """Elements of the parameter of ``tensor`` that its owner has not: they travel to it, and back."""
+        return self._elsewhere[_key(tensor)]
 
     def owns(self, tensor: ShardedTensor) -> bool:
         """Whether this rank owns the parameter of ``tensor``: itself, a gradient or state of it."""
@@ -179,6 +246,13 @@ class _Route:
                 group=self._group.process_group,
             )
         return received
+
+
+def _held(tensor: ShardedTensor) -> dict[int, int]:
+    """Elements that ranks have of a parameter, of those that have some."""
+    layout, slot = tensor._group.layout, tensor._slot
+    first, last = slot.offset // layout.shard_numel, max(slot.offset, slot.end - 1) // layout.shard_numel
+    return {rank: n for rank in range(first, last + 1) if (n := layout.piece(slot, rank).length)}
 
 
 def _key(tensor: ShardedTensor) -> Key:
