@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -505,6 +506,19 @@ def test_collectives_take_from_compute_where_a_rank_has_one_core(workers2: Worke
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: "1")(0)) < 2, reason="needs two cores")
 def test_collectives_take_nothing_from_compute_where_a_rank_has_a_core_to_spare(workers2: Workers) -> None:
     assert [rates.core_share for rates in workers2.run(calibrated_on, 2)] == [0, 0]
+
+
+def test_calibrate_warns_where_others_have_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three seconds this process had one, by its own clock."""
+    from zerofx.inspect.predict.calibrate import _note_other_work
+
+    threads = torch.get_num_threads()
+    with pytest.warns(UserWarning, match=r"this process had 33% of the .* cores .*Calibrate where nothing else runs"):
+        _note_other_work(torch.device("cpu"), 3.0, 1.0 * threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _note_other_work(torch.device("cpu"), 3.0, 2.9 * threads)
+        _note_other_work(torch.device("meta"), 3.0, 0.1)
 
 
 def test_all_ranks_calibrate_to_the_same_rates(workers2: Workers) -> None:

@@ -260,6 +260,24 @@ def test_a_dry_run_for_a_thousand_ranks_has_a_page_without_any_of_them(tmp_path:
     assert "executor inductor, followed as the eager one would run it" in page.find("p")[0]["text"]
 
 
+@pytest.mark.parametrize(
+    ("time_s", "load", "said"),
+    [
+        (1e-9, 9.0, None),
+        (1e3, 9.0, "load of 9 on 4 cores: other programs"),
+        (1e3, 4.0, "what was predicted. Small operators"),
+    ],
+)
+def test_a_step_that_took_much_longer_than_predicted_has_the_likely_cause_beside_it(
+    fake_world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time_s: float, load: float, said: str | None
+) -> None:
+    fake_world(2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    page = zerofx.report(compiled(), tmp_path / "out.html", RATES, measured={"time_s": time_s}).read_text()
+    assert ("times what was predicted" in page) == (said is not None) and (said or "") in page
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page for the browser."""

@@ -18,6 +18,7 @@ belongs to the bar or the node that was clicked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -45,6 +46,8 @@ MOST_LINES = 500
 """Lines of one pass's changes that the page shows; the rest is said to be there."""
 
 _COMPARED = {"time_s": "time", "exposed_s": "exposed", "wire_bytes": "received", "peak_bytes": "peak live bytes"}
+_AS_PREDICTED = 0.8
+"""From so small a part of the measured time on, the page says why a prediction may be that much lower."""
 _MEANS = {
     "time_s": "forward and backward, without the optimizer",
     "exposed_s": "of it, compute waits for collectives",
@@ -155,7 +158,20 @@ def _step(prediction: Prediction, measured: Mapping[str, float]) -> str:
     head = ["", "predicted", "measured", "off by", ""]
     if not measured:
         head, rows = [head[0], head[1], head[4]], [[row[0], row[1], row[4]] for row in rows]
-    return _table("step", head, rows)
+    return _table("step", head, rows) + _why_slower(prediction.time_s, measured.get("time_s"))
+
+
+def _why_slower(predicted: float | None, measured: float | None) -> str:
+    """What makes a measured step take much longer than predicted, as a rule; "" where it took as long."""
+    if predicted is None or measured is None or predicted > _AS_PREDICTED * measured:
+        return ""
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    busy = f"This machine has a load of {load:.0f} on {cores} cores: other programs took part of it."
+    usual = "Small operators take longer than their bytes and flops; and rates are of a machine that does nothing else."
+    return (
+        f'<p class="facts">The step took {measured / predicted:.1f} times what was predicted. '
+        f"{busy if load > cores + 1 else usual}</p>"
+    )
 
 
 def _phase(phase: PhasePrediction, graphs: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from zerofx.simulate.clock import Rates
 _c10d = torch.ops._c10d_functional
 SIZES = (1 << 16, 1 << 20, 1 << 23)
 """Bytes that a rank receives in the collectives that are timed."""
+_UNDISTURBED = 0.7
+"""The least share of its cores that a process has where nothing else runs: not all of a product is on all threads."""
 
 
 def calibrate(
@@ -72,7 +75,9 @@ def calibrate(
     if replica_group is not None:
         travel_of(backend_name(replica_group, device)).connect(replica_group.group_name)
     disk = seconds_per_byte(Path(path), RankGroup(group)) if path is not None else 0.0
+    began, worked = time.perf_counter(), time.process_time()
     before = _product(device), _copy(device)
+    _note_other_work(device, time.perf_counter() - began, time.process_time() - worked)
     began, worked = time.perf_counter(), time.process_time()
     gathers = [_gather(group, device, nbytes) for nbytes in SIZES]
     core_share = _core_share(device, time.perf_counter() - began, time.process_time() - worked)
@@ -98,6 +103,19 @@ def calibrate(
     if keep:
         keep_rates(rates, device.type, ranks)
     return rates
+
+
+def _note_other_work(device: torch.device, took: float, worked: float) -> None:
+    """Warn where threads that had to compute for ``took`` seconds, ``worked`` for much less: others had their cores."""
+    threads = torch.get_num_threads()
+    share = worked / max(took, 1e-9) / threads
+    if device.type == "cpu" and share < _UNDISTURBED:
+        warnings.warn(
+            f"zerofx.calibrate: this process had {share:.0%} of the {threads} cores that it computes on. Other "
+            "programs had the rest, so rates are too low. Calibrate where nothing else runs; with several ranks on a "
+            "host, give each torch.set_num_threads(cores / ranks).",
+            stacklevel=3,
+        )
 
 
 def _link(times: list[float], group: dist.ProcessGroup) -> tuple[float, float]:
