@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,88 +36,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
 
 import zerofx  # noqa: E402
+from benchmarks.choose_models import MODELS  # noqa: E402
 from benchmarks.hosts import Hosts  # noqa: E402
 from benchmarks.step import join, processor  # noqa: E402
 from tests.memory import allocated_peak  # noqa: E402
-from tests.models import GPT  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 
 
-class Wide(nn.Module):
-    """Few layers with many weights, on few samples: it waits for the wire."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(768, 768) for _ in range(6))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return (x - y).square().mean()
-
-
-class Convolutions(nn.Module):
-    """Images, in residual blocks: few weights, and large activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 48, 2, stride=2)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(48, 48, 3, padding=1), nn.GroupNorm(8, 48), nn.GELU(), nn.Conv2d(48, 48, 1))
-            for _ in range(4)
-        )
-        self.head = nn.Linear(48 * 16 * 16, 100)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x.flatten(1)), y)
-
-
-class Llama(nn.Module):
-    """Hugging Face's, with grouped queries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-        self.net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.net(input_ids=x, labels=y).loss
-        return loss
-
-
-def _images() -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
-    return x, torch.arange(16)
-
-
-def _text(vocab: int, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = torch.randint(vocab, (2, samples, length), generator=torch.Generator().manual_seed(dist.get_rank()))
-    return x, y
-
-
-def _vectors() -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = torch.randn(2, 64, 768, generator=torch.Generator().manual_seed(dist.get_rank()))
-    return x, y
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "gpt": (lambda: GPT(2, 384, 6, 1024, 64), lambda: _text(1024, 8, 64)),
-    "embedding": (lambda: GPT(1, 128, 4, 16384, 32), lambda: _text(16384, 4, 32)),
-    "wide": (Wide, _vectors),
-    "convolutions": (Convolutions, _images),
-    "llama": (Llama, lambda: _text(2048, 4, 64)),
-}
 GRID: dict[str, dict[str, Any]] = {
     f"stage {stage}, saves {saved:g}{gathered}": {
         "stage": stage,
