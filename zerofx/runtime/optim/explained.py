@@ -22,7 +22,7 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
     ::
 
         >>> print(zerofx.explain_optimizer(optimizer))
-        Adafactor steps each parameter whole, on its owner: it uses 'mean'.
+        Adafactor steps each parameter whole, on its owner: it uses 'new_zeros'.
         32 of 49,216 elements travel to an owner, as gradients, and back, as new weights.
         rank 0      2 parameters,        24,576 elements (50 %): 0.up.weight, 0.down.weight
         rank 1      3 parameters,        24,640 elements (50 %): 1.up.weight, 1.down.weight, norm.weight
