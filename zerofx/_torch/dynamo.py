@@ -128,15 +128,19 @@ def frame_locals_and_globals() -> tuple[dict[str, Any], dict[str, Any]] | None:
 def traced_for(is_ours: Callable[[Any], bool]) -> bool:
     """While Dynamo traces: whether the graph goes to a backend that ``is_ours``, alone or inside of wrappers.
 
-    False in any other tracer (2.11, 2.13, 2.15).
+    False in any other tracer (2.11, 2.13, 2.15). Dynamo looks at each parameter about a hundred times, and each look
+    asks: the answer is kept with the trace.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        backend = InstructionTranslator.current_tx().output.compiler_fn
+        output = InstructionTranslator.current_tx().output
     except AttributeError:
         return False
-    return _leads_to(backend, is_ours)
+    answers: dict[Any, bool] = vars(output).setdefault("_zerofx_traced_for", {})
+    if is_ours not in answers:
+        answers[is_ours] = _leads_to(output.compiler_fn, is_ours)
+    return answers[is_ours]
 
 
 def _leads_to(backend: Any, is_ours: Callable[[Any], bool]) -> bool:
