@@ -14,7 +14,8 @@ from zerofx.compiler.lean import SLOTS, lean
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("zerofx.compiler.lean._programs", False)
     assert gc.get_freeze_count() == 0
     yield
     gc.unfreeze()
@@ -75,6 +76,25 @@ def test_what_the_program_has_frozen_stays_frozen() -> None:
     frozen = gc.get_freeze_count()
     _, inner, _ = inside(1)
     assert inner >= frozen > 0 and gc.get_freeze_count() >= frozen
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count goes through all that is frozen: at each graph of each compile it would cost more than is saved."""
+    counted = 0
+    count = gc.get_freeze_count
+
+    def counting() -> int:
+        nonlocal counted
+        counted += 1
+        return count()
+
+    monkeypatch.setattr("zerofx.compiler.lean.gc.get_freeze_count", counting)
+    lean(lambda: lean(lambda: None)())()
+    assert counted == 1
+    gc.freeze()
+    for _ in range(3):
+        lean(lambda: lean(lambda: None)())()
+    assert counted == 2
 
 
 def test_a_compile_inside_of_another_ends_nothing() -> None:

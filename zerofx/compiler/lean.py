@@ -47,14 +47,22 @@ def _call(f: Callable[[], R]) -> R:
 _with_room = FunctionType(_call.__code__.replace(co_stacksize=SLOTS), _call.__globals__, "_with_room")
 
 
+_ours = False  # frozen by a compile that goes on
+_programs = False  # frozen by the program: seen once, it is not looked for again, since a look goes through them all
+
+
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
     """Collections inside look at what is made inside. Where the program itself has frozen objects, nothing changes."""
-    if gc.get_freeze_count():  # the program's own, or a compile around this one
+    global _ours, _programs
+    if _ours or _programs or gc.get_freeze_count():
+        _programs = not _ours
         yield
         return
+    _ours = True
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+        _ours = False
