@@ -42,6 +42,7 @@ from zerofx._torch.aot import (
     input_index,
     inputs_written_behind,
     is_tangent,
+    lazy_module,
     must_recompute,
     must_save,
     runs_again,

@@ -55,6 +55,7 @@ def compile_with_aot_autograd(
     """
     from torch._decomp import get_decompositions
     from torch._dynamo.backends.common import aot_autograd
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     aten = torch.ops.aten
     whole = [aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward]
@@ -66,7 +67,15 @@ def compile_with_aot_autograd(
         decompositions=get_decompositions(whole),
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, example_inputs)
+    with _use_lazy_graph_module(True):  # as Inductor does
+        return compiler(gm, example_inputs)
+
+
+def lazy_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
+    """A module whose code is written when somebody reads or runs it, not after each pass (2.11, 2.13, 2.15)."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
 
 
 def compile_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -177,7 +177,7 @@ class Rewriting:
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy that can be rewritten; what is not graph is shared."""
-    return GraphModule(gm, copy.deepcopy(gm.graph))
+    return _torch.lazy_module(gm, copy.deepcopy(gm.graph))
 
 
 def replaced_inputs(before: GraphModule, inputs: Sequence[Node]) -> set[str]:
