@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zerofx
 from tests import models
 from tests.counting import count_collectives
-from tests.slow import slow
+from tests.slow import quick_if, slow, slow_if
 from tests.tensor_parallel.models import MLP as ParallelMLP
 from tests.tensor_parallel.models import skip_old
 from tests.workers import Workers
@@ -96,6 +96,7 @@ def check_average(stage: int, how: str, options: dict[str, Any]) -> None:
     assert not set(map(id, groups_of(teacher))) & set(map(id, groups_of(model)))
 
 
+@quick_if(lambda stage, how: (how == "ema") == (stage in (0, 3)))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["ema", "mean"])
 def test_an_average_of_a_student_is_that_of_one_process(
@@ -109,7 +110,7 @@ def test_an_average_by_a_function_of_ones_own(workers2: Workers, how: str) -> No
     workers2.run(check_average, 3, how, {})
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(2), 3])
 def test_with_mixed_precision_masters_are_averaged(workers2: Workers, stage: int) -> None:
     workers2.run(check_average, stage, "ema", {"mixed_precision": BF16})
 
@@ -162,7 +163,7 @@ def check_own_ways(stage: int, shard_alone: bool) -> None:
             torch.testing.assert_close(full(third.get_parameter(name).grad), 2 * p.grad, **CLOSE)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
 def test_copy_and_original_train_by_themselves(workers2: Workers, workers3: Workers, stage: int) -> None:
     (workers2 if stage % 2 else workers3).run(check_own_ways, stage, False)
 
@@ -267,7 +268,7 @@ class Uncopied(nn.Module):
         raise AssertionError("of the user's own")
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(2), 3])
 def test_parts_holders_and_optimizers_are_copied(workers2: Workers, stage: int) -> None:
     workers2.run(check_parts, stage)
 
@@ -329,6 +330,7 @@ def check_kind(kind: str) -> None:
     )
 
 
+@slow_if(lambda kind: kind in ("leaf", "int8"))  # as "leaves, kept" and "int4"
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_hold_for_copies(workers2: Workers, kind: str) -> None:
     workers2.run(check_kind, kind)
@@ -392,7 +394,7 @@ def check_mesh(optimizer: str) -> None:
     same(model, plain)
 
 
-@pytest.mark.parametrize("optimizer", ["shard", "all"])
+@pytest.mark.parametrize("optimizer", ["shard", slow("all")])
 def test_copies_on_a_mesh(make_workers: Callable[[int], Workers], optimizer: str) -> None:
     make_workers(4).run(check_mesh, optimizer)
 
@@ -418,7 +420,7 @@ def check_tensor_parallel(stage: int) -> None:
 
 
 @skip_old
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_copies_of_tensor_parallel_modules(make_workers: Callable[[int], Workers], stage: int) -> None:
     make_workers(4).run(check_tensor_parallel, stage)
 

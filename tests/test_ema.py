@@ -98,7 +98,7 @@ def check(stage: int, executor: str, use_buffers: bool, folder: str, options: di
             torch.testing.assert_close(whole(other.module)[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
 def test_averages_are_those_of_one_process(workers2: Workers, stage: int, tmp_path: Path) -> None:
     workers2.run(check, stage, "eager", False, str(tmp_path / "saved"), {}, timeout=100)
 

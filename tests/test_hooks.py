@@ -61,12 +61,14 @@ def check_hooks(stage: int, executor: str, place: str, kinds: list[str]) -> None
 @pytest.mark.parametrize(
     ("stage", "executor", "place", "kinds"),
     [
-        (0, "eager", "inner.layers.1", list(HOOKS)),
-        (2, "eager", "inner", list(HOOKS)),
+        (0, "eager", "inner", ["forward", "backward"]),
+        slow(0, "eager", "inner.layers.1", list(HOOKS)),
+        slow(2, "eager", "inner", list(HOOKS)),
         (3, "eager", "inner.layers.1", list(HOOKS)),
-        (3, "eager", "", ["forward_pre", "forward", "backward_pre"]),  # its input needs no gradient
+        (3, "eager", "", ["forward_pre", "backward_pre"]),  # its input needs no gradient
         slow(3, "inductor", "inner.layers.1", list(HOOKS)),
         slow(3, "inductor", "", ["forward"]),
+        slow(3, "eager", "", ["forward"]),
         (1, "inductor", "inner.layers.1", ["forward_pre", "backward"]),
     ],
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -98,6 +99,7 @@ def elements(optimizer: torch.optim.Optimizer) -> int:
     return sum(x._local.numel() if isinstance(x, zerofx.ShardedTensor) else x.numel() for x in leaves)
 
 
+@quick_if(lambda stage, options: stage == 3 or stage == {"default": 1, "float32, clipped": 2, "split": 0}[options])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_trains_sharded_as_in_one_process(workers2: Workers, workers3: Workers, stage: int, options: str) -> None:
@@ -152,7 +154,7 @@ def load(path: str, stage: int) -> None:
     close(module, plain, Net(), 1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(2), 3])
 def test_its_state_is_loaded_by_any_number_of_ranks(
     workers2: Workers, workers3: Workers, tmp_path: Path, stage: int
 ) -> None:

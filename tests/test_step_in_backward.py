@@ -103,6 +103,7 @@ def both_ways(optimizer: str, micro_batches: int, no_sync: bool, broken: bool, o
 ALL = [f"layers.{i}" for i in range(4)]
 
 
+@quick_if(lambda stage, optimizer: stage == 3 or optimizer == "zerofx.AdamW")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_numbers_are_those_of_backward_and_step(workers2: Workers, stage: int, optimizer: str) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerofx
 from tests.counting import count_collectives
-from tests.slow import quick_if
+from tests.slow import quick_if, slow
 from tests.workers import Workers
 from zerofx.model.layout import BLOCKED_NUMEL, make_layout
 from zerofx.model.wire import sent_whole
@@ -398,7 +398,7 @@ def goes_on(folder: str, wire: zerofx.Wire) -> bool:
     return equal([p.full_tensor() for p in model.parameters()], [p.full_tensor() for p in again.parameters()])
 
 
-@pytest.mark.parametrize("wire", [SMALL, FEEDBACK], ids=str)
+@pytest.mark.parametrize("wire", [slow(SMALL), FEEDBACK], ids=str)
 def test_a_checkpoint_has_the_exact_weights_and_goes_on_with_the_same_bits(
     workers2: Workers, tmp_path: Path, wire: zerofx.Wire
 ) -> None:
@@ -472,7 +472,7 @@ def added_up(wire: zerofx.Wire, stage: int, backwards: int) -> list[tuple[float,
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_what_is_cut_off_of_a_gradient_is_in_the_next(workers2: Workers, stage: int) -> None:
     nearest = zerofx.Wire(gradients="int4", stochastic=False)
     fed = zerofx.Wire(gradients="int4", error_feedback=True)

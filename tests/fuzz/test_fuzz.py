@@ -27,8 +27,8 @@ CUSTOM = Layer("custom", width=6, frozen=True)
 @pytest.mark.parametrize(
     ("cases", "executor", "seed"),
     [
-        *((25, "eager", 1), (8, "inductor", 3)),  # beside those that were found
-        pytest.param(40, "eager", 2, marks=pytest.mark.slow),
+        *((15, "eager", 1), (8, "inductor", 3)),  # beside those that were found
+        pytest.param(50, "eager", 2, marks=pytest.mark.slow),
     ],
 )
 def test_random_cases_give_the_numbers_of_one_process(make_workers, cases: int, executor: str, seed: int) -> None:
