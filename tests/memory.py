@@ -13,6 +13,9 @@ from torch.profiler import record_function
 import zerofx
 from zerofx._torch import memory_profile
 
+_SESSIONS = 3
+"""Kineto cancels a session now and then ("cancelled during warmup"), where the machine is busy."""
+
 
 def allocated_peak(run: Callable[[], object], device: str = "cpu") -> int:
     """The most bytes that allocations outweigh releases by during ``run``.
@@ -24,11 +27,16 @@ def allocated_peak(run: Callable[[], object], device: str = "cpu") -> int:
         torch.accelerator.reset_peak_memory_stats()
         run()
         return torch.accelerator.max_memory_allocated() - before
-    with memory_profile() as prof:
-        with record_function("allocated_peak"):
-            run()
-    events = prof.profiler.kineto_results.events()
-    began = next(e.start_ns() for e in events if e.name() == "allocated_peak")
+    for _ in range(_SESSIONS):
+        with memory_profile() as prof:
+            with record_function("allocated_peak"):
+                run()
+        events = prof.profiler.kineto_results.events()
+        began = next((e.start_ns() for e in events if e.name() == "allocated_peak"), None)
+        if began is not None:
+            break
+    else:
+        raise RuntimeError(f"the profiler noted nothing in {_SESSIONS} sessions")
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     return max(itertools.accumulate((nbytes for time, nbytes in sorted(changes) if time >= began), initial=0))
 
