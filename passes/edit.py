@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from zerofx._torch import OpOverload, computes_anew, is_tangent, pytree, without_symbols
 from zerofx.passes.context import Context, Tag
@@ -36,7 +37,7 @@ def insert(
 
 def values(arguments: Any) -> Any:
     """``arguments``, any nesting of containers, with its fake value in the place of each node."""
-    return pytree.tree_map_only(Node, lambda n: n.meta.get("val"), arguments)
+    return map_arg(arguments, lambda n: n.meta.get("val"))
 
 
 def tagged(graph: Graph, *kinds: str) -> list[Node]:
