@@ -73,6 +73,7 @@ class Backend:
             backward is compiled with the forward then.
         code: whether Inductor writes its code for these graphs all the same. It is read, and not compiled.
         probe: whether `memory=` may run kernels, for what they take inside of themselves.
+        any_fits: whether any division of `memory=` that fits will do, in the place of the fastest.
         unread: what graphs without parameters were given, which `memory=` counts: inputs that were then cast, say.
     """
 
@@ -80,6 +81,7 @@ class Backend:
     pretend: Executed | None = None
     code: bool = False
     probe: bool = True
+    any_fits: bool = False
     unread: list[weakref.ref[torch.Tensor]] = field(default_factory=list, compare=False)
 
     def __repr__(self) -> str:
@@ -108,7 +110,7 @@ class Backend:
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.know_bounds(gm)
-        unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe)
+        unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe, self.any_fits)
         pair = Pair(unit, "inductor" if self.options.executor == "inductor" else "eager")
         compilers = Compilers(pair)
         try:

@@ -129,6 +129,7 @@ class Cut:
             fuses=unit.fuses,
             pretended=unit.pretend is not None,
             probes=unit.probe,
+            any_fits=unit.any_fits,
             share=unit.share,
             away=away_of(unit.family, None if memory is None else memory.rates),
             alike=pair.alike,

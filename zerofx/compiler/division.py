@@ -97,6 +97,7 @@ class Subject:
         fuses: whether its executor fuses pointwise operations.
         pretended: it is of `zerofx.dry_run`: no other rank is asked.
         probes: whether kernels are run, for what they take inside of themselves.
+        any_fits: whether any division that fits will do.
         share: of all that no graph has read yet, what this one does.
         away: what of activations may leave the device; None: nothing.
         alike: what tensor-parallel ranks have alike of it; None: they do not share activations.
@@ -109,6 +110,7 @@ class Subject:
     fuses: bool
     pretended: bool
     probes: bool
+    any_fits: bool
     share: float
     away: Away | None
     alike: Comparison | None
@@ -150,15 +152,35 @@ class Trials:
         fitting = [tried for tried in self.found() if self.fits(tried)]
         if not fitting:
             self.try_(0, self._most())
-            least = min(self.found(), key=lambda tried: (tried.needs, tried.price.step_s))
-            raise TooSmall(
-                f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
-                f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. "
-                f"Predicted: {_in_words(self.offers())}. "
-                f"Give it that, a smaller batch, or more ranks.{self.memory.hint}",
-                self.offers(),
-            )
+            raise self._too_small()
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
+
+    def choose_any(self) -> Tried:
+        """The first that fits, from the least saved on; none, where more is needed for more that is saved.
+
+        Raises:
+            TooSmall: none does, of those that were tried.
+        """
+        for ladder in reversed(self._ladders()):
+            before = math.inf
+            for rung in reversed(ladder):
+                tried = self._least(rung)
+                if self._fit(tried):
+                    return tried  # type: ignore[return-value]
+                if tried is None or tried.at_rest > self.memory.nbytes or tried.needs >= before:
+                    break
+                before = tried.needs
+        raise self._too_small()
+
+    def _too_small(self) -> TooSmall:
+        least = min(self.found(), key=lambda tried: (tried.needs, tried.price.step_s))
+        return TooSmall(
+            f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
+            f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. "
+            f"Predicted: {_in_words(self.offers())}. "
+            f"Give it that, a smaller batch, or more ranks.{self.memory.hint}",
+            self.offers(),
+        )
 
     def _ladders(self) -> list[list[int]]:
         """Numbers of rungs, each ladder with less and less in memory."""
@@ -358,7 +380,7 @@ def divide(
         return halves, None
     trials = Trials(of, first, lambda: _ladders(of, memory, joint, partition), memory)
     with _torch.without_code():
-        tried = trials.choose()
+        tried = trials.choose_any() if of.any_fits else trials.choose()
     rung, price = trials.rungs[tried.rung], tried.price
     division = Division(
         nbytes=memory.nbytes,

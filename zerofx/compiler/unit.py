@@ -35,6 +35,7 @@ class Unit:
         pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of an executor.
         code: whether Inductor writes its code for these all the same. It is read, and not compiled.
         probe: whether `memory=` may run kernels, for what they take inside of themselves.
+        any_fits: whether any division of `memory=` that fits will do, in the place of the fastest.
     """
 
     options: Options
@@ -43,6 +44,7 @@ class Unit:
     pretend: Executed | None = None
     code: bool = False
     probe: bool = True
+    any_fits: bool = False
 
     @staticmethod
     def of(
@@ -51,6 +53,7 @@ class Unit:
         pretend: Executed | None = None,
         code: bool = False,
         probe: bool = True,
+        any_fits: bool = False,
     ) -> Unit:
         """Raises: see `check_claimable` and `check_one_module`."""
         tensors = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
@@ -59,7 +62,7 @@ class Unit:
         check_one_module(list(tensors.values()))
         sharded = {i: ParameterRef(x._group.graph_layout, x._slot) for i, x in tensors.items()}
         groups = {x._group.graph_layout: x._group for x in tensors.values()}
-        return Unit(options, sharded, weakref.WeakValueDictionary(groups), pretend, code, probe)
+        return Unit(options, sharded, weakref.WeakValueDictionary(groups), pretend, code, probe, any_fits)
 
     @property
     def names(self) -> frozenset[str]:

@@ -41,7 +41,7 @@ from zerofx.compiler.choices import TooSmall
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord
 from zerofx.inspect.choose.choice import Alternative
-from zerofx.inspect.predict.dry_run import dry_run
+from zerofx.inspect.predict.dry_run import dry_graphs
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.ignored import ignored_in
 from zerofx.model.memory import Memory
@@ -158,11 +158,14 @@ class Question:
             return Alternative(options, why=f"needs more than {format_bytes(rest)} at rest alone")
         return self.predicted(options)
 
-    def predicted(self, options: dict[str, Any], **changed: Any) -> Alternative:
-        """What an alternative takes; ``changed``: fields of this question that are other for it."""
-        asked = replace(self, **changed)
+    def any_that_fits(self, options: dict[str, Any], **changed: Any) -> Alternative:
+        """As `predicted`; its division is one that fits, and not the fastest, which takes less time to find."""
+        return replace(self, **changed).predicted(options, any_fits=True)
+
+    def predicted(self, options: dict[str, Any], any_fits: bool = False) -> Alternative:
+        """What an alternative takes."""
         try:
-            record = asked._dry_run(options)
+            (record,) = self._dry_run(options, any_fits)
         except NotOneGraph as e:
             raise ValueError(
                 f"{type(self.module).__name__} is not one graph, and what it takes is not known before it runs: give "
@@ -184,11 +187,12 @@ class Question:
         saved, whole = activations.saved_bytes, activations.whole_bytes
         return Alternative(options, division, division.offers, saved, whole)
 
-    def _dry_run(self, options: dict[str, Any]) -> GraphRecord:
+    def _dry_run(self, options: dict[str, Any], any_fits: bool) -> list[GraphRecord]:
         given = {name: value for name, value in self.given.items() if name not in OF_PROCESSES}
         given |= {"offload": None, **options, "memory": self.memory, "progress": False}
         where: Any = {"world_size": self.world_size, "backend": self.backend, "device": self.device}
-        return dry_run(self.module, *self.args, call=self.call, probe=self.probe, **where, **given)
+        how: Any = {"probe": self.probe, "any_fits": any_fits, "whole": True}
+        return dry_graphs(self.module, self.args, self.call, given, **where, **how)
 
     def at_rest(self, options: dict[str, Any], world_size: int | tuple[int, int]) -> Account | None:
         """What a rank holds between backward and the optimizer's step; None where no layout alone says that.

@@ -4,7 +4,8 @@
 
     memory=    the least of all alternatives
     ranks      as many more as bytes at rest need (`Question.at_rest`), predicted there
-    batch      a sample; else half of what there is, and half of that, ...
+    batch      half of what there is, or half of that, ...: from the first on that may fit, by what the batch takes and
+               what one sample does
     offload=   all that can leave the device, where no place was given
 """
 
@@ -18,7 +19,7 @@ import torch
 
 from zerofx._torch import pytree
 from zerofx.compiler.auto import AUTO
-from zerofx.compiler.choices import Offer
+from zerofx.compiler.choices import Division, Offer
 from zerofx.inspect.choose.alternatives import Question
 from zerofx.inspect.choose.choice import Alternative
 from zerofx.inspect.predict.plan import least_number
@@ -65,7 +66,7 @@ def _ranks(question: Question, best: Alternative, least: Offer) -> str | None:
     if (enough := least_number(lambda ranks: rest + held(ranks) <= question.memory.nbytes)) is None:
         return None
     for ranks in (enough, int(enough * SLACK) + 1):
-        if question.predicted(best.options, world_size=ranks).division is not None:
+        if question.any_that_fits(best.options, world_size=ranks).division is not None:
             return f"{ranks:,} ranks"
     return None
 
@@ -78,14 +79,16 @@ def _batch(question: Question, best: Alternative, least: Offer) -> str | None:
         return None
     (whole,) = sizes
 
-    def fits(size: int) -> bool:
+    def of(size: int) -> Division | None:
         inputs = question.args, question.call
         args, call = pytree.tree_map_only(torch.Tensor, lambda x: x[:size] if x.dim() else x, inputs)
-        return question.predicted(best.options, args=args, call=call).division is not None
+        return question.any_that_fits(best.options, args=args, call=call).division
 
-    if whole == 1 or not fits(1):
+    if whole == 1 or (one := of(1)) is None:
         return None
-    size = next((half for half in _halves(whole) if half > 1 and fits(half)), 1)
+    each = (least.needs - one.peak_bytes) / (whole - 1)  # what a sample adds, more or less
+    may = (half for half in _halves(whole) if one.peak_bytes + each * (half - 1) <= question.memory.nbytes)
+    size = next((half for half in may if half == 1 or of(half) is not None), 1)
     return f"a batch of {size} instead of {whole}"
 
 
@@ -95,7 +98,7 @@ def _offload(question: Question, best: Alternative, least: Offer) -> str | None:
         return None
     place = "a folder" if question.device.type == "cpu" else "cpu"
     offload = Offload(place, place, place if stage in (AUTO, 3) else None, activations=place)
-    found = question.predicted({**best.options, "stage": 3 if stage == AUTO else stage, "offload": offload})
+    found = question.any_that_fits({**best.options, "stage": 3 if stage == AUTO else stage, "offload": offload})
     if found.division is None:
         return None
     takes = f"which leaves {format_bytes(found.division.peak_bytes)} on the device"

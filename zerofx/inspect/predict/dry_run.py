@@ -99,7 +99,33 @@ def dry_run(
         torch._dynamo.exc.Unsupported: the module is not one graph. What stands between graphs would run on values that
             are not there.
     """
-    sharding = options.pop("sharding", None)
+    how: Any = {"world_size": world_size, "backend": backend, "architecture": architecture, "code": code}
+    (record,) = dry_graphs(module, args, call or {}, options, device=device, probe=probe, whole=True, **how)
+    return record
+
+
+def dry_graphs(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    call: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    world_size: int | tuple[int, int],
+    backend: str,
+    device: torch.device | str,
+    code: bool = False,
+    probe: bool = False,
+    architecture: str = "sm_90",
+    whole: bool = False,
+    any_fits: bool = False,
+) -> list[GraphRecord]:
+    """As `dry_run`: the graphs of a module with graph breaks, in the order in which they run.
+
+    What stands between them runs on zeros of the right shapes. With ``whole`` a break is refused.
+    ``any_fits``: with ``memory=``, any division that fits will do, which takes less time than to find the fastest.
+    """
+    sharding = options.get("sharding")
+    options = {name: value for name, value in options.items() if name != "sharding"}
     checked = Options.of(options)
     check_scheme(sharding, checked)
     if sharding is not None and not isinstance(world_size, tuple):
@@ -136,14 +162,14 @@ def dry_run(
         if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
             check_places(offload, {"world_size": world_size})
         groups = _shard(module, sharing, checked, device, layouts)
-        compile_module(module, backend=Backend(checked, place.pretend, code, probe), dynamic=False, fullgraph=True)
+        compiles = Backend(checked, place.pretend, code, probe, any_fits)
+        compile_module(module, backend=compiles, dynamic=False, fullgraph=whole)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
         stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call or {}))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: stand_ins[id(x)], (args, call))
         with torch.enable_grad():
             module(*args, **kwargs)
-    (record,) = records_of(groups)
-    return record
+    return list(records_of(groups))
 
 
 def _checked_device(device: torch.device | str, architecture: str, probe: bool) -> torch.device:
