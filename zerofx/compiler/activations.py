@@ -45,6 +45,9 @@ ASKED = 7
 RUNGS = 10
 """How many fractions of what would be saved a ladder has, beside all of it."""
 
+FEW = 3
+"""How many of these, the smallest, are asked for where any division that fits will do."""
+
 _BALANCE = {"cpu": 10}
 """Flops that a device does while it moves a byte; others do `_BALANCE_ELSEWHERE`."""
 _BALANCE_ELSEWHERE = 100
@@ -250,20 +253,21 @@ def ladders(
     fuses: bool,
     save_entries: Callable[[Sequence[Node]], object],
     away: Away | None = None,
+    few: bool = False,
 ) -> list[list[tuple[list[Node], Activations]]]:
     """All that forward could save under one fraction or another, the most first, for a budget of ``nbytes`` for all.
 
     Where something may leave the device there is a second ladder: for each of several targets, what leaves and what is
     computed again so that a step is short.
 
-    ``fuses``, ``save_entries``, ``away``: see `choose`.
+    ``fuses``, ``save_entries``, ``away``: see `choose`. ``few``: only the smallest fractions beside all.
     """
     whole = _whole(cut, fuses)
     most = _nbytes(whole, cut)
     save_entries(cut.forward)
     cut.marked()
     rungs = {most: whole}
-    for i in range(RUNGS + 1):
+    for i in range(FEW if few else RUNGS + 1):
         saved = cut.saved(max(_torch.LEAST, i / RUNGS))
         rungs.setdefault(_nbytes(saved, cut), saved)
     leave: dict[int, _Option] = {}

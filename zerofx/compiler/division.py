@@ -156,20 +156,21 @@ class Trials:
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
 
     def choose_any(self) -> Tried:
-        """The first that fits, from the least saved on; none, where more is needed for more that is saved.
+        """The first that fits, from the least in memory on, as long as the next one needs less.
+
+        What is computed again is live, too: so the least that is saved is not always the least that is needed.
 
         Raises:
             TooSmall: none does, of those that were tried.
         """
-        for ladder in reversed(self._ladders()):
-            before = math.inf
-            for rung in reversed(ladder):
-                tried = self._least(rung)
-                if self._fit(tried):
-                    return tried  # type: ignore[return-value]
-                if tried is None or tried.at_rest > self.memory.nbytes or tried.needs >= before:
-                    break
-                before = tried.needs
+        before = math.inf
+        for rung in reversed(self._ladders()[-1]):
+            tried = self._least(rung)
+            if tried is not None and self.fits(tried):
+                return tried
+            if tried is None or tried.at_rest > self.memory.nbytes or tried.needs >= before:
+                break
+            before = tried.needs
         raise self._too_small()
 
     def _too_small(self) -> TooSmall:
@@ -451,7 +452,7 @@ def _ladders(of: Subject, memory: Memory, joint: GraphModule, partition: _torch.
 
     def look(cut: _torch.Cut) -> list[Node]:
         brought = of.parameters(cut.graph)
-        each = ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), of.away)
+        each = ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), of.away, of.any_fits)
         found.extend([Rung(*rung, as_it_is) for rung in ladder] for ladder in each)
         return each[0][0][0]
 

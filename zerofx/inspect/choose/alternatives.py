@@ -3,7 +3,7 @@
 ===========  ==============================================================  ==========================================
 option       alternatives                                                    unless
 ===========  ==============================================================  ==========================================
-stage        0, 2 and 3; 1 in the place of 2 where gradients are kept back   it is given, or an option goes with fewer
+stage        2, 3 and 0; 1 in the place of 2 where gradients are kept back   it is given, or an option goes with fewer
              (``Memory.no_sync``)
 sharding     in stage 3 on a mesh of two dimensions, every scheme            it is given
 offload      of a place: nothing; else the optimizer's state; else weights   it is a `zerofx.Offload`, or none is given
@@ -22,6 +22,9 @@ the step has copies left, and less is free.
 
 Two are not predicted. What takes more than the budget at rest alone cannot fit. And stage 3 is never faster than
 stage 2 where that keeps all that there is: it gathers as much, or more often.
+
+Where stage 2 is too large by more than stage 3 has less at rest, nothing is likely to fit. Then any division of stage 3
+is looked for first. There is none: the fastest is not looked for, nor what stage 0 would take.
 """
 
 from __future__ import annotations
@@ -125,7 +128,7 @@ class Question:
         """Options of one alternative each."""
         stage = self.given.get("stage", AUTO)
         middle = 1 if self.memory.no_sync else 2
-        for each in (middle, 0, 3) if stage == AUTO else (stage,):
+        for each in (middle, 3, 0) if stage == AUTO else (stage,):
             for scheme, wire in itertools.product(self._schemes(each), self._wires(each)):
                 options = {"stage": each, **scheme, **wire, **offload}
                 place = offload.get("offload")
@@ -154,9 +157,23 @@ class Question:
         except ValueError as e:
             return Alternative(options, why=str(e), impossible=True)
         rest = 0 if held is None else held.weights + held.moments
-        if rest > NEAR * self.memory.nbytes:
+        hopeless = self._is_hopeless(others, rest)
+        near = 1.0 if hopeless and others[-1].stage == 3 else NEAR
+        if rest > near * self.memory.nbytes:
             return Alternative(options, why=f"needs more than {format_bytes(rest)} at rest alone")
+        if hopeless and options["stage"] == 3 and (found := self.any_that_fits(options)).division is None:
+            return found
         return self.predicted(options)
+
+    def _is_hopeless(self, others: list[Alternative], rest: int) -> bool:
+        """Whether nothing will fit, most likely: none of ``others`` would with ``rest`` for what they have at rest.
+
+        Then nobody asks how fast it is with more memory, or how much faster.
+        """
+        if not others or isinstance(self.given.get("offload"), (str, Path)):
+            return False
+        least = [each.offers[0] for each in others if each.offers and each.division is None]
+        return len(least) == len(others) and all(x.needs - x.at_rest + rest > self.memory.nbytes for x in least)
 
     def any_that_fits(self, options: dict[str, Any], **changed: Any) -> Alternative:
         """As `predicted`; its division is one that fits, and not the fastest, which takes less time to find."""

@@ -4,8 +4,8 @@
 
     memory=    the least of all alternatives
     ranks      as many more as bytes at rest need (`Question.at_rest`), predicted there
-    batch      half of what there is, or half of that, ...: from the first on that may fit, by what the batch takes and
-               what one sample does
+    batch      half of what there is, or half of that, ...; a sample. Those that cannot fit are left out, by what those
+               before them needed: it grows with the batch, beside what is at rest
     offload=   all that can leave the device, where no place was given
 """
 
@@ -26,8 +26,8 @@ from zerofx.inspect.predict.plan import least_number
 from zerofx.model.offload import Offload
 from zerofx.model.units import format_bytes
 
-SLACK = 1.25
-"""More ranks than bytes at rest ask for, where buffers in flight turn out larger than here."""
+ATTEMPTS = 2
+"""How many numbers of ranks are tried: the second where buffers in flight turn out larger than with fewer ranks."""
 
 
 def refuse(question: Question, alternatives: list[Alternative]) -> NoReturn:
@@ -62,12 +62,18 @@ def _ranks(question: Question, best: Alternative, least: Offer) -> str | None:
         there = question.at_rest(best.options, ranks)
         return math.inf if there is None else there.weights + there.moments + there.gradients
 
-    rest = least.needs - held(question.world_size)
-    if (enough := least_number(lambda ranks: rest + held(ranks) <= question.memory.nbytes)) is None:
-        return None
-    for ranks in (enough, int(enough * SLACK) + 1):
-        if question.any_that_fits(best.options, world_size=ranks).division is not None:
+    ranks, needs = question.world_size, least.needs
+    for _ in range(ATTEMPTS):
+        rest = needs - held(ranks)
+        enough = least_number(lambda ranks, rest=rest: rest + held(ranks) <= question.memory.nbytes)  # type: ignore[misc]
+        if enough is None or enough <= ranks:
+            return None
+        ranks, found = enough, question.any_that_fits(best.options, world_size=enough)
+        if found.division is not None:
             return f"{ranks:,} ranks"
+        if not found.offers:
+            return None
+        needs = found.offers[0].needs
     return None
 
 
@@ -75,21 +81,26 @@ def _batch(question: Question, best: Alternative, least: Offer) -> str | None:
     """How many samples fewer."""
     tensors = [x for x in pytree.tree_leaves((question.args, question.call)) if isinstance(x, torch.Tensor) and x.dim()]
     sizes = {len(x) for x in tensors}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or (whole := sizes.pop()) < 2:
         return None
-    (whole,) = sizes
-
-    def of(size: int) -> Division | None:
+    fixed: float = least.at_rest - sum(x.nbytes for x in tensors)  # weights, and what the optimizer keeps
+    if fixed > question.memory.nbytes:
+        return None
+    size, needs, each = whole, least.needs, (least.needs - fixed) / whole
+    for half in _halves(whole):
+        if half > 1 and fixed + each * half > question.memory.nbytes:
+            continue
         inputs = question.args, question.call
-        args, call = pytree.tree_map_only(torch.Tensor, lambda x: x[:size] if x.dim() else x, inputs)
-        return question.any_that_fits(best.options, args=args, call=call).division
-
-    if whole == 1 or (one := of(1)) is None:
-        return None
-    each = (least.needs - one.peak_bytes) / (whole - 1)  # what a sample adds, more or less
-    may = (half for half in _halves(whole) if one.peak_bytes + each * (half - 1) <= question.memory.nbytes)
-    size = next((half for half in may if half == 1 or of(half) is not None), 1)
-    return f"a batch of {size} instead of {whole}"
+        args, call = pytree.tree_map_only(torch.Tensor, lambda x, n=half: x[:n] if x.dim() else x, inputs)
+        found = question.any_that_fits(best.options, args=args, call=call)
+        if found.division is not None:
+            return f"a batch of {half} instead of {whole}"
+        if not found.offers:
+            return None
+        each = (needs - found.offers[0].needs) / (size - half)
+        size, needs = half, found.offers[0].needs
+        fixed = needs - each * half
+    return None
 
 
 def _offload(question: Question, best: Alternative, least: Offer) -> str | None:
