@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import zerofx
@@ -206,8 +207,72 @@ def test_compile_chooses_as_choose_does_alike_on_all_ranks_and_stays_within_the_
 
 class TwoGraphs(Small):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = hidden + block["down"](F.gelu(block["up"](hidden)))  # type: ignore[index]
         torch._dynamo.graph_break()
-        return super().forward(x, y)
+        return F.cross_entropy(self.of(hidden).flatten(0, 1), y.flatten())
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class OutsideOfGraphs(TwoGraphs):
+    @torch._dynamo.disable
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class SharedByGraphs(Small):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = self.head(self.tokens(x))
+        torch._dynamo.graph_break()
+        return F.cross_entropy((first + self.head(self.tokens(first.argmax(-1)))).flatten(0, 1), y.flatten())
+
+
+def apart() -> list[torch.Tensor]:
+    """As `data`, which are views of one tensor: a graph that is given one of them is given all of it."""
+    return [x.clone() for x in data()]
+
+
+def chosen_and_trained_in_two_graphs(budgets: list[int]) -> list[dict[str, Any]]:
+    """As `chosen_and_trained`, of a module with a graph break."""
+    found = []
+    x, y = batch = apart()
+    for nbytes in budgets:
+        torch.manual_seed(0)
+        net = zerofx.compile(TwoGraphs(1), memory=zerofx.Memory(nbytes, rates=RATES), batch=(x, y), **HOW)
+        choice = zerofx.explain(net)
+        losses, peak = trained(net, batch=batch)
+        wanted, _ = trained(built(partial(TwoGraphs, 1), None, stage=choice.chosen.stage))
+        divided = [record.forward.division for record in zerofx.graphs(net) if record.forward is not None]
+        found.append({"said": str(choice), "losses": losses, "wanted": wanted, "peak": peak, "budget": nbytes})
+        found[-1] |= {"chosen": choice.division, "divided": Division.of_step(divided), "graphs": len(divided)}
+    return found
+
+
+def test_two_graphs_are_chosen_for_alike_and_stay_within_the_budget(workers2: Workers) -> None:
+    """With room for the whole of stage 3, and with what a refusal says is enough."""
+    with pytest.raises(ValueError, match=r"What fits: memory=([\d,]+)") as refused:
+        small(60_000, TwoGraphs(1))
+    least = int(re.search(r"memory=([\d,]+)(?:;|\.)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+    whole = small(PLENTY, TwoGraphs(1), stage=3).division.peak_bytes
+    ranks = workers2.run(chosen_and_trained_in_two_graphs, [least, whole], timeout=250)
+    for nbytes, one, other in zip([least, whole], *ranks, strict=True):
+        assert one["said"] == other["said"] == str(small(nbytes, TwoGraphs(1)))
+        assert "graphs     2; what runs outside of these is not counted" in one["said"]
+        assert one["graphs"] == 2 and one["chosen"] == one["divided"]
+        assert one["losses"] == pytest.approx(one["wanted"], abs=1e-6)
+        for at in (one, other):
+            assert at["peak"] <= at["chosen"].peak_bytes <= at["budget"]
+
+
+def test_what_one_of_two_graphs_needs_says_nothing_of_seconds() -> None:
+    """Where an alternative fails at its first graph, the screen names no time for more memory."""
+    peak = small(PLENTY, TwoGraphs(1), stage=3).division.peak_bytes
+    choice = small(peak, TwoGraphs(1))
+    assert any(each.offers and each.division is None for each in choice.alternatives), str(choice)
+    assert choice.better_with() == []
 
 
 REFUSED: dict[str, Callable[[], object]] = {
@@ -219,7 +284,8 @@ REFUSED: dict[str, Callable[[], object]] = {
         Small(), buckets="bucket", memory=PLENTY, batch=tuple(data())
     ),
     "memory=None: expected bytes of each rank's device": lambda: small(None),  # type: ignore[arg-type]
-    "TwoGraphs is not one graph, and what it takes is not known": lambda: small(PLENTY, TwoGraphs()),
+    "OutsideOfGraphs is not one graph, and what stands between": lambda: small(PLENTY, OutsideOfGraphs(1)),
+    "memory= and a graph that is compiled while another": lambda: small(PLENTY, SharedByGraphs(1)),
     "Linear leaves nothing for a backward": lambda: zerofx.choose(
         nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2), world_size=2, memory=PLENTY, stage=3, **HOW
     ),

@@ -6,6 +6,7 @@ import functools
 import re
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,11 +75,17 @@ def needed(build: Any, *, memory: Any = 1, **options: Any) -> int:
     return int(re.search(r"at least ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
 
 
-def trained(net: nn.Module, micro_batches: int = 1, no_sync: bool = False, ours: bool = False) -> Any:
+def trained(
+    net: nn.Module,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    ours: bool = False,
+    batch: Sequence[torch.Tensor] | None = None,
+) -> Any:
     """Losses of four steps with Adam, or ``ours``; and the most bytes that all but the first held, in all."""
     make = zerofx.AdamW if ours else functools.partial(torch.optim.Adam, foreach=False)
     optimizer, found = make(net.parameters(), lr=1e-2), []
-    x, y = data()
+    x, y = batch or data()
     torch.manual_seed(7)
 
     def step() -> None:

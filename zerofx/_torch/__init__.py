@@ -91,6 +91,7 @@ from zerofx._torch.distributed import (
 )
 from zerofx._torch.dtensor import DTensorLayout, as_dtensor, held, is_dtensor
 from zerofx._torch.dynamo import (
+    FromDynamo,
     NotOneGraph,
     call_instead,
     chosen_by_data,

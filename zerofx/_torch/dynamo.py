@@ -18,6 +18,9 @@ from torch.fx import GraphModule, Node
 NotOneGraph = torch._dynamo.exc.Unsupported
 """With ``fullgraph=True``: what Dynamo does not capture (2.11, 2.13, 2.15)."""
 
+FromDynamo = torch._dynamo.exc.TorchDynamoException
+"""Of Dynamo itself, and of the backends that it calls; no error of code that runs between graphs (2.11, 2.13, 2.15)."""
+
 
 def compile_module(module: nn.Module, **options: Any) -> None:
     """``module.compile(**options)`` through a frame of the module's own (2.11, 2.13, 2.15).

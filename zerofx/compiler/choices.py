@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zerofx.runtime.state.footprint import Demand
@@ -66,6 +67,10 @@ class TooSmall(ValueError):
         self.offers = offers
 
 
+class NotDivided(ValueError):
+    """Graphs that share groups, and that no budget is divided between."""
+
+
 @dataclass(frozen=True)
 class Division:
     """How ``memory`` was divided for one pair of graphs (`zerofx.compiler.division`).
@@ -93,6 +98,27 @@ class Division:
     tried: int = 1
     elsewhere: int = 0
     offers: tuple[Offer, ...] = ()
+
+    @staticmethod
+    def of_step(divisions: Sequence[Division]) -> Division:
+        """Of all graphs of a module: as the one with the highest peak, and all seconds.
+
+        Each was made beside those before it, and room for those behind it. The last one knows all others.
+        """
+        if len(divisions) == 1:
+            return divisions[0]
+        worst = max(divisions, key=lambda each: each.peak_bytes)
+        seconds = sum(each.step_s for each in divisions), max(each.optimizer_s for each in divisions)
+        budgets = [each.memory_budget for each in divisions if each.memory_budget is not None]
+        return replace(
+            worst,
+            left=sum(each.left for each in divisions),
+            memory_budget=min(budgets, default=None),
+            step_s=seconds[0],
+            optimizer_s=seconds[1],
+            tried=max(each.tried for each in divisions),
+            offers=(Offer(worst.peak_bytes, worst.at_rest, *seconds),),
+        )
 
     @property
     def peak_bytes(self) -> int:

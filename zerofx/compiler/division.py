@@ -47,7 +47,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import Away, ladders, top_rung
-from zerofx.compiler.choices import Activations, Division, Offer, Settled, TooSmall
+from zerofx.compiler.choices import Activations, Division, NotDivided, Offer, Settled, TooSmall
 from zerofx.compiler.compared import Comparison
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Choice, Contexts, Halves, Rung, through_passes
@@ -147,15 +147,24 @@ class Trials:
         first = self.try_(0, self._most())
         if first is not None and self.fits(first):
             return first
-        for ladder in self._ladders():
+        ladders = self._ladders()
+        for ladder in ladders:
             self._search(ladder)
         fitting = [tried for tried in self.found() if self.fits(tried)]
         if not fitting:
             self.try_(0, self._most())
-            raise self._too_small()
+            return self._any_of(ladders[-1])
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
 
     def choose_any(self) -> Tried:
+        """One that fits, found by few tries. `choose` finds one wherever this does.
+
+        Raises:
+            TooSmall: none does, of those that were tried.
+        """
+        return self._any_of(self._ladders()[-1])
+
+    def _any_of(self, ladder: Sequence[int]) -> Tried:
         """The first that fits, from the least in memory on, as long as the next one needs less.
 
         What is computed again is live, too: so the least that is saved is not always the least that is needed.
@@ -164,7 +173,7 @@ class Trials:
             TooSmall: none does, of those that were tried.
         """
         before = math.inf
-        for rung in reversed(self._ladders()[-1]):
+        for rung in reversed(ladder):
             tried = self._least(rung)
             if tried is not None and self.fits(tried):
                 return tried
@@ -422,7 +431,7 @@ def settle(of: Subject, settled: Settled) -> None:
 def _refuse_pending(of: Subject) -> None:
     """Refuse to divide what activations of other graphs share with."""
     if any(group.pending for group in of.groups) and of.family.footprint.saved_now(of.names):
-        raise ValueError(
+        raise NotDivided(
             "memory= and a graph that is compiled while another that reads the same groups has activations in memory: "
             "these two are not divided yet. Mend the graph break, run each backward before the next forward, or give "
             "memory_budget= and activation_budget= instead."
@@ -452,7 +461,8 @@ def _ladders(of: Subject, memory: Memory, joint: GraphModule, partition: _torch.
 
     def look(cut: _torch.Cut) -> list[Node]:
         brought = of.parameters(cut.graph)
-        each = ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), of.away, of.any_fits)
+        how: Any = {"away": of.away, "few": of.any_fits}
+        each = ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), **how)
         found.extend([Rung(*rung, as_it_is) for rung in ladder] for ladder in each)
         return each[0][0][0]
 

@@ -30,17 +30,18 @@ is looked for first. There is none: the fastest is not looked for, nor what stag
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from zerofx._torch import NotOneGraph
+from zerofx._torch import FromDynamo, NotOneGraph
 from zerofx.compiler.auto import AUTO
-from zerofx.compiler.choices import TooSmall
+from zerofx.compiler.choices import Division, NotDivided, TooSmall
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord
 from zerofx.inspect.choose.choice import Alternative
@@ -54,6 +55,8 @@ from zerofx.model.units import format_bytes
 from zerofx.model.wire import Wire
 from zerofx.runtime.ranks.sharing import OneGroup
 from zerofx.runtime.state.account import Account, Elements, Terms, at_rest
+
+E = TypeVar("E", bound=BaseException)
 
 QUANTIZED = Wire(weights="int8", gradients="int8")
 """What ``wire="auto"`` allows."""
@@ -76,6 +79,7 @@ class Question:
         backend, device: what graphs are for.
         probe: whether kernels may be run.
         given: options as the user gave them.
+        whole: whether the module is one graph.
     """
 
     module: nn.Module
@@ -87,6 +91,7 @@ class Question:
     device: torch.device
     probe: bool
     given: dict[str, Any]
+    whole: bool = True
 
     @property
     def ranks(self) -> str:
@@ -99,7 +104,8 @@ class Question:
         """All of them, in the order in which they were predicted.
 
         Raises:
-            ValueError: the options go with no stage; or the module is several graphs.
+            ValueError: the options go with no stage; or part of the module cannot be predicted.
+            NotOneGraph: the module is not one graph, and this question is of one that is.
         """
         found: list[Alternative] = []
         for offloads in self._offloads():
@@ -176,39 +182,56 @@ class Question:
         return len(least) == len(others) and all(x.needs - x.at_rest + rest > self.memory.nbytes for x in least)
 
     def any_that_fits(self, options: dict[str, Any], **changed: Any) -> Alternative:
-        """As `predicted`; its division is one that fits, and not the fastest, which takes less time to find."""
-        return replace(self, **changed).predicted(options, any_fits=True)
+        """As `predicted`; its division is one that fits, and not the fastest, which takes less time to find.
+
+        Of several graphs they are the fastest all the same: with others the first might leave more for those behind it.
+        """
+        return replace(self, **changed).predicted(options, any_fits=self.whole)
 
     def predicted(self, options: dict[str, Any], any_fits: bool = False) -> Alternative:
         """What an alternative takes."""
         try:
-            (record,) = self._dry_run(options, any_fits)
-        except NotOneGraph as e:
-            raise ValueError(
-                f"{type(self.module).__name__} is not one graph, and what it takes is not known before it runs: give "
-                f"stage= a number, and leave batch= out. Dynamo says: {str(e).splitlines()[0]}"
-            ) from e
+            records = self._dry_run(options, any_fits)
+        except NotOneGraph:
+            raise
         except Exception as e:
-            if (too_small := _in_chain(e)) is not None:
-                return Alternative(options, offers=too_small.offers)
-            if not isinstance(e, ValueError):
-                raise
-            return Alternative(options, why=str(e), impossible=True)
-        activations = None if record.forward is None else record.forward.activations
-        division = None if record.forward is None else record.forward.division
-        if activations is None or division is None:
+            return self._refused(options, e)
+        forwards = [record.forward for record in records if record.forward is not None]
+        activations = [forward.activations for forward in forwards if forward.activations is not None]
+        divisions = [forward.division for forward in forwards if forward.division is not None]
+        if not activations or not divisions:
             raise ValueError(
                 f"{type(self.module).__name__} leaves nothing for a backward: no parameter that is trained takes part "
                 "in what it returns, and there is no step to choose for. Give stage= a number, and leave batch= out."
             )
-        saved, whole = activations.saved_bytes, activations.whole_bytes
-        return Alternative(options, division, division.offers, saved, whole)
+        division, graphs = Division.of_step(divisions), 0 if self.whole else len(divisions)
+        saved, whole = sum(each.saved_bytes for each in activations), sum(each.whole_bytes for each in activations)
+        return Alternative(options, division, division.offers, saved, whole, graphs)
+
+    def _refused(self, options: dict[str, Any], error: Exception) -> Alternative:
+        """An alternative whose dry run has ended so."""
+        if (too_small := _in_chain(error, TooSmall)) is not None:
+            offers = too_small.offers
+            if not self.whole:  # seconds are those of one graph
+                offers = tuple(offer._replace(step_s=math.inf) for offer in offers)
+            return Alternative(options, offers=offers)
+        if (not_divided := _in_chain(error, NotDivided)) is not None:
+            raise ValueError(str(not_divided)) from error
+        if isinstance(error, ValueError):
+            return Alternative(options, why=str(error), impossible=True)
+        if self.whole or isinstance(error, FromDynamo):
+            raise error
+        raise ValueError(
+            f"{type(self.module).__name__} is not one graph, and what stands between its graphs does not run without "
+            "weights and values, so what it takes is not known ahead. Mend the graph break (TORCH_LOGS=graph_breaks "
+            f"names it); or give stage= a number, and leave batch= out. {type(error).__name__}: {error}"
+        ) from error
 
     def _dry_run(self, options: dict[str, Any], any_fits: bool) -> list[GraphRecord]:
         given = {name: value for name, value in self.given.items() if name not in OF_PROCESSES}
         given |= {"offload": None, **options, "memory": self.memory, "progress": False}
         where: Any = {"world_size": self.world_size, "backend": self.backend, "device": self.device}
-        how: Any = {"probe": self.probe, "any_fits": any_fits, "whole": True}
+        how: Any = {"probe": self.probe, "any_fits": any_fits, "whole": self.whole}
         return dry_graphs(self.module, self.args, self.call, given, **where, **how)
 
     def at_rest(self, options: dict[str, Any], world_size: int | tuple[int, int]) -> Account | None:
@@ -235,8 +258,8 @@ class Question:
         return held
 
 
-def _in_chain(error: BaseException | None) -> TooSmall | None:
+def _in_chain(error: BaseException | None, wanted: type[E]) -> E | None:
     """What Dynamo has wrapped."""
-    while error is not None and not isinstance(error, TooSmall):
+    while error is not None and not isinstance(error, wanted):
         error = error.__cause__ or error.__context__
     return error

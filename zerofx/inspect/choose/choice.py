@@ -40,6 +40,7 @@ class Alternative:
         division: of the memory; None: it does not fit, or was not predicted.
         offers: divisions that were predicted, from the least memory on.
         saved, whole: bytes that forward saves for backward, and that it would save without a budget.
+        graphs: how many there are, where the module has graph breaks; 0: it has none.
         why: of one that was not predicted, why not; and
         impossible: whether that is since its options do not go together.
     """
@@ -49,6 +50,7 @@ class Alternative:
     offers: tuple[Offer, ...] = ()
     saved: int = 0
     whole: int = 0
+    graphs: int = 0
     why: str = ""
     impossible: bool = False
 
@@ -134,7 +136,7 @@ class Choice:
 
     def __str__(self) -> str:
         chosen, division = self.chosen, self.division
-        by_kind = [("at rest", division.at_rest), *division.peak.items()]
+        by_kind = [("at rest", division.at_rest), *division.peak.items(), ("other graphs", division.elsewhere)]
         takes = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in by_kind if n)
         times = f"{format_seconds(chosen.step_s)}, of which the optimizer {format_seconds(division.optimizer_s)}"
         rows = [
@@ -142,6 +144,8 @@ class Choice:
             ("keeps", _kept(chosen)),
             ("a step", f"{times} (predicted)"),
         ]
+        if chosen.graphs:
+            rows.append(("graphs", f"{chosen.graphs}; what runs outside of these is not counted"))
         headings = ["next best", "then"]
         rows += [(heading, self._beside(each)) for heading, each in zip(headings, self.alternatives[1:])]
         for more, name, seconds in self.better_with():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx._torch import NotOneGraph
 from zerofx.compiler.auto import AUTO, OPEN
 from zerofx.inspect.choose.alternatives import Question
 from zerofx.inspect.choose.choice import Choice, best_first
@@ -45,7 +46,8 @@ def choose(
     dry run per alternative: about as long as compiling two to four times.
 
     Args:
-        module: on any device, the meta device included. It must be one graph.
+        module: on any device, the meta device included. Where it is several graphs, what runs outside of
+            them runs on zeros, can read no weights, and is not counted.
         *args: what it is called with; tensors on the meta device will do, for only their shapes and dtypes count.
         world_size: over how many ranks it is sharded; or, as of a mesh of two dimensions, how many replicas there are,
             and over how many ranks each is sharded.
@@ -82,7 +84,11 @@ def choose(
         probe=place.type == "cpu" and not any(p.is_meta for p in module.parameters()),
         given=options,
     )
-    alternatives = question.alternatives()
+    try:
+        alternatives = question.alternatives()
+    except NotOneGraph:
+        question = replace(question, whole=False)
+        alternatives = question.alternatives()
     if all(each.division is None for each in alternatives):
         refuse(question, alternatives)
     given = {name: value for name, value in options.items() if name not in OPEN or value != AUTO}

@@ -2,7 +2,7 @@
 
 ::
 
-    memory=    the least of all alternatives
+    memory=    the least of all alternatives; of several graphs, tried
     ranks      as many more as bytes at rest need (`Question.at_rest`), predicted there
     batch      half of what there is, or half of that, ...; a sample. Those that cannot fit are left out, by what those
                before them needed: it grows with the batch, beside what is at rest
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import torch
 
 from zerofx._torch import pytree
 from zerofx.compiler.auto import AUTO
-from zerofx.compiler.choices import Division, Offer
+from zerofx.compiler.choices import Offer
 from zerofx.inspect.choose.alternatives import Question
 from zerofx.inspect.choose.choice import Alternative
 from zerofx.inspect.predict.plan import least_number
@@ -43,7 +45,7 @@ def refuse(question: Question, alternatives: list[Alternative]) -> NoReturn:
     if not all(each.offers for each in predicted):
         raise ValueError(predicted[0].why)
     best = min(predicted, key=lambda each: each.offers[0].needs)
-    least = best.offers[0]
+    least = _least(question, best)
     ways = [f"memory={least.needs:,}"]
     ways += [way for find in (_ranks, _batch, _offload) if (way := find(question, best, least)) is not None]
     raise ValueError(
@@ -51,6 +53,19 @@ def refuse(question: Question, alternatives: list[Alternative]) -> NoReturn:
         f"{best.name} needs least, {least.needs:,} bytes, of which {format_bytes(least.at_rest)} are there at rest. "
         f"What fits: {'; or '.join(ways)}.{question.memory.hint}"
     )
+
+
+def _least(question: Question, best: Alternative) -> Offer:
+    """What is enough: of several graphs the first one that does not fit has only guessed at those behind it."""
+    least = best.offers[0]
+    while not question.whole:
+        found = question.any_that_fits(best.options, memory=replace(question.memory, nbytes=least.needs))
+        if found.division is not None:
+            break
+        if not found.offers:
+            raise ValueError(found.why)
+        least = found.offers[0]
+    return least
 
 
 def _ranks(question: Question, best: Alternative, least: Offer) -> str | None:
@@ -91,7 +106,7 @@ def _batch(question: Question, best: Alternative, least: Offer) -> str | None:
         if half > 1 and fixed + each * half > question.memory.nbytes:
             continue
         inputs = question.args, question.call
-        args, call = pytree.tree_map_only(torch.Tensor, lambda x, n=half: x[:n] if x.dim() else x, inputs)
+        args, call = pytree.tree_map_only(torch.Tensor, partial(_first, half), inputs)
         found = question.any_that_fits(best.options, args=args, call=call)
         if found.division is not None:
             return f"a batch of {half} instead of {whole}"
@@ -114,6 +129,10 @@ def _offload(question: Question, best: Alternative, least: Offer) -> str | None:
         return None
     takes = f"which leaves {format_bytes(found.division.peak_bytes)} on the device"
     return f'offload="{place}", {takes}'
+
+
+def _first(n: int, x: torch.Tensor) -> torch.Tensor:
+    return x[:n] if x.dim() else x
 
 
 def _halves(size: int) -> Iterator[int]:

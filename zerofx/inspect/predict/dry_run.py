@@ -20,7 +20,7 @@ the module          a copy whose parameters have their shapes and no memory
 the ranks           a process group that has a name, a size and no members
 the shards          tensors on the meta device
 a file              the name of its folder; nothing is made or looked for there (``offload=``)
-compiled code       a function that returns zeros of the right shape, one element each
+compiled code       a function that returns zeros of the right shape; they take no memory
 a CUDA device       its properties (zerofx/_torch/pretended_cuda.py), with a CUDA build and no GPU; its tensors are on
                     the CPU, and tracers see them on ``cuda:0``
 ==================  ======================================================================
@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,15 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zerofx._torch import ARCHITECTURES, DTensorLayout, PretendedDevice, compile_module, pretended_cuda, pytree
+from zerofx._torch import (
+    ARCHITECTURES,
+    DTensorLayout,
+    PretendedDevice,
+    compile_module,
+    pretended_cuda,
+    pytree,
+    saved_outputs,
+)
 from zerofx.compiler.apart import Apart
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.checks import check_module, check_offload, check_wire
@@ -214,19 +223,36 @@ class _Place:
         return self._standing_in(here)
 
     def pretend(self, gm: GraphModule, inputs: list[Any], static: list[int]) -> Any:
-        """In the place of an executor: zeros of the shapes that the graph promises, one element of memory each."""
+        """In the place of an executor: zeros of the shapes that the graph promises, one element of memory each.
+
+        What goes on to another graph has its strides, too, and addresses for all of it: that graph counts it.
+        """
         values = [node.meta["val"] if isinstance(node, Node) else node for node in edit.output_values(gm.graph)]
-        facts = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+        saved = saved_outputs(gm.graph.output_node())
+        made = [self._zeros(value, goes_on=i not in saved) for i, value in enumerate(values)]
 
         def run(args: list[Any]) -> list[Any]:
             args.clear()
-            return [
-                torch.zeros((), dtype=f[1], device=self.device).expand(f[0]) if isinstance(f, tuple) else f
-                for f in facts
-            ]
+            return [make() for make in made]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def _zeros(self, value: Any, goes_on: bool) -> Callable[[], Any]:
+        """What makes zeros like ``value``; or ``value``, if it is no tensor."""
+        if not isinstance(value, torch.Tensor):
+            return lambda: value
+        shape, stride, dtype, device = value.shape, value.stride(), value.dtype, self.device
+        offset, nbytes = value.storage_offset(), value.untyped_storage().nbytes()
+        if not goes_on or device.type != "cpu" or not nbytes:
+            return lambda: torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+        def addresses() -> torch.Tensor:
+            """Pages that nobody writes take no memory."""
+            storage = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
+            return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+        return addresses
 
     def _standing_in(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.pretended is None else self.pretended.stands_in(x)
