@@ -338,6 +338,8 @@ def test_a_plan_has_moments_on_the_host_and_what_a_step_copies(fake_world: Any) 
     assert "on the host" in str(there) and "to and from it" in str(there) and "on disk" not in str(there)
     with pytest.raises(ValueError, match="says nothing without a folder in offload="):
         zerofx.plan(Net(), world_size=2, offload="cpu", disk_bandwidth=1e9, bandwidth=1e9)
+    with pytest.raises(ValueError, match=r'host_bandwidth=1000000000.0 says nothing without offload="cpu"'):
+        zerofx.plan(Net(), world_size=2, offload="/x", host_bandwidth=1e9, bandwidth=1e9)
     low = zerofx.plan(Net().bfloat16(), world_size=2, offload="cpu", stages=[3]).stages[0]
     assert low.files is not None and float(low.files.at_rest) == 3 * float(low.files.per_step)  # 12 bytes, and 2 + 2
 
@@ -377,6 +379,32 @@ def test_a_plan_has_what_a_step_copies(fake_world: Any, stage: int, offload: zer
     assert float(plan.files.per_step) - kept == pytest.approx(copied(stage, offload, k), rel=0.01)
     without = zerofx.plan(Net(), world_size=2, groups=EACH_LAYER, stages=[stage]).stages[0]
     assert float(plan.files.at_rest) == float(without.memory.total) - float(plan.memory.total)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(3, ALL), (2, GRADIENTS), (2, zerofx.Offload("cpu")), slow(3, WEIGHTS), slow(3, GRADIENTS)]
+)
+def test_where_copies_take_longest_a_plan_takes_as_long_as_what_is_predicted(
+    fake_world: Any, stage: int, offload: zerofx.Offload
+) -> None:
+    """Within a tenth: of 16 groups the last stays gathered, and the first gradient leaves when its weights came."""
+    fake_world(2)
+    options: dict[str, Any] = {"groups": EACH_LAYER, "offload": offload}
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(16)]
+    net, x = torch.nn.Sequential(*layers), torch.ones(2, 64)
+    rates = {"bandwidth": 1e15, "flops": 1e15, "tokens": 2, "memory_bandwidth": 1e15, "host_bandwidth": 1e6}
+    made = zerofx.plan(net, world_size=2, stages=[stage], **rates, **options)
+    with staged():
+        model = zerofx.compile(net, stage=stage, executor="eager", **options)
+        model(x).sum().backward()
+        found = zerofx.predict(model, zerofx.Rates(1e15, 1e15, 1e15, host_copy_bytes_per_s=1e6))
+    (planned,) = made.stages
+    assert planned.time is not None and planned.files is not None and found.time_s is not None
+    assert float(planned.time.step) == pytest.approx(found.time_s, rel=0.1, abs=1e-6)
+    assert float(planned.time.optimizer) == pytest.approx(found.optimizer_s, rel=0.01, abs=1e-6)
+    assert float(planned.time.whole) > 0.1 and "1.0 MB/s each way to the host" in str(made)
+    if offload == ALL:  # both ways at once
+        assert float(planned.time.step) < 0.8 * float(planned.files.per_step) / 1e6
 
 
 def test_an_optimizer_that_would_compute_on_the_device_is_refused(fake_world: Any) -> None:

@@ -136,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RATE",
         help="with --offload, of a rank, reading and writing together: 1GB",
     )
+    timing.add_argument(
+        "--host-bandwidth",
+        type=_argument(parse_bandwidth),
+        metavar="RATE",
+        help="with --offload cpu, between a device and its host, each way: 20GB",
+    )
     timing.add_argument("--latency", type=_argument(parse_seconds), metavar="TIME", help="of a collective: 20us")
     timing.add_argument(
         "--flops", type=_argument(parse_flops), metavar="RATE", help="that a rank reaches, not its peak: 400T"
@@ -242,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
             no_sync=given.no_sync,
             offload=given.offload,
             disk_bandwidth=given.disk_bandwidth,
+            host_bandwidth=given.host_bandwidth,
             bandwidth=given.bandwidth,
             node_bandwidth=given.node_bandwidth,
             ranks_per_node=given.ranks_per_node,

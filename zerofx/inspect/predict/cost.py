@@ -65,7 +65,9 @@ itself, 4 D, go with the moments. A disk that reads and writes ``d`` bytes in a 
 
 In the host's memory it is the same at rest, and what passes is copied between that and the device. The optimizer steps
 there. So it moves the gradient (m D) and weights (2 m D, or m D beside masters) that are not there. Each further
-gradient is copied out, comes back with the sum so far, and both leave: 5 m D.
+gradient is copied out, comes back with the sum so far, and both leave: 5 m D. The link has a way each: of these 2 m D
+come to the device while 3 m D leave it, and weights come. A phase takes as long as the busier way, at ``d`` bytes in a
+second.
 
 Stages 1 and 2 bring their replicas up to date once per optimizer step; stage 3 gathers in every forward and every
 backward, but for groups that stay gathered in between (``kept=``). An all-reduce is a reduce-scatter and an all-gather,
@@ -231,6 +233,8 @@ class Filed(Formulas):
         weights, gradients, master, moments: at rest, of each column of `Memory`.
         forward, backward: in all graphs of the step.
         optimizer: in its step.
+        backward_in, optimizer_in: of these, what goes to the device while others leave it: the host's memory has a way
+            for each. A file has one for both, and these are 0.
     """
 
     weights: Expr = _NOTHING
@@ -240,6 +244,18 @@ class Filed(Formulas):
     forward: Expr = _NOTHING
     backward: Expr = _NOTHING
     optimizer: Expr = _NOTHING
+    backward_in: Expr = _NOTHING
+    optimizer_in: Expr = _NOTHING
+
+    @property
+    def backward_longer(self) -> Expr:
+        """Of ``backward``, what goes the way that more does."""
+        return Max(self.backward - self.backward_in, self.backward_in)
+
+    @property
+    def optimizer_longer(self) -> Expr:
+        """Of ``optimizer``, what goes the way that more does."""
+        return Max(self.optimizer - self.optimizer_in, self.optimizer_in)
 
     @property
     def at_rest(self) -> Expr:
@@ -267,7 +283,8 @@ class Time(Formulas):
         compute: of all forwards and backwards.
         wire: of all collectives, one after the other.
         step: from first to last, with each phase's collectives behind its compute.
-        optimizer: of the optimizer, which comes on top; only known where there is a disk (`Filed`).
+        optimizer: of the optimizer, which comes on top; only known with the rate of a disk, or of the link to the
+            host (`Filed`).
     """
 
     compute: Expr
@@ -329,9 +346,12 @@ def filed(
     column, weights = Memory.of(there, mixed), there.shards + still.shards
     reductions = Integer(1) if no_sync else k
     optimizer = 2 * (there.moments + there.masters + there.shards) + there.gradients
+    backward_in = optimizer_in = _NOTHING
     if on_host:
-        passes = ("gradient" not in kinds) + ("weights" not in kinds) * (1 if trained.masters else 2)
-        optimizer = trained.gradients * passes
+        leaves = ("gradient" not in kinds) + ("weights" not in kinds and not trained.masters)
+        optimizer_in = trained.gradients * int("weights" not in kinds)
+        optimizer = trained.gradients * leaves + optimizer_in
+        backward_in = k * weights + 2 * (reductions - 1) * there.gradients
     return Filed(
         weights=column.weights + still.shards,
         gradients=_NOTHING if accumulating else column.gradients,
@@ -340,6 +360,8 @@ def filed(
         forward=k * weights,
         backward=k * weights + (5 * reductions - 4 if on_host else 4 * reductions - 3) * there.gradients,
         optimizer=sympify(optimizer),
+        backward_in=sympify(backward_in),
+        optimizer_in=sympify(optimizer_in),
     )
 
 
@@ -383,7 +405,8 @@ def time(
 ) -> Time:
     """What an optimizer step takes; arguments as in `traffic`. Stage 3 is exact for no or one group ``kept``.
 
-    ``files``: a phase takes at least as long as what passes through the file in it.
+    ``files``: a phase takes at least as long as what passes through the file in it, or on the busier way of the link to
+    the host.
     """
     forward, backward = F / c, B / c
     gathered, shared = _sent(ranks.weights), _sent(ranks.gradients)
@@ -409,7 +432,7 @@ def time(
     sent = traffic(stage, sizes, ranks=ranks, no_sync=no_sync, kept=kept, frozen=frozen)
     backwards = reductions * reduced + (k - reductions) * computed
     if files is not None:
-        forwards, backwards = Max(forwards, files.forward / d), Max(backwards, files.backward / d)
+        forwards, backwards = Max(forwards, files.forward / d), Max(backwards, files.backward_longer / d)
     return Time(
         compute=k * (forward + backward),
         wire=sent.total / b + sent.collectives * a,

@@ -125,7 +125,7 @@ class Plan:
             times = {"on the wire": each.time.wire}
             if self.speed.flops is not None:
                 times |= {"computing": each.time.compute, "step": each.time.step, "exposed": each.time.exposed}
-            if each.files is not None and self.speed.disk is not None:
+            if each.files is not None and self.speed.files is not None:
                 times["optimizer"] = each.time.optimizer
             column |= {k: format_seconds(float(x)) for k, x in times.items()}
         if self.memory is not None:
@@ -172,6 +172,7 @@ def plan(
     latency: float | None = None,
     memory_bandwidth: float | None = None,
     disk_bandwidth: float | None = None,
+    host_bandwidth: float | None = None,
     flops: float | None = None,
     tokens: float | None = None,
     sequence_length: int | None = None,
@@ -204,6 +205,8 @@ def plan(
         disk_bandwidth: bytes per second that a rank reads and writes, together (``zerofx.Rates.disk_bytes_per_s``). An
             optimizer's step takes ``max(bytes / disk_bandwidth, bytes of memory / memory_bandwidth)`` then, and no
             forward or backward is shorter than what it moves. Stage 0 has an optimizer's time, too.
+        host_bandwidth: with ``offload="cpu"``, bytes per second between a device and its host, each way
+            (``zerofx.Rates.host_copy_bytes_per_s``): as for a disk, by the busier way.
         flops: floating-point operations per second that a rank reaches; without it, times are the wire's alone.
         tokens, sequence_length, flops_per_token: of one micro-batch on one rank, as in `zerofx.inspect.predict.speed`.
 
@@ -217,6 +220,7 @@ def plan(
     ranks, block = sharing(world_size), 1 if wire is None else wire.block
     _check(sharding, wire, replicas, world_size, one_dimension)
     filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth)
+    _check_host(filed, host_bandwidth)
     planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", block, mixed_precision)
     layouts = [layout for layout, _ in planned]
     if not layouts:
@@ -231,6 +235,7 @@ def plan(
         latency=latency,
         memory_bandwidth=memory_bandwidth,
         disk_bandwidth=disk_bandwidth,
+        host_bandwidth=host_bandwidth,
         flops=flops,
         tokens=tokens,
         sequence_length=sequence_length,
@@ -260,6 +265,12 @@ def _check_offload(
                 "out, and ask zerofx.predict of the compiled module."
             )
     return offload
+
+
+def _check_host(offload: Offload | None, link: float | None) -> None:
+    """Refuse a link that nothing takes."""
+    if link is not None and (offload is None or not offload.on_host):
+        raise ValueError(f'host_bandwidth={link} says nothing without offload="cpu".')
 
 
 def _check_numbers(world_size: int, micro_batches: int, memory: float | None) -> None:

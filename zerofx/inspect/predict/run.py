@@ -125,12 +125,12 @@ class Run:
         traffic, time = cost.traffic(stage, travels.sizes, **options).at(**numbers), None
         memory, files = self._at_rest(stage, sharing)
         if (speed := self._speed()) is not None:
-            rates = {"b": speed.bandwidth, "a": speed.latency, "c": speed.flops or 1.0, "d": speed.disk or 1.0}
+            rates = {"b": speed.bandwidth, "a": speed.latency, "c": speed.flops or 1.0, "d": speed.files or 1.0}
             gathers, reductions = speed.codes(travels.gather), speed.codes(travels.reduction)
             # Stages 1 and 2 gather in the first of the forwards alone.
             forward = speed.forward + gathers / (1 if stage == 3 else self.micro_batches)
             backward = speed.backward + (gathers if stage == 3 else 0.0) + reductions
-            timed = cost.time(stage, travels.sizes, **options, files=files if speed.disk is not None else None)
+            timed = cost.time(stage, travels.sizes, **options, files=files if speed.files is not None else None)
             time = timed.at(**numbers, **rates, F=forward, B=backward)
         return self._cost(stage, sharing, memory, files, traffic, time)
 
@@ -167,10 +167,10 @@ class Run:
         gathered = left + (_three(self.layouts, _weight) if stage == 3 else 0)
         packed = _three(self.trained, _gradient) if stage else 0
         passing = 0 if files is None else self._passing(stage, sharing, files)
-        if time is not None and files is not None and self.speed is not None and self.speed.disk is not None:
+        if time is not None and files is not None and self.speed is not None and self.speed.files is not None:
             owned = numel_of(self.trained) / (sharing.optimizer.size if stage else 1)
             arithmetic = touched(self.dtype.itemsize) * owned / (self.speed.memory or math.inf)
-            time = replace(time, optimizer=Max(files.optimizer / self.speed.disk, arithmetic))
+            time = replace(time, optimizer=Max(files.optimizer_longer / self.speed.files, arithmetic))
         return StageCost(stage, memory, traffic, gathered, packed, time, sharding, files, passing)
 
     def _speed(self) -> Speed | None:

@@ -30,6 +30,7 @@ _NEEDS = {
     "latency": ("bandwidth",),
     "memory_bandwidth": ("bandwidth",),
     "disk_bandwidth": ("bandwidth",),
+    "host_bandwidth": ("bandwidth",),
     "flops": ("bandwidth", "tokens"),
     "tokens": ("bandwidth", "flops"),
     "sequence_length": ("tokens",),
@@ -51,6 +52,7 @@ class Speed:
         between: on a mesh of two dimensions, bytes per second that a rank receives from other rows, and ``bandwidth``
             is of its own row; None: all take one link.
         disk: bytes per second that a rank reads and writes, together, in its file of ``offload=``; None: not known.
+        host: with ``offload="cpu"``, bytes per second between the device and its host, each way; None: not known.
     """
 
     bandwidth: float
@@ -61,6 +63,12 @@ class Speed:
     memory: float | None = None
     between: float | None = None
     disk: float | None = None
+    host: float | None = None
+
+    @property
+    def files(self) -> float | None:
+        """What moves by ``offload=`` goes at this rate: the disk's, or the host's each way."""
+        return self.disk if self.host is None else self.host
 
     def codes(self, nbytes: float) -> float:
         """Reading and writing so many bytes, as operations that take as long."""
@@ -78,6 +86,7 @@ class Speed:
         replica_bandwidth: float | None = None,
         memory_bandwidth: float | None = None,
         disk_bandwidth: float | None = None,
+        host_bandwidth: float | None = None,
         flops: float | None = None,
         tokens: float | None = None,
         sequence_length: int | None = None,
@@ -97,6 +106,8 @@ class Speed:
             memory_bandwidth: bytes per second that a rank reads or writes: how long codes on the wire take it.
             disk_bandwidth: bytes per second that a rank reads and writes, together, while all ranks do
                 (``zerofx.Rates.disk_bytes_per_s``).
+            host_bandwidth: bytes per second between the device and its host, each way, while all ranks copy
+                (``zerofx.Rates.host_copy_bytes_per_s``).
             flops: floating-point operations per second that a rank reaches.
             tokens: of one micro-batch on one rank.
             sequence_length: tokens that attend to each other; None: attention is not counted.
@@ -114,6 +125,7 @@ class Speed:
             "replica_bandwidth": replica_bandwidth,
             "memory_bandwidth": memory_bandwidth,
             "disk_bandwidth": disk_bandwidth,
+            "host_bandwidth": host_bandwidth,
             "flops": flops,
             "tokens": tokens,
             "sequence_length": sequence_length,
@@ -126,16 +138,18 @@ class Speed:
         if node_bandwidth is not None and ranks_per_node is not None:
             bandwidth = node_bandwidth if ranks <= ranks_per_node else min(bandwidth, node_bandwidth)
         latency = latency if latency and ranks > 1 else 0.0
+        others = memory_bandwidth, replica_bandwidth, disk_bandwidth, host_bandwidth
         if flops is None or tokens is None:
-            return Speed(bandwidth, latency, memory=memory_bandwidth, between=replica_bandwidth, disk=disk_bandwidth)
+            return Speed(bandwidth, latency, None, 0.0, 0.0, *others)
         forward, backward = _work(module, sequence_length, flops_per_token)
         work = tokens * forward, tokens * backward
-        return Speed(bandwidth, latency, flops, *work, memory_bandwidth, replica_bandwidth, disk_bandwidth)
+        return Speed(bandwidth, latency, flops, *work, *others)
 
     def __str__(self) -> str:
         far = "" if self.between is None else f" in a row, {format_bytes(self.between)}/s between rows"
         text = f"{format_bytes(self.bandwidth)}/s{far}, {format_seconds(self.latency)} per collective"
         text += "" if self.disk is None else f", a disk of {format_bytes(self.disk)}/s"
+        text += "" if self.host is None else f", {format_bytes(self.host)}/s each way to the host"
         if self.flops is None:
             return text
         work = (self.forward + self.backward) / 1e12
