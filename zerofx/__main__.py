@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -119,7 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_argument("--micro-batches", type=int, default=1, metavar="K", help="backwards per optimizer step")
     planning.add_argument("--no-sync", action="store_true", help="all but the last under zerofx.no_sync")
     planning.add_argument("--offload", metavar="PATH", help="a folder for the optimizer's state; not looked for")
-    timing = planning.add_argument_group("seconds", "--bandwidth for the wire; --flops and --tokens for the step")
+    _add_rates(planning.add_argument_group("seconds", "--bandwidth for the wire; --flops and --tokens for the step"))
+    return parser
+
+
+def _add_rates(timing: Any) -> None:
+    """What a plan's seconds rest on."""
     timing.add_argument(
         "--bandwidth",
         type=_argument(parse_bandwidth),
@@ -154,7 +160,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of forward and backward; 6 per parameter, if not said",
     )
-    return parser
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,8 @@
                      │                                                  (per graph)
                      └── which inputs are sharded parameters: by identity, never by name
 
-Rewriting after the partitioner has cut forward from backward means that it works with any partitioner, any activation
-checkpointing and any mixture of both: a parameter that it saves for backward is an input, which costs nothing, and
-the backward graph gathers it anew.
+Graphs are rewritten when the partitioner has cut forward from backward, so any partitioner and any checkpoints will do: a
+parameter that is saved for backward is an input, which costs nothing, and the backward graph gathers it anew.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class Backend:
 
     Attributes:
         options: what the user asked for.
-        pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of ``options.executor``. The
-            backward is compiled with the forward then.
+        pretend: for `zerofx.dry_run`, what takes graphs in the executor's place, the backward with the forward.
         code: whether Inductor writes its code for these graphs all the same. It is read, and not compiled.
         probe: whether `memory=` may run kernels, for what they take inside of themselves.
         any_fits: whether any division of `memory=` that fits will do, in the place of the fastest.

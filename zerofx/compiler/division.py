@@ -40,7 +40,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -180,11 +180,11 @@ class Trials:
             if tried is None or tried.at_rest > self.memory.nbytes or tried.needs >= before:
                 break
             before = tried.needs
-        raise self._too_small()
+        self._refuse()
 
-    def _too_small(self) -> TooSmall:
+    def _refuse(self) -> NoReturn:
         least = min(self.found(), key=lambda tried: (tried.needs, tried.price.step_s))
-        return TooSmall(
+        raise TooSmall(
             f"memory={self.memory.nbytes:,} is too small: a step needs at least {least.needs:,} bytes, "
             f"of which {format_bytes(least.at_rest)} are there at rest{_of_others(least)}. "
             f"Predicted: {_in_words(self.offers())}. "

@@ -142,13 +142,7 @@ def dry_graphs(
     replicas, ranks = world_size if isinstance(world_size, tuple) else (1, world_size)
     if min(replicas, ranks) < 1:
         raise ValueError(f"world_size={world_size}: expected 1 or more.")
-    for name in ("mesh", "reduce_group", "partition_activations"):
-        if getattr(checked, name) is not None:
-            raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
-    if checked.leaf_modules is not None:
-        raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
-    if code and checked.executor != "inductor":
-        raise ValueError(f"code=True with executor={checked.executor!r}: that one has no code but the graph itself.")
+    _check_here(checked, code)
     device = _checked_device(device, architecture, probe)
     weights_of(checked.stage, checked.one_copy).check(device)
     sharing = pretended(replicas, ranks, backend, sharding, two_hops=checked.two_hops)
@@ -179,6 +173,17 @@ def dry_graphs(
         with torch.enable_grad():
             module(*args, **kwargs)
     return list(records_of(groups))
+
+
+def _check_here(options: Options, code: bool) -> None:
+    """Refuse what needs processes, or what runs."""
+    for name in ("mesh", "reduce_group", "partition_activations"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}= in a dry run: there are no processes that could form one. Give world_size=.")
+    if options.leaf_modules is not None:
+        raise ValueError("leaf_modules in a dry run: they run outside of any graph, and there is nothing to run on.")
+    if code and options.executor != "inductor":
+        raise ValueError(f"code=True with executor={options.executor!r}: that one has no code but the graph itself.")
 
 
 def _checked_device(device: torch.device | str, architecture: str, probe: bool) -> torch.device:

@@ -217,12 +217,11 @@ def plan(
     mesh = replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
     sharing = partial(pretended, replicas) if replicas > 1 else sharing
     _check_numbers(min(replicas, world_size), micro_batches, memory)
-    ranks, block = sharing(world_size), 1 if wire is None else wire.block
+    ranks = sharing(world_size)
     _check(sharding, wire, replicas, world_size, one_dimension)
-    filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth)
-    _check_host(filed, host_bandwidth)
-    planned = plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", block, mixed_precision)
-    layouts = [layout for layout, _ in planned]
+    filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth, host_bandwidth)
+    how: Any = {"code_block": 1 if wire is None else wire.block, "mixed_precision": mixed_precision}
+    layouts = [layout for layout, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", **how)]
     if not layouts:
         raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
     speed = Speed.of(
@@ -252,11 +251,13 @@ def plan(
 
 
 def _check_offload(
-    offload: Offload | None, wire: Wire | None, mesh: tuple[int, int] | None, disk: float | None
+    offload: Offload | None, wire: Wire | None, mesh: tuple[int, int] | None, disk: float | None, host: float | None
 ) -> Offload | None:
-    """Refuse what `zerofx.compile` would."""
+    """Refuse what `zerofx.compile` would, and rates of what nothing passes."""
     if (offload is None or not offload.kinds) and disk is not None:
         raise ValueError(f"disk_bandwidth={disk} says nothing without a folder in offload=.")
+    if (offload is None or not offload.on_host) and host is not None:
+        raise ValueError(f'host_bandwidth={host} says nothing without offload="cpu".')
     if offload is not None:
         check_places(offload, {"wire": wire, "world_size": mesh})
         if offload.activations is not None:
@@ -265,12 +266,6 @@ def _check_offload(
                 "out, and ask zerofx.predict of the compiled module."
             )
     return offload
-
-
-def _check_host(offload: Offload | None, link: float | None) -> None:
-    """Refuse a link that nothing takes."""
-    if link is not None and (offload is None or not offload.on_host):
-        raise ValueError(f'host_bandwidth={link} says nothing without offload="cpu".')
 
 
 def _check_numbers(world_size: int, micro_batches: int, memory: float | None) -> None:
