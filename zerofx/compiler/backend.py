@@ -6,7 +6,7 @@
                      │                                                  (per graph)
                      └── which inputs are sharded parameters: by identity, never by name
 
-Graphs are rewritten when the partitioner has cut forward from backward, so any partitioner and any checkpoints will do: a
+Graphs are rewritten when the partitioner has cut forward from backward, so any partitioner and any checkpoints do: a
 parameter that is saved for backward is an input, which costs nothing, and the backward graph gathers it anew.
 """
 

@@ -37,6 +37,7 @@ from zerofx.compiler.options import check_places
 from zerofx.inspect.predict.run import Run, StageCost, numel_of
 from zerofx.inspect.predict.speed import Speed
 from zerofx.model.grouping import Grouping, plan_groups
+from zerofx.model.layout import GroupLayout
 from zerofx.model.offload import Offload
 from zerofx.model.policies import Policy
 from zerofx.model.sharding import SCHEMES, Sharding
@@ -217,13 +218,10 @@ def plan(
     mesh = replicas, world_size = world_size if isinstance(world_size, tuple) else (1, world_size)
     sharing = partial(pretended, replicas) if replicas > 1 else sharing
     _check_numbers(min(replicas, world_size), micro_batches, memory)
-    ranks = sharing(world_size)
     _check(sharding, wire, replicas, world_size, one_dimension)
     filed = _check_offload(Offload.of(offload), wire, None if one_dimension else mesh, disk_bandwidth, host_bandwidth)
-    how: Any = {"code_block": 1 if wire is None else wire.block, "mixed_precision": mixed_precision}
-    layouts = [layout for layout, _ in plan_groups(module, ranks.weights.size, Grouping.of(groups), (), "", **how)]
-    if not layouts:
-        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    ranks = sharing(world_size)
+    layouts = _layouts(module, ranks.weights.size, groups, wire, mixed_precision)
     speed = Speed.of(
         module,
         ranks,
@@ -248,6 +246,17 @@ def plan(
     else:
         made = [run.on_mesh(mesh, stage, each) for stage in stages for each in _schemes(stage, sharding, world_size)]
     return Plan(numel_of(layouts), len(layouts), world_size, tuple(made), memory, least, speed, replicas, filed)
+
+
+def _layouts(
+    module: nn.Module, ranks: int, groups: Any, wire: Wire | None, precision: Policy | None
+) -> list[GroupLayout]:
+    """Of its groups. Raises: it has no parameters."""
+    block = 1 if wire is None else wire.block
+    layouts = [layout for layout, _ in plan_groups(module, ranks, Grouping.of(groups), (), "", block, precision)]
+    if not layouts:
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard.")
+    return layouts
 
 
 def _check_offload(
