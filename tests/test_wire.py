@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerofx
-from tests.counting import count_collectives
 from tests.slow import quick_if, slow
 from tests.workers import Workers
-from zerofx.model.layout import BLOCKED_NUMEL, make_layout
-from zerofx.model.wire import sent_whole
+from zerofx.model.layout import BLOCKED_NUMEL
 
 CODES = zerofx.Wire("int8", "int8", stochastic=False)
 SMALL = zerofx.Wire("int8", "int4")
@@ -438,155 +436,6 @@ def skips_a_step() -> bool:
 
 def test_a_gradient_that_is_not_finite_is_seen_through_codes_on_every_rank(workers2: Workers) -> None:
     assert workers2.run(skips_a_step) == [True, True]
-
-
-# ---- error feedback -------------------------------------------------------------------------------------------------
-
-
-class Slope(nn.Module):
-    """Its gradient is what it is called with, whatever the weights are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum() + (self.bias * x[0]).sum()
-
-
-def slope(rank: int) -> torch.Tensor:
-    return torch.randn(80, 80, generator=torch.Generator().manual_seed(rank))
-
-
-def added_up(wire: zerofx.Wire, stage: int, backwards: int) -> list[tuple[float, float, float, int]]:
-    """Of the sum of so many gradients, for each: how far it is off, of the weight and of the bias; bytes kept."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = zerofx.compile(Slope(), stage=stage, executor="eager", wire=wire)
-    exact = sum(slope(r).double() for r in range(ranks)) / ranks
-    found = []
-    for n in range(1, backwards + 1):
-        model(slope(rank)).backward()
-        off = [(p.grad.full_tensor() - n * x).abs() for p, x in zip(model.parameters(), (exact, exact[0]))]
-        kept = zerofx.memory_summary(model).nbytes["cut off"]
-        found.append((float(off[0].max()), float(off[0].mean()), float(off[1].max()), kept))
-    return found
-
-
-@pytest.mark.parametrize("stage", [slow(2), 3])
-def test_what_is_cut_off_of_a_gradient_is_in_the_next(workers2: Workers, stage: int) -> None:
-    nearest = zerofx.Wire(gradients="int4", stochastic=False)
-    fed = zerofx.Wire(gradients="int4", error_feedback=True)
-    largest = max(float(slope(rank).abs().max()) for rank in range(2))
-    without, with_it = (workers2.run(added_up, wire, stage, 12)[0] for wire in (nearest, fed))
-    assert without[0][:3] == with_it[0][:3]  # nothing was cut off before
-    assert without[11][0] == pytest.approx(12 * without[0][0], rel=1e-4)
-    for most, _, of_bias, kept in with_it:
-        assert most < 1.2 * largest / 14 / 2  # what the last code cut off, in the mean of two ranks
-        assert of_bias < 1e-5
-        assert kept == 4 * (80 * 81 + 176) // 2  # the other rank's half of the flat buffer
-    assert with_it[11][1] < without[11][1] / 8
-
-
-def skips_a_block() -> tuple[bool, bool]:
-    model = zerofx.compile(Slope(), stage=3, executor="eager", wire=zerofx.Wire(gradients="int4", error_feedback=True))
-    x = slope(dist.get_rank())
-    for value in (x, x.clone().fill_(torch.nan), x):
-        model.zero_grad()
-        model(value).backward()
-    rests = [p._group.gradients.rest for p in model.parameters()]
-    return all(p.grad.to_local().isfinite().all() for p in model.parameters()), all(r.isfinite().all() for r in rests)
-
-
-def test_nothing_is_left_of_a_gradient_that_is_not_finite(workers2: Workers) -> None:
-    assert workers2.run(skips_a_block) == [(True, True)] * 2
-
-
-# ---- bytes ----------------------------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
-
-
-def test_a_step_sends_the_bytes_of_its_changes_codes(workers2: Workers) -> None:
-    coded, plain = (workers2.run(bytes_sent, wire, 2) for wire in (CHANGES, None))
-    assert coded[0][0] / plain[0][0] < 0.15
-    assert coded[0][0] == coded[0][1]
-
-
-def bytes_sent(wire: zerofx.Wire | None, stage: int) -> tuple[int, int]:
-    """Counted at the process group, and predicted."""
-    model = zerofx.compile(Wide(), stage=stage, executor="eager", wire=wire, groups=EACH_LAYER)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        with count_collectives() as log:
-            model(torch.ones(2, 256)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return sum(event.bytes for event in log.events), zerofx.predict(model).wire_bytes
-
-
-@quick_if(lambda wire: wire.weights == "bf16")
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    ("wire", "most"),
-    [
-        (zerofx.Wire("bf16", "bf16"), 0.51),
-        (zerofx.Wire("int8", "int8"), 0.27),
-        (zerofx.Wire("fp8", "fp8"), 0.27),
-        (zerofx.Wire("int8", "int4"), 0.23),
-        (zerofx.Wire(None, "int4"), 0.72),
-    ],
-    ids=str,
-)
-def test_a_step_sends_the_bytes_of_codes_and_scales(
-    workers2: Workers, stage: int, wire: zerofx.Wire, most: float
-) -> None:
-    coded, plain = (workers2.run(bytes_sent, w, stage) for w in (wire, None))
-    assert len(set(coded)) == 1
-    assert coded[0][0] / plain[0][0] < most
-    assert coded[0][0] == coded[0][1]
-
-
-def test_a_listing_shows_what_is_written_in_codes_and_read() -> None:
-    options: dict[str, Any] = {"stage": 3, "groups": EACH_LAYER, "backend": "gloo", "executor": "eager"}
-    found = str(zerofx.dry_run(Wide(), torch.ones(2, 256), world_size=2, wire=SMALL, **options))
-    for line in ("quantize layers.0    34.6 kB", "start    layers.0    69.2 kB", "dequant  layers.0   264.2 kB"):
-        assert line in found, found
-
-
-def test_why_a_gather_stands_where_it_does_is_said_of_the_buffer_and_not_of_its_codes() -> None:
-    said = []
-    for wire in (None, SMALL):
-        options: dict[str, Any] = {"stage": 3, "groups": EACH_LAYER, "backend": "gloo", "executor": "eager"}
-        record = zerofx.dry_run(Wide(), torch.ones(2, 256), world_size=2, memory_budget=600_000, wire=wire, **options)
-        lines = str(record.explain("all_gather layers.2")).splitlines()
-        said.append([line for line in lines if "stands" in line or "earlier" in line])
-    assert said[0] and said[0] == said[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("block", [32, 256, 1000])
-def test_a_layout_keeps_blocks_of_large_parameters_whole_on_every_number_of_ranks(world_size: int, block: int) -> None:
-    shapes = [("w", (70, 70)), ("b", (70,)), ("norm", (3,)), ("v", (4096,)), ("u", (99, 101)), ("end", (5,))]
-    layout = make_layout("g", shapes, torch.float32, world_size, block=block)
-    assert layout.shard_numel % block == 0
-    for slot, following in zip(layout.slots, layout.slots[1:]):
-        if slot.numel >= BLOCKED_NUMEL:
-            assert slot.offset % block == 0
-        if (slot.numel >= BLOCKED_NUMEL) != (following.numel >= BLOCKED_NUMEL):
-            assert slot.end <= following.offset // block * block
-    whole = {i for r in sent_whole(layout) for i in r}
-    for slot in layout.slots:
-        assert whole.isdisjoint(range(slot.offset, slot.end)) == (slot.numel >= BLOCKED_NUMEL)
-        assert slot.numel >= BLOCKED_NUMEL or whole.issuperset(range(slot.offset, slot.end))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
-from tests.counting import count_collectives
 from tests.slow import quick_if
-from tests.test_wire import EACH_LAYER, Net, Slope, Wide, batch, equal, rounded, slope
+from tests.test_wire import EACH_LAYER, Net, batch, equal, rounded
+from tests.test_wire_bytes import Wide, second_step
+from tests.test_wire_feedback import Slope, slope
 
 BETWEEN = zerofx.Sharding(gradients="all", optimizer="all")
 NEAR = zerofx.Sharding(weights="all", gradients="all", optimizer="all")
@@ -202,12 +203,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(make_workers: Any, tmp_path: Pa
 def bytes_received(sharding: Any, wire: Any) -> tuple[dict[str, int], int, int, int]:
     """Of a step, counted by process group; and as predicted: all, and between rows. And a layer's elements, padded."""
     model = compiled(Wide(), (2, 2), sharding, wire, memory_budget=300_000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        with count_collectives() as log:
-            model(torch.ones(2, 256)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    log = second_step(model)
     sharing = next(model.parameters())._group.sharing
     names = {sharing.weights.name: "weights"}
     if sharing.replicas is not None:
