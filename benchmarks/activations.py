@@ -35,6 +35,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import zerofx  # noqa: E402
+from benchmarks import themed  # noqa: E402
 from tests.memory import allocated_peak  # noqa: E402
 from tests.models import GPT  # noqa: E402
 from tests.workers import Workers  # noqa: E402
@@ -254,7 +255,7 @@ def plot() -> None:
         axis.set(title=name, xlabel="peak, MB", ylabel="step, ms", ylim=(0, top))
         axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "pictures" / "activations.svg", metadata={"Date": None})
+    themed.save(figure, ROOT / "docs" / "pictures" / "activations.svg")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import torch.nn.functional as F  # noqa: E402
 from gpt import GPT, load_text, windows  # noqa: E402
 
 import zerofx  # noqa: E402
+from benchmarks import themed  # noqa: E402
 
 WIRES: dict[str, zerofx.Wire | None] = {
     "none": None,
@@ -177,7 +178,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     axis.set_xlabel("steps")
     axis.set_ylabel("held-out loss, nats per byte")
     axis.legend()
-    figure.savefig(path, metadata={"Date": None})
+    themed.save(figure, path)
 
 
 if __name__ == "__main__":

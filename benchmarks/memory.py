@@ -43,6 +43,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import zerofx  # noqa: E402
+from benchmarks import themed  # noqa: E402
 from benchmarks.activations import CHECKPOINT, MODELS, batch_of, checkpoint_blocks  # noqa: E402
 from tests.memory import allocated_peak  # noqa: E402
 from tests.workers import Workers  # noqa: E402
@@ -235,7 +236,7 @@ def plot(args: argparse.Namespace) -> None:
         axis.set_ylim(0, 1.15 * max(step for _, step in places.values()))
         axis.legend(fontsize=7, loc="lower right")
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "pictures" / "memory.svg", metadata={"Date": None})
+    themed.save(figure, ROOT / "docs" / "pictures" / "memory.svg")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import zerofx  # noqa: E402
+from benchmarks import themed  # noqa: E402
 from examples.gpt import GPT, load_text, windows  # noqa: E402
 
 MOMENTS: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": "8bit"}
@@ -113,7 +114,7 @@ def plot(runs: dict[str, Any], path: Path) -> None:
     right.set(xlabel="step", ylabel="less that of float32, same seed")
     left.legend(frameon=False)
     right.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    themed.save(figure, path)
 
 
 def smooth(losses: list[float]) -> list[float]:

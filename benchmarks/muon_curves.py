@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import moments  # noqa: E402
+from benchmarks import moments, themed  # noqa: E402
 
 import torch  # noqa: E402  isort: skip
 
@@ -51,7 +51,7 @@ def plot(runs: dict[str, Any], path: Path) -> None:
         axes.plot(moments.smooth(found["losses"]), color=COLORS[name], linewidth=1, label=label)
     axes.set(xlabel="step", ylabel=f"loss, mean of {moments.SMOOTHED} steps", ylim=(None, 4))
     axes.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    themed.save(figure, path)
 
 
 def main() -> int:

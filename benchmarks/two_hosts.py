@@ -42,7 +42,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks import step  # noqa: E402
+from benchmarks import step, themed  # noqa: E402
 from benchmarks.hosts import Hosts  # noqa: E402
 
 MODELS = {
@@ -228,7 +228,7 @@ def plot(runs: dict[str, Any], path: Path) -> None:
         axis.set_yticks(range(len(rows)), [contender for contender, _ in rows])
         axis.set_title(name, loc="left", fontsize=10)
     axes[-1, 0].set_xlabel("seconds a step; black: no schedule can be faster")
-    figure.savefig(path, metadata={"Date": None})
+    themed.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -207,3 +207,13 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+
+
+def test_every_drawing_follows_the_theme_of_the_page() -> None:
+    shown = {
+        (page.parent / name).resolve()
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+        for name in re.findall(r"\]\(([^)\s]+\.svg)\)", page.read_text())
+    }
+    assert len(shown) > 10
+    assert not [path.name for path in sorted(shown) if "prefers-color-scheme: dark" not in path.read_text()]
