@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from tests import slow
@@ -36,6 +37,12 @@ def workers2(make_workers: Callable[[int], Workers]) -> Workers:
 @pytest.fixture(scope="session")
 def workers3(make_workers: Callable[[int], Workers]) -> Workers:
     return make_workers(3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_lengths_of_other_files() -> None:
+    """Dynamo forgets the shapes it has seen: a second length of a file before would make a size dynamic in this one."""
+    torch._dynamo.reset()
 
 
 @pytest.fixture
