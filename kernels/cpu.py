@@ -209,7 +209,7 @@ def adamw(
             ms,
             vs,
             [],
-            [torch.tensor(float(hyper.step), device="cpu") for _ in ps],
+            [torch.tensor(hyper.step, dtype=torch.float32, device="cpu") for _ in ps],
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
@@ -217,7 +217,7 @@ def adamw(
             eps=hyper.eps,
             amsgrad=False,
             maximize=hyper.maximize,
-            grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor, device="cpu"),
+            grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device="cpu"),
         )
     if len(uniform) == len(runs):
         return

@@ -19,6 +19,9 @@ and widened it afterwards, the cast is left out. The other ways of `zerofx.no_sy
     "merge"    dw = add(dw, kept_dw)                    what was kept comes back as inputs, and is reduced with
                rw = zerofx.reduce_grad(dw, …)           the last one
 
+A gradient whose sizes are symbols is copied into its parameter's shape first: the columns of a `Linear` behind
+``flatten`` were compared with ``16 * h * w``.
+
 Sound because reduction is linear and a gradient is final where it is produced: AOTAutograd's backward has already
 summed over a parameter's uses.
 
@@ -30,6 +33,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zerofx._torch import symbols_of
+from zerofx.model.layout import contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, ParameterRef, Reduction, Tag
 
@@ -71,7 +76,7 @@ def take_gradients(gm: GraphModule, ctx: Context) -> list[tuple[ParameterRef, No
         grad = outputs[i]
         if isinstance(grad, Node):
             check_dense(ref.slot.name, grad.meta["val"].layout)
-            found.append((ref, _in_reduce_dtype(gm.graph, grad, ref)))
+            found.append((ref, _in_reduce_dtype(gm.graph, _in_numbers(gm.graph, grad, ref), ref)))
             outputs[i] = None
     edit.set_output_values(gm.graph, outputs)
     if ctx.sync == "merge":
@@ -88,6 +93,19 @@ def give_gradients(gm: GraphModule, ctx: Context, values: list[Node]) -> int:
     if values and any(ref.layout.gradient_dtype is not None for ref in ctx.gradients.values()):
         gm.graph.eliminate_dead_code()
     return edit.finish(gm, len(values))
+
+
+def _in_numbers(graph: Graph, grad: Node, ref: ParameterRef) -> Node:
+    """``grad`` in its parameter's shape, which is of numbers."""
+    if not symbols_of(grad.meta["val"]):
+        return grad
+    tag, shape = Tag("prepare", ref.layout.name), list(ref.slot.shape)
+    with graph.inserting_after(edit.after_inputs(grad)):  # a buffer of its own: as_strided counts from its beginning
+        memory = {"memory_format": torch.contiguous_format}
+        copy = edit.insert(graph, _aten.clone.default, (grad,), tag=tag, near=grad, **memory)
+    with graph.inserting_after(copy):
+        args = (copy, shape, list(contiguous_stride(shape)), 0)
+        return edit.insert(graph, _aten.as_strided.default, args, tag=tag, near=grad)
 
 
 def _in_reduce_dtype(graph: Graph, grad: Node, ref: ParameterRef) -> Node:

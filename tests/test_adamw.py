@@ -118,6 +118,23 @@ def test_double_precision_stays_double() -> None:
     assert mine.state[a.first.weight]["exp_avg"].dtype == torch.float64
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_not_that_of_counts_and_factors(default: torch.dtype) -> None:
+    a, b = Net(), Net()
+    mine, theirs = zerofx.AdamW(a.parameters(), max_grad_norm=0.1), torch.optim.AdamW(b.parameters())
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    clip_grad_norm_(b.parameters(), 0.1)
+    torch.set_default_dtype(default)
+    try:
+        mine.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    theirs.step()
+    assert_same(a, b)
+    assert mine.state[a.first.weight]["step"].dtype == torch.float32  # bfloat16 counts to 256
+
+
 @pytest.mark.parametrize("norm", [0.01, 1e3, math.inf])
 def test_clipping_is_that_of_clip_grad_norm(norm: float) -> None:
     a, b = Net(), Net()

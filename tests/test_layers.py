@@ -111,3 +111,36 @@ DEAR = [
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_as_on_one_process(workers2: Workers, name: str, stage: int, executor: str) -> None:
     workers2.run(check, name, stage=stage, executor=executor)
+
+
+class Flattened(nn.Module):
+    """To Dynamo the columns of ``head`` are as many as ``4 * ((h - 1) // 2 + 1) * ...`` once a second height came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Linear(4 * 16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.stem(x)).flatten(1)).square().mean()
+
+
+def check_heights(**options: Any) -> None:
+    torch.manual_seed(0)
+    plain, module = Flattened(), Flattened()
+    module.load_state_dict(plain.state_dict())
+    torch._dynamo.reset()
+    zerofx.compile(module, groups=zerofx.Grouping(min_bytes=0), **options)
+    for height, width in ((7, 8), (8, 8), (8, 7)):
+        x = torch.randn(4, 1, height, width, generator=torch.Generator().manual_seed(height))
+        module(x.chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        plain(x).backward()
+    for (which, p), q in zip(module.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(full(p.grad), q.grad, msg=f"{which}: {{}}".format, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_has_its_parameters_shape_where_that_was_compared_with_symbols(
+    workers2: Workers, stage: int, executor: str
+) -> None:
+    workers2.run(check_heights, stage=stage, executor=executor)

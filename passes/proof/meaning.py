@@ -33,6 +33,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from zerofx._torch import OpOverload, pinned, pytree
+from zerofx.model.layout import contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Meanings, ParameterRef
 
@@ -140,6 +141,12 @@ class Numbering:
     def call(self, target: Callable, *args: Any, **kwargs: Any) -> Number:
         """Of an operator on numbers (as `Numbered`) and constants."""
         return hash((target, _key(args, {}), _key(kwargs, {})))
+
+    def in_numbers(self, number: Number, shape: tuple[int, ...]) -> Number:
+        """Of a value whose sizes are symbols, copied in ``shape``."""
+        copy = self.call(torch.ops.aten.clone.default, Numbered(number), memory_format=torch.contiguous_format)
+        layout = _key((list(shape), list(contiguous_stride(shape)), 0), {})
+        return self.call(edit.AS_STRIDED, Numbered(copy), *layout)
 
     def of(self, op: Op, numbers: dict[Node, Number], calls: Iterator[int], start: int = 0) -> Number:
         """Of an operation whose inputs have ``numbers``; ``calls`` counts those that draw random numbers.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from zerofx._torch import symbols_of
 from zerofx.model.layout import GroupLayout, Slot, contiguous_stride
 from zerofx.passes import edit
 from zerofx.passes.context import Context, Meanings, ParameterRef, Reduction
@@ -246,7 +247,7 @@ class Outputs:
                     continue
                 assert self.before is not None
                 number: Number | None = self.before.outputs[i]
-                number = self._prepared(ref, number, before[i].meta["val"].dtype)  # type: ignore[arg-type]
+                number = self._prepared(ref, number, before[i].meta["val"])  # type: ignore[arg-type]
             else:
                 if not any(ref.slot in r.slots for r in self.ctx.found.reductions):
                     continue
@@ -254,8 +255,10 @@ class Outputs:
             expected.setdefault((ref.layout.name, ref.slot), _Expected(ref)).numbers.append(number)
         return expected
 
-    def _prepared(self, ref: ParameterRef, number: Number, dtype: torch.dtype) -> Number:
-        ctx = self.ctx
+    def _prepared(self, ref: ParameterRef, number: Number, value: torch.Tensor) -> Number:
+        ctx, dtype = self.ctx, value.dtype
+        if symbols_of(value):
+            number = self.numbering.in_numbers(number, ref.slot.shape)
         if (reduced := ref.layout.gradient_dtype) is not None:
             number = self.numbering.cast(number, dtype, reduced)
         if ctx.sync == "merge":

@@ -338,7 +338,8 @@ class AdamW(torch.optim.AdamW):
                 "or make an optimizer for the parameters of each."
             )
         self._device_step = None
-        self._counts = torch.zeros(sum(len(span.members) for span in spans))  # state["step"] are views: one addition
+        members = sum(len(span.members) for span in spans)
+        self._counts = torch.zeros(members, dtype=torch.float32)  # state["step"] are views: one addition
         if _runs_triton(device):
             from zerofx.runtime.optim.device_step import DeviceStep  # here, because it needs triton
 
