@@ -45,6 +45,7 @@ from zerofx.passes.reduce import reduce
 from zerofx.passes.rematerialize import rematerialize
 from zerofx.passes.save_ahead import save_ahead
 from zerofx.passes.save_entries import save_entries
+from zerofx.passes.save_inputs import save_inputs
 from zerofx.passes.save_parameters import save_parameters
 from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
@@ -53,18 +54,7 @@ from zerofx.passes.verify import verify
 
 Pass = Callable[[GraphModule, Context], int]
 
-PIPELINE: list[Pass] = [
-    rematerialize,
-    gather,
-    narrow,
-    reduce,
-    group,
-    keep,
-    prefetch,
-    discard,
-    lower,
-    verify,
-]
+PIPELINE: list[Pass] = [rematerialize, gather, narrow, reduce, group, keep, prefetch, discard, lower, verify]
 """The passes of stages 1, 2 and 3, in order; `zerofx.features` adds others."""
 
 REPLICATED: list[Pass] = [rematerialize, save_parameters, all_reduce, prefetch, lower, verify]
@@ -133,6 +123,7 @@ __all__ = [
     "rematerialize",
     "save_ahead",
     "save_entries",
+    "save_inputs",
     "save_parameters",
     "save_random",
     "save_reads",

@@ -134,7 +134,7 @@ from zerofx._torch.inductor import (
     write_code,
 )
 from zerofx._torch.optimizers import step_of, steps_running
-from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, saving_also, without_code
+from zerofx._torch.partition import LEAST, Cut, Partition, cutting, partitioning, saving, saving_as, without_code
 from zerofx._torch.pretended_cuda import ARCHITECTURES, PretendedDevice, pretended_cuda
 from zerofx._torch.profiler import allocations, memory_profile, profiler_is_on
 from zerofx._torch.symbols import hold_up_to_counted, know_bounds, symbols_of, without_symbols

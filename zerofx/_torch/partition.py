@@ -129,15 +129,14 @@ def saving(choose: Callable[[Cut], Sequence[Node]], cost: Callable[[Node], float
 
 
 @contextlib.contextmanager
-def saving_also(more: Callable[[Graph, Sequence[Node]], Sequence[Node]]) -> Iterator[None]:
-    """Of graphs that are cut inside forward saves what it would, and ``more`` (the joint graph, what it would save)."""
+def saving_as(rule: Callable[[Graph, Sequence[Node]], Sequence[Node]]) -> Iterator[None]:
+    """Of graphs that are cut inside forward saves what ``rule`` makes of the joint graph and of what it would save."""
     from torch._functorch import partitioners
 
     theirs = partitioners.choose_saved_values_set
 
     def chosen(joint_graph: Graph, node_info: Any, memory_budget: float = 1) -> list[Node]:
-        saved = theirs(joint_graph, node_info, memory_budget)
-        return [*saved, *more(joint_graph, saved)]
+        return list(rule(joint_graph, theirs(joint_graph, node_info, memory_budget)))
 
     with unittest.mock.patch.object(partitioners, "choose_saved_values_set", chosen):
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from zerofx.model.memory import Memory
 from zerofx.passes.recompute_dequantized import recompute_dequantized
 from zerofx.passes.save_ahead import save_ahead
 from zerofx.passes.save_entries import save_entries
+from zerofx.passes.save_inputs import save_inputs
 from zerofx.passes.save_random import save_random
 from zerofx.passes.save_reads import save_reads
 from zerofx.passes.spare_gathers import spare_gathers
@@ -80,7 +81,7 @@ class Cut:
             with _torch.partitioning(partial(self._divide, memory), cost):
                 yield True
         elif budget is None or is_whole(budget) or not self.unit.groups:
-            with _torch.saving_also(self._ahead):
+            with _torch.saving_as(self._by_rule):
                 yield False
         else:
             with _torch.saving(partial(self._choose, budget), cost):
@@ -100,14 +101,20 @@ class Cut:
             save_entries=lambda forward: save_entries(forward, parameters),
             away=away_of(unit.family),
         )
+        saved = save_inputs(cut.graph, saved, parameters)
         self.settle(Settled(tuple(node.name for node in saved), activations))
         return saved
 
     def _divide(self, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> Halves:
         """Cut ``joint`` by the division of ``memory`` that is chosen, and note that."""
+
+        def by_rule(gm: GraphModule, choice: Callable[[_torch.Cut], Sequence[Node]]) -> Halves:
+            parameters = self.unit.parameters(gm.graph)
+            return partition(gm, lambda cut: save_inputs(cut.graph, choice(cut), parameters))
+
         if (known := self.pair.settled) is not None:
-            return partition(joint, partial(_by_name, known))
-        halves, settled = divide(self._subject(memory), memory, joint, partition)
+            return by_rule(joint, partial(_by_name, known))
+        halves, settled = divide(self._subject(memory), memory, joint, by_rule)
         if settled is not None:
             self.settle(settled)
         return halves
@@ -144,11 +151,13 @@ class Cut:
         trial.activations, trial.memory_budget = activations, memory_budget
         return trial
 
-    def _ahead(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
-        """What forward must save as well, lest backward gather out of turn."""
-        if not self.unit.gathers:
-            return []
-        return save_ahead(joint, saved, self.unit.parameters(joint), ahead=0 if self.pair.memory_budget else 1)
+    def _by_rule(self, joint: Graph, saved: Sequence[Node]) -> list[Node]:
+        """What forward saves for ``saved``, lest backward gather out of turn, or read what was written since."""
+        parameters = self.unit.parameters(joint)
+        if self.unit.gathers:
+            ahead = 0 if self.pair.memory_budget else 1
+            saved = [*saved, *save_ahead(joint, saved, parameters, ahead=ahead)]
+        return save_inputs(joint, saved, parameters)
 
 
 def _by_name(settled: Settled, cut: _torch.Cut) -> list[Node]:

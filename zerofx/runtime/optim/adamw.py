@@ -338,8 +338,7 @@ class AdamW(torch.optim.AdamW):
                 "or make an optimizer for the parameters of each."
             )
         self._device_step = None
-        members = sum(len(span.members) for span in spans)
-        self._counts = torch.zeros(members, dtype=torch.float32)  # state["step"] are views: one addition
+        self._counts = torch.zeros(sum(len(span.members) for span in spans), dtype=torch.float32)  # steps are views
         if _runs_triton(device):
             from zerofx.runtime.optim.device_step import DeviceStep  # here, because it needs triton
 
