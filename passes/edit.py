@@ -98,13 +98,9 @@ def module_of(node: Node) -> str:
 
 
 def last_placeholder(graph: Graph) -> Node | None:
-    """The last of the graph's inputs."""
-    found = None
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            break
-        found = node
-    return found
+    """The last of the graph's inputs. AOTAutograd makes tokens of effects (`linalg.solve`) among them."""
+    inputs = graph.find_nodes(op="placeholder")
+    return inputs[-1] if inputs else None
 
 
 def after_inputs(node: Node) -> Node:

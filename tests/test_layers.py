@@ -67,6 +67,19 @@ class Filter(nn.Module):
         return (x + torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.filter), n=8)).square().mean()
 
 
+class Solved(nn.Module):
+    """Solving may fail, which is an effect: PyTorch orders effects by tokens, inputs and outputs of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x)
+        spread = rows[:, :, None] * rows[:, None, :] + torch.eye(6)
+        return self.head(torch.linalg.solve(spread, rows)).square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convnext": (ConvNeXt, (4, 3, 8, 8)),
     "resnet": (ResNet, (4, 3, 8, 8)),
@@ -74,6 +87,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gru": (lambda: Recurrent(nn.GRU), (4, 5, 7)),
     "rnn": (lambda: Recurrent(nn.RNN), (4, 5, 7)),
     "filter": (Filter, (4, 8)),
+    "solved": (Solved, (4, 6)),
 }
 
 
@@ -102,6 +116,7 @@ def check(name: str, **options: Any) -> None:
 DEAR = [
     *((name, stage, "inductor") for name in ("convnext", "resnet") for stage in range(4)),
     ("filter", 0, "inductor"),
+    *(("solved", stage, "inductor") for stage in (1, 2)),
 ]
 
 
@@ -144,3 +159,20 @@ def test_a_gradient_has_its_parameters_shape_where_that_was_compared_with_symbol
     workers2: Workers, stage: int, executor: str
 ) -> None:
     workers2.run(check_heights, stage=stage, executor=executor)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, self.left, self.right, (x,)).square().mean()
+
+
+@pytest.mark.parametrize("build", [Solved, Branching])
+def test_with_memory_operators_of_a_higher_order_are_followed(fake_world: Any, build: Callable[[], nn.Module]) -> None:
+    fake_world(2)
+    module = zerofx.compile(build(), memory=10**9, executor="eager")
+    module(torch.randn(4, 6)).backward()
+    assert zerofx.predict(module, zerofx.Rates(1e9, 1e-5, 1e10, 1e10)).peak_bytes > 0

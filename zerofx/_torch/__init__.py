@@ -117,6 +117,7 @@ from zerofx._torch.dynamo import (
 )
 from zerofx._torch.higher_order import (
     computes_anew,
+    followed,
     is_region,
 )
 from zerofx._torch.inductor import (

@@ -126,12 +126,25 @@ def saved_outputs(output: Node) -> frozenset[int]:
     from torch._functorch._aot_autograd import descriptors
     from torch._guards import TracingContext
 
-    descs = output.meta.get("desc")
+    descs = _descs(output)
     if descs is None:
         first = TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
         return frozenset(range(first, len(output.args[0])))  # type: ignore[arg-type]
     saved = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
     return frozenset(i for i, d in enumerate(descs) if isinstance(d, saved))
+
+
+def _descs(output: Node) -> list[Any] | None:
+    """What AOTAutograd says of each output (2.11, 2.13, 2.15).
+
+    For Inductor it takes out the tokens that order effects (``linalg.solve`` may fail), and leaves them here.
+    """
+    from torch._functorch._aot_autograd.descriptors import BackwardTokenAOTOutput, ForwardTokenAOTOutput
+
+    descs = output.meta.get("desc")
+    if descs is None or len(descs) == len(output.args[0]):  # type: ignore[arg-type]
+        return descs
+    return [desc for desc in descs if not isinstance(desc, (ForwardTokenAOTOutput, BackwardTokenAOTOutput))]
 
 
 def gradient_outputs(output: Node) -> dict[int, int]:
@@ -140,7 +153,7 @@ def gradient_outputs(output: Node) -> dict[int, int]:
 
     return {
         i: d.grad_of.idx
-        for i, d in enumerate(output.meta["desc"])
+        for i, d in enumerate(_descs(output) or ())
         if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, PlainAOTInput)
     }
 

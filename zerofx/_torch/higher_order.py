@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch._ops import HigherOrderOperator
-from torch.fx import Node
+from torch.fx import Interpreter, Node
 
 _ANEW = frozenset({"cond", "flex_attention", "flex_attention_backward", "map_impl", "scan", "associative_scan"})
 
@@ -22,3 +22,26 @@ def computes_anew(target: Any) -> bool:
     region, which may return anything.
     """
     return isinstance(target, HigherOrderOperator) and target.name() in _ANEW
+
+
+def followed(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a higher-order operator returns, run without numbers; NotImplemented for those that need some.
+
+    ==============  ===========================================================  ===========================
+    ``cond``        ``(predicate, branch, branch, operands)``                    both branches, one by one
+    with_effects    ``(token, operator, *arguments)``: what may fail, or print   the operator
+    ==============  ===========================================================  ===========================
+
+    Their arguments are the same on 2.11, 2.13 and 2.15.
+    """
+    if not isinstance(target, HigherOrderOperator):
+        return NotImplemented
+    if target.name() == "cond":
+        _, first, second, operands = args
+        Interpreter(first).run(*operands)  # its code may not have been written
+        return Interpreter(second).run(*operands)
+    if target.name() == "with_effects":
+        token, operator, *given = args
+        found = operator(*given, **kwargs)
+        return (token, *found) if isinstance(found, tuple) else (token, found)
+    return NotImplemented

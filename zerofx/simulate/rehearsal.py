@@ -337,7 +337,8 @@ class _Run(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is discard:
             return self.recorder.free(args[0])
-        return super().call_function(target, args, kwargs)
+        found = _torch.followed(target, args, kwargs)
+        return super().call_function(target, args, kwargs) if found is NotImplemented else found
 
 
 def source_of(node: Node) -> str:
