@@ -98,9 +98,14 @@ def module_of(node: Node) -> str:
 
 
 def last_placeholder(graph: Graph) -> Node | None:
-    """The last of the graph's inputs. AOTAutograd makes tokens of effects (`linalg.solve`) among them."""
-    inputs = graph.find_nodes(op="placeholder")
-    return inputs[-1] if inputs else None
+    """The last of the graph's inputs. AOTAutograd makes tokens of effects (`linalg.solve`) ahead of them."""
+    found = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found = node
+        elif node.target is not torch.ops.prims._make_token.default:
+            break
+    return found
 
 
 def after_inputs(node: Node) -> Node:
