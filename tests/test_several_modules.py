@@ -180,3 +180,29 @@ def test_optimizers_that_cannot_be_told_apart_are_refused(workers2: Workers, tmp
 
 def test_two_modules_and_two_optimizers_are_saved_in_one_folder(workers2: Workers, tmp_path: Path) -> None:
     workers2.run(check_saved, str(tmp_path / "saved"))
+
+
+def check_head(stage: int, averaged: bool) -> None:
+    body, head = zerofx.compile(net(0), stage=stage, executor="eager"), nn.Linear(3, 1)
+    for _ in range(2):  # another optimizer asks anew, another step does not
+        optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()])
+        for step in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                head(body(rows(step, dist.get_rank()))).mean().backward()
+                for p in head.parameters():
+                    if averaged and p.grad is not None:
+                        dist.all_reduce(p.grad)
+                optimizer.step()
+            said = [str(w.message) for w in caught if "beside sharded ones" in str(w.message)]
+            assert len(said) == (dist.get_rank() == 0 and step == 0 and not averaged)
+            assert all("1 plain parameters" in text and "of shape (1, 3)" in text for text in said)  # bias's are equal
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_plain_head_beside_a_sharded_body_whose_gradients_nobody_averages_is_warned_of(
+    workers2: Workers, stage: int
+) -> None:
+    for averaged in (False, True):
+        workers2.run(check_head, stage, averaged)

@@ -19,6 +19,7 @@ explained      how an optimizer steps, in words
 probe          whether an optimizer works on slices, by owners, or not at all
 step           `zerofx.step_in_backward`
 moved          what an update moves through a file
+beside         plain parameters that nobody averages, beside sharded ones
 hooks          what every optimizer is asked before a step
 =============  ==================================================================
 
@@ -28,5 +29,5 @@ Imports `zerofx.kernels`, `zerofx.runtime.eager` and what is below it::
     spans ◀── squares ◀── adamw
     orthogonalize ◀── matrices ◀── muon
     owners, loaded ◀── by_owner, muon ◀── hooks ──▶ probe, loaded
-    hooks ◀── step, explained
+    beside ◀── hooks ◀── step, explained
 """

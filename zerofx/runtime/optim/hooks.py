@@ -18,6 +18,7 @@ from zerofx._torch import DisableTorchFunction, steps_running
 from zerofx.runtime.eager.averages import keeps_gradients
 from zerofx.runtime.eager.unshard import NotElementwise
 from zerofx.runtime.optim.adamw import AdamW
+from zerofx.runtime.optim.beside import warn_of_differing
 from zerofx.runtime.optim.by_owner import by_owner, step_by_owner
 from zerofx.runtime.optim.loaded import divide
 from zerofx.runtime.optim.muon import Muon
@@ -199,6 +200,8 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}.step() while zerofx.no_sync keeps gradients of ignored parameters back: run "
             "the last backward outside of zerofx.no_sync, or give them up with zerofx.drop_kept(module)."
         )
+    if groups:
+        warn_of_differing(optimizer, groups[0].sharing.everyone)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
