@@ -14,10 +14,12 @@ before it can begin with the last layer, and has everything at once that forward
 is saved makes the peak larger. What enters a block is little beside what is inside of it, and bounds what is there at
 once to one block.
 
-A block is what reads the parameters of one group. It begins where the fewest bytes are on their way, between the last
-reader of other parameters and its first: in front of a normalisation rather than behind. Of groups that follow one
-another, one into which more bytes go than into the one before and the one behind begins in the middle of a layer, and
-is left out.
+A block is what reads the parameters of one group. With ``layers`` it is what reads those of one layer, where a layer's
+parameters are several groups: large ones are. Then less is saved, and more is computed again at once.
+
+A block begins where the fewest bytes are on their way, between the last reader of other parameters and its first: in
+front of a normalisation rather than behind. Of blocks that follow one another, one into which more bytes go than into
+the one before and the one behind begins in the middle of a layer, and is left out.
 
 A group can be read again behind others: an embedding's and the head's parameters are often one group. Then what reads
 it again is another block. Without that, backward would begin with the inside of the last layer *and* all of the head.
@@ -43,13 +45,20 @@ APART = 2
 """How many blocks begin between two of one group. With fewer its parameters belong to the layers around them."""
 
 
-def save_entries(forward: Sequence[Node], parameters: Mapping[str, ParameterRef]) -> int:
+LAYERS = 3
+"""So many numbers in one container make layers of what stands there: in ``net.0.blocks.7.w`` of ``net.0.blocks``."""
+
+
+def save_entries(forward: Sequence[Node], parameters: Mapping[str, ParameterRef], *, layers: bool = False) -> int:
     """Mark what is to be saved; returns how many nodes were marked.
 
-    ``forward``: what it computes, in order. ``parameters``: by the placeholder's name.
+    ``forward``: what it computes, in order. ``parameters``: by the placeholder's name. ``layers``: see above.
     """
     made = _on_their_way(forward)
-    places = _narrowest(_beginnings(forward, parameters), _crossing(made, len(forward)))
+    blocks = {name: ref.layout.name for name, ref in parameters.items()}
+    if layers:
+        blocks |= _layers({name: ref.slot.name for name, ref in parameters.items()})
+    places = _narrowest(_beginnings(forward, blocks), _crossing(made, len(forward)))
     entries = [[node for node, (first, last, _) in made.items() if first < place <= last] for place in places]
     sizes = [sum(made[node][2] for node in nodes) for nodes in entries]
     marked = 0
@@ -74,18 +83,41 @@ def _given(forward: Sequence[Node]) -> dict[Node, Node]:
     return given
 
 
-def _beginnings(forward: Sequence[Node], parameters: Mapping[str, ParameterRef]) -> list[tuple[int, int]]:
-    """Of each block: the place of the last reader of a parameter before its first reader, and that one's place."""
+def _layers(names: Mapping[str, str]) -> dict[str, str]:
+    """Of those that are in a layer: the outermost number in their name that has enough others beside it."""
+    beside: dict[str, set[str]] = {}
+    for name in names.values():
+        for before, number in _numbers(name):
+            beside.setdefault(before, set()).add(number)
+    found = {}
+    for key, name in names.items():
+        numbers = (f"{before}.{number}" for before, number in _numbers(name) if len(beside[before]) >= LAYERS)
+        if (layer := next(numbers, None)) is not None:
+            found[key] = layer
+    return found
+
+
+def _numbers(name: str) -> list[tuple[str, str]]:
+    """The numbers in a parameter's name, from the outermost on, each behind its container's name."""
+    parts = name.split(".")
+    return [(".".join(parts[:i]), part) for i, part in enumerate(parts) if part.isdigit()]
+
+
+def _beginnings(forward: Sequence[Node], blocks: Mapping[str, str]) -> list[tuple[int, int]]:
+    """Of each block: the place of the last reader of a parameter before its first reader, and that one's place.
+
+    ``blocks``: of each parameter that is sharded, by its placeholder's name.
+    """
     given, last = _given(forward), 0
-    begun: dict[str, int] = {}  # by group: how many blocks had begun when it was read last
+    begun: dict[str, int] = {}  # by block: how many had begun when it was read last
     beginnings: list[tuple[int, int]] = []
     for i, node in enumerate(forward):
         read = {given[x].name for x in node.all_input_nodes if x in given} if node not in given else set()
-        groups = {parameters[name].layout.name for name in read if name in parameters}
-        if any(name not in begun or len(beginnings) - begun[name] >= APART for name in groups):
+        here = {blocks[name] for name in read if name in blocks}
+        if any(name not in begun or len(beginnings) - begun[name] >= APART for name in here):
             beginnings.append((last, i))
-        begun |= dict.fromkeys(groups, len(beginnings))
-        last = i if groups else last
+        begun |= dict.fromkeys(here, len(beginnings))
+        last = i if here else last
     return beginnings
 
 

@@ -235,7 +235,7 @@ def at_least(marked: bool, budget: float | None = 0) -> int:
         net, x = GPT(8, 64, 4, VOCAB, 32), torch.zeros(8, 32, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patched:
         if not marked:
-            patched.setattr("zerofx.compiler.cut.save_entries", lambda forward, parameters: 0)
+            patched.setattr("zerofx.compiler.cut.save_entries", lambda forward, parameters, layers: 0)
         groups = zerofx.Grouping(min_bytes=0)
         record = zerofx.dry_run(net, x, x, world_size=2, groups=groups, activation_budget=budget)
     return zerofx.predict(record).peak_bytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from torch.fx import Graph, Node
 
@@ -94,3 +97,34 @@ def test_inputs_and_casts_of_parameters_are_not_marked() -> None:
     low_hidden = forward.call(torch.ops.prims.convert_element_type.default, hidden, torch.bfloat16)
     forward.graph.output((forward.call(_aten.mm.default, low_hidden, low),))
     assert forward.marked() == [low_hidden.name]
+
+
+def layered(names: list[list[str]]) -> tuple[Forward, list[Node]]:
+    """Layers of several groups: a matrix product for each, with what enters it."""
+    forward = Forward()
+    value, entries = forward.x, []
+    for group in itertools.chain.from_iterable(names):
+        weight = forward.parameter(group, 4, 4)
+        entries.append(value)
+        value = forward.call(_aten.mm.default, value, weight)
+    forward.graph.output((value,))
+    return forward, entries
+
+
+def marked(forward: Forward, layers: bool) -> list[str]:
+    nodes = list(forward.graph.nodes)
+    save_entries(nodes, forward.parameters, layers=layers)
+    return [node.name for node in nodes if saving_is_decided(node)]
+
+
+@pytest.mark.parametrize("outer", ["", "net.", "0.blocks."])
+def test_of_a_layer_of_several_groups_each_begins_a_block_or_the_layer_does(outer: str) -> None:
+    names = [[f"{outer}{i}.{part}" for part in ("up", "middle", "down")] for i in range(3)]
+    forward, entries = layered(names)
+    assert marked(forward, True) == [entries[3].name, entries[6].name]
+    assert marked(forward, False) == [node.name for node in entries[1:]]
+
+
+def test_two_numbers_beside_each_other_are_no_layers() -> None:
+    forward, entries = layered([[f"{i}.{part}" for part in ("up", "down")] for i in range(2)])
+    assert marked(forward, True) == [node.name for node in entries[1:]]

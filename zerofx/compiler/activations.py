@@ -11,7 +11,8 @@
 What is recomputed is up to PyTorch's partitioner: a knapsack of bytes and costs, and a minimum cut. It is asked for a
 fraction, and answers with what may be more or less than that; so it is asked for several, and of the answers that fit
 the one is taken that saves most. `save_entries` has marked what enters a block, so backward has no more than one block
-recomputed at a time. Costs are flops and bytes, not times. So all ranks come to the same choice.
+recomputed at a time: one group, or where that saves too much all groups of one layer. Costs are flops and bytes, not
+times. So all ranks come to the same choice.
 
 Where activations may live in a file (`zerofx.Offload`), what exceeds the budget can also leave: the first of forward
 first, for they have the longest way. The disk works while the processor does. So of all answers, each with as much
@@ -24,6 +25,8 @@ The rates are those that the user gives, the same on every rank, or an ordinary 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -135,7 +138,7 @@ def choose(
     fuses: bool,
     elsewhere: int,
     share: float,
-    save_entries: Callable[[Sequence[Node]], object],
+    save_entries: Callable[..., int],
     away: Away | None = None,
 ) -> tuple[list[Node], Activations]:
     """What forward saves, and a record of the choice.
@@ -146,7 +149,8 @@ def choose(
             is cheapest for that; else all that backward reads would be saved, but for what checkpoints recompute.
         elsewhere: bytes that other graphs of the module save.
         share: of what they leave of a budget in bytes, the part that this graph may have; others are to come.
-        save_entries: marks what enters a block, of the nodes that forward computes.
+        save_entries: of the nodes that forward computes, marks what enters each layer, or each group; returns how many
+            were not marked before.
         away: what of it may leave the device; None: nothing.
 
     Raises:
@@ -157,13 +161,21 @@ def choose(
     target = share * (budget - elsewhere) if budget > 1 else budget * most
     if most <= target:
         return whole, _record(cut, whole, budget, most, most)
-    save_entries(cut.forward)
-    cut.marked()
-    best = cut.saved(_torch.LEAST)
-    least = _nbytes(best, cut)
+    best: list[Node] | None = None
+    least, asked = math.inf, [whole]
+    for layers in (True, False):
+        if not save_entries(cut.forward, layers=layers) and best is not None:
+            break  # each layer is one group
+        cut.marked()
+        fewest = cut.saved(_torch.LEAST)
+        least = min(least, _nbytes(fewest, cut))
+        if best is None or _nbytes(fewest, cut) <= target:  # less is computed again at once
+            best = fewest if away is not None else _most_within(target, fewest, cut)
+        if away is not None:
+            asked += [fewest, *(cut.saved(i / RUNGS) for i in range(1, RUNGS + 1))]
     options: list[_Option] = []
     if away is not None:
-        answers = _answers([whole, best, *(cut.saved(i / RUNGS) for i in range(1, RUNGS + 1))], cut, away)
+        answers = _answers(asked, cut, away)
         options = [_taken_away(answer, target, away) for answer in answers]
         least = min(_taken_away(answer, 0, away).kept for answer in answers)
     if budget > 1 and least + elsewhere > budget:
@@ -174,8 +186,14 @@ def choose(
         )
     if away is not None:
         chosen = _shortest(options, target)
-        return chosen.saved, _of_option(chosen, _record(cut, chosen.saved, budget, most, least))
-    fits, exceeds, saved = 0.0, 1.0, least
+        return chosen.saved, _of_option(chosen, _record(cut, chosen.saved, budget, most, int(least)))
+    assert best is not None, "what enters a layer was asked for"
+    return best, _record(cut, best, budget, most, int(least))
+
+
+def _most_within(target: float, fewest: list[Node], cut: _torch.Cut) -> list[Node]:
+    """Of all that the partitioner answers what saves most within ``target``; or ``fewest``, if none does."""
+    fits, exceeds, best, saved = 0.0, 1.0, fewest, _nbytes(fewest, cut)
     for _ in range(ASKED):
         middle = (fits + exceeds) / 2
         asked = cut.saved(middle)
@@ -186,7 +204,7 @@ def choose(
         fits = middle
         if nbytes > saved:
             best, saved = asked, nbytes
-    return best, _record(cut, best, budget, most, least)
+    return best
 
 
 def _answers(asked_for: Sequence[list[Node]], cut: _torch.Cut, away: Away) -> list[_Answer]:
@@ -251,41 +269,47 @@ def ladders(
     cut: _torch.Cut,
     nbytes: float,
     fuses: bool,
-    save_entries: Callable[[Sequence[Node]], object],
+    save_entries: Callable[..., int],
     away: Away | None = None,
     few: bool = False,
 ) -> list[list[tuple[list[Node], Activations]]]:
     """All that forward could save under one fraction or another, the most first, for a budget of ``nbytes`` for all.
 
-    Where something may leave the device there is a second ladder: for each of several targets, what leaves and what is
-    computed again so that a step is short.
+    In the first ladder what enters each group is saved. Where layers are several groups there is another one, of what
+    saves less than that: what enters each layer. More is there at once while it is computed again. Where something may
+    leave the device there is one more: for each of several targets, what leaves and what is computed again so that a
+    step is short.
 
     ``fuses``, ``save_entries``, ``away``: see `choose`. ``few``: only the smallest fractions beside all.
     """
     whole = _whole(cut, fuses)
     most = _nbytes(whole, cut)
-    save_entries(cut.forward)
-    cut.marked()
-    rungs = {most: whole}
-    for i in range(FEW if few else RUNGS + 1):
-        saved = cut.saved(max(_torch.LEAST, i / RUNGS))
-        rungs.setdefault(_nbytes(saved, cut), saved)
+    found: list[dict[int, list[Node]]] = []  # by bytes
+    for layers in (True, False):
+        if not save_entries(cut.forward, layers=layers) and found:
+            break  # each layer is one group
+        cut.marked()
+        asked = [cut.saved(max(_torch.LEAST, i / RUNGS)) for i in range(FEW if few else RUNGS + 1)]
+        found.insert(0, {_nbytes(saved, cut): saved for saved in reversed(asked)})
+    found[0][most] = whole
+    found[1:] = [{n: saved for n, saved in rungs.items() if n < min(found[0])} for rungs in found[1:]]
     leave: dict[int, _Option] = {}
     if away is not None:
-        answers = _answers(list(rungs.values()), cut, away)
+        answers = _answers([saved for rungs in found for saved in rungs.values()], cut, away)
         for i in range(RUNGS + 1):
             target = most * (RUNGS - i) / RUNGS
             option = _shortest([_taken_away(answer, target, away) for answer in answers], target)
             if option.gone:
                 leave.setdefault(option.kept, option)
-    least = min([*rungs, *leave])
+    least = min([*itertools.chain(*found), *leave])
 
     def record(saved: list[Node]) -> Activations:
         return replace(_record(cut, saved, nbytes, most, least), option="memory")
 
-    again = [(rungs[n], record(rungs[n])) for n in sorted(rungs, reverse=True) if n <= most]
-    away_from = [leave[n] for n in sorted(leave, reverse=True)]
-    return [again, *([[(o.saved, _of_option(o, record(o.saved))) for o in away_from]] if away_from else [])]
+    again = [[(rungs[n], record(rungs[n])) for n in sorted(rungs, reverse=True) if n <= most] for rungs in found]
+    options = [leave[n] for n in sorted(leave, reverse=True)]
+    away_from = [(option.saved, _of_option(option, record(option.saved))) for option in options]
+    return [ladder for ladder in (*again, away_from) if ladder]
 
 
 def _record(cut: _torch.Cut, saved: list[Node], budget: float, most: int, least: int) -> Activations:
@@ -297,6 +321,7 @@ def _record(cut: _torch.Cut, saved: list[Node], budget: float, most: int, least:
         least_bytes=least,
         recomputed=frozenset(node.name for node in again),
         flops=sum(map(flops, again)),
+        work=sum(map(cost, again)),
     )
 
 

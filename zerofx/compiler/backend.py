@@ -31,6 +31,7 @@ from zerofx.compiler.captured import (
     strip_own_frames,
     warn_of_choice,
 )
+from zerofx.compiler.choices import Search
 from zerofx.compiler.compilers import Compilers
 from zerofx.compiler.cut import Cut
 from zerofx.compiler.lean import lean
@@ -71,7 +72,7 @@ class Backend:
         pretend: for `zerofx.dry_run`, what takes graphs in the executor's place, the backward with the forward.
         code: whether Inductor writes its code for these graphs all the same. It is read, and not compiled.
         probe: whether `memory=` may run kernels, for what they take inside of themselves.
-        any_fits: whether any division of `memory=` that fits will do, in the place of the fastest.
+        search: finds a division of `memory=`; None: the fastest that fits.
         unread: what graphs without parameters were given, which `memory=` counts: inputs that were then cast, say.
     """
 
@@ -79,7 +80,7 @@ class Backend:
     pretend: Executed | None = None
     code: bool = False
     probe: bool = True
-    any_fits: bool = False
+    search: Search | None = None
     unread: list[weakref.ref[torch.Tensor]] = field(default_factory=list, compare=False)
 
     def __repr__(self) -> str:
@@ -108,7 +109,7 @@ class Backend:
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         _torch.know_bounds(gm)
-        unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe, self.any_fits)
+        unit = Unit.of(self.options, example_inputs, self.pretend, self.code, self.probe, self.search)
         pair = Pair(unit, "inductor" if self.options.executor == "inductor" else "eager")
         compilers = Compilers(pair)
         try:

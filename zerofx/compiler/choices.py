@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerofx.runtime.state.footprint import Demand
 
@@ -23,6 +23,7 @@ class Activations:
         least_bytes: the least that it could save.
         recomputed: the nodes of forward that backward computes once more.
         flops: of these.
+        work: of these, as the partitioner weighs it: flops, or those that could be done while a node's bytes move.
         offloaded: by name, what of the saved tensors leaves for a file; and
         offloaded_bytes: how many these are.
     """
@@ -33,6 +34,7 @@ class Activations:
     least_bytes: int
     recomputed: frozenset[str]
     flops: int
+    work: float = 0.0
     option: str = "activation_budget"
     offloaded: frozenset[str] = frozenset()
     offloaded_bytes: int = 0
@@ -65,6 +67,10 @@ class TooSmall(ValueError):
     def __init__(self, message: str, offers: tuple[Offer, ...]) -> None:
         super().__init__(message)
         self.offers = offers
+
+
+Search = Callable[[Any], Any]
+"""Of a graph's `zerofx.compiler.division.Trials` tries some, and returns one of them: the division that is taken."""
 
 
 class NotDivided(ValueError):

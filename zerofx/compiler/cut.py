@@ -98,7 +98,7 @@ class Cut:
             fuses=unit.fuses,
             elsewhere=unit.family.footprint.saved_elsewhere(unit.names),
             share=unit.share,
-            save_entries=lambda forward: save_entries(forward, parameters),
+            save_entries=partial(save_entries, parameters=parameters),
             away=away_of(unit.family),
         )
         saved = save_inputs(cut.graph, saved, parameters)
@@ -136,7 +136,7 @@ class Cut:
             fuses=unit.fuses,
             pretended=unit.pretend is not None,
             probes=unit.probe,
-            any_fits=unit.any_fits,
+            search=unit.search,
             share=unit.share,
             away=away_of(unit.family, None if memory is None else memory.rates),
             alike=pair.alike,

@@ -17,8 +17,9 @@ is computed is what three groups take, as a rule. So the first rung that fits wi
 on, the first that fits with more; then a rung in front of it with the least, where gathers wait. A rung that is slower
 than what was found ends a search: those below it compute more.
 
-**Activations in a file** (`zerofx.Offload`) are a second ladder, whose rungs have less and less in memory by what
-leaves, or by what leaves and what is computed again. It is searched as the first one is, and the clock decides.
+Layers of several groups have a second ladder, which saves what enters a layer. **Activations in a file**
+(`zerofx.Offload`) are one more: its rungs have less in memory by what leaves, or is computed again. Each is searched as
+the first one is, and the clock decides.
 
 All of it follows from the graph, from bytes and from rates that are the same everywhere, so every rank divides alike;
 that is compared through the store (`zerofx.runtime.ranks.agree.publish_choice`).
@@ -47,7 +48,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch
 from zerofx.compiler.activations import Away, ladders, top_rung
-from zerofx.compiler.choices import Activations, Division, NotDivided, Offer, Settled, TooSmall
+from zerofx.compiler.choices import Activations, Division, NotDivided, Offer, Search, Settled, TooSmall
 from zerofx.compiler.compared import Comparison
 from zerofx.compiler.rewriting import copy_graph
 from zerofx.compiler.trial import Choice, Contexts, Halves, Rung, through_passes
@@ -97,7 +98,7 @@ class Subject:
         fuses: whether its executor fuses pointwise operations.
         pretended: it is of `zerofx.dry_run`: no other rank is asked.
         probes: whether kernels are run, for what they take inside of themselves.
-        any_fits: whether any division that fits will do.
+        search: finds a division; None: the fastest that fits.
         share: of all that no graph has read yet, what this one does.
         away: what of activations may leave the device; None: nothing.
         alike: what tensor-parallel ranks have alike of it; None: they do not share activations.
@@ -110,7 +111,7 @@ class Subject:
     fuses: bool
     pretended: bool
     probes: bool
-    any_fits: bool
+    search: Search | None
     share: float
     away: Away | None
     alike: Comparison | None
@@ -126,10 +127,10 @@ class Subject:
 class Trials:
     """The divisions of one joint graph.
 
-    ``first``: the rung that saves all; ``more``: makes the ladders, of which the first begins with it.
+    ``first``: the rung that saves all; ``more``: makes the ladders, or few rungs of them; the first begins with it.
     """
 
-    def __init__(self, of: Subject, first: Rung, more: Callable[[], list[list[Rung]]], memory: Memory) -> None:
+    def __init__(self, of: Subject, first: Rung, more: Callable[[bool], list[list[Rung]]], memory: Memory) -> None:
         self.of, self.memory = of, memory
         self.rungs, self._more = [first], more
         self.family, self.held, self.names = of.family, of.family.footprint, of.names
@@ -144,16 +145,16 @@ class Trials:
         Raises:
             TooSmall: none does.
         """
-        first = self.try_(0, self._most())
+        first = self.try_(0, self.most())
         if first is not None and self.fits(first):
             return first
-        ladders = self._ladders()
+        ladders = self.ladders()
         for ladder in ladders:
             self._search(ladder)
         fitting = [tried for tried in self.found() if self.fits(tried)]
         if not fitting:
-            self.try_(0, self._most())
-            return self._any_of(ladders[-1])
+            self.try_(0, self.most())
+            return self._any_of(ladders)
         return min(fitting, key=lambda tried: (tried.price.step_s, tried.needs))
 
     def choose_any(self) -> Tried:
@@ -162,24 +163,25 @@ class Trials:
         Raises:
             TooSmall: none does, of those that were tried.
         """
-        return self._any_of(self._ladders()[-1])
+        return self._any_of(self.ladders(few=True))
 
-    def _any_of(self, ladder: Sequence[int]) -> Tried:
-        """The first that fits, from the least in memory on, as long as the next one needs less.
+    def _any_of(self, ladders: Sequence[Sequence[int]]) -> Tried:
+        """The first that fits, on each ladder from the least in memory on, as long as the next one needs less.
 
         What is computed again is live, too: so the least that is saved is not always the least that is needed.
 
         Raises:
             TooSmall: none does, of those that were tried.
         """
-        before = math.inf
-        for rung in reversed(ladder):
-            tried = self._least(rung)
-            if tried is not None and self.fits(tried):
-                return tried
-            if tried is None or tried.at_rest > self.memory.nbytes or tried.needs >= before:
-                break
-            before = tried.needs
+        for ladder in reversed(ladders if self.of.away is None else ladders[-1:]):
+            before = math.inf
+            for rung in reversed(ladder):
+                tried = self.least(rung)
+                if tried is not None and self.fits(tried):
+                    return tried
+                if tried is None or tried.at_rest > self.memory.nbytes or tried.needs >= before:
+                    break
+                before = tried.needs
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -192,9 +194,9 @@ class Trials:
             self.offers(),
         )
 
-    def _ladders(self) -> list[list[int]]:
+    def ladders(self, few: bool = False) -> list[list[int]]:
         """Numbers of rungs, each ladder with less and less in memory."""
-        (_, *others), *beside = self._more()
+        (_, *others), *beside = self._more(few)
         numbers: list[list[int]] = []
         for new in (others, *beside):
             numbers.append([*range(len(self.rungs), len(self.rungs) + len(new))])
@@ -216,9 +218,9 @@ class Trials:
         Where what is there at rest is too much, nothing fits, and the last rung is tried alone, for what it needs.
         """
         if all(tried.at_rest > self.memory.nbytes for tried in self.found()):
-            self._least(ladder[-1])
+            self.least(ladder[-1])
             return
-        ample, *more = self._budgets()
+        ample, *more = self.budgets()
         found = self._first(ladder, partial(self.try_, memory_budget=ample))
         for budget in reversed(more if found < len(ladder) else []):  # to gather less may be worth computing more
             if self._first(ladder[found:], partial(self.try_, memory_budget=budget)) == 0:
@@ -226,7 +228,7 @@ class Trials:
         if found == len(ladder):
             self._search_least(ladder, ample)
         elif more:
-            self._first(ladder[:found], self._least)
+            self._first(ladder[:found], self.least)
 
     def _search_least(self, ladder: Sequence[int], ample: float | None) -> None:
         """Try rungs with the least gathered weights, where none fits with ``ample`` ones: those that may, in order."""
@@ -234,8 +236,8 @@ class Trials:
         beside = {i: [tried[j] for j in (i - 1, i, i + 1) if j in tried] for i in range(len(ladder))}
         bounds = [tried.get(i, min(beside[i], default=0)) for i in range(len(ladder))]
         may = [rung for rung, bound in zip(ladder, bounds, strict=True) if bound <= self.memory.nbytes]
-        if not any(self._fit(self._least(rung)) for rung in may):
-            self._least(ladder[bounds.index(min(bounds))])  # for what it needs
+        if not any(self._fit(self.least(rung)) for rung in may):
+            self.least(ladder[bounds.index(min(bounds))])  # for what it needs
 
     def _bound(self, rung: int, ample: float | None) -> int:
         """Bytes that a rung needs with less gathered weights, too: what was live beside them. 0: it is not known."""
@@ -265,7 +267,7 @@ class Trials:
         """Seconds of the fastest that fits so far."""
         return min((tried.price.step_s for tried in self.found() if self.fits(tried)), default=math.inf)
 
-    def _most(self) -> float | None:
+    def most(self) -> float | None:
         """The budget for gathered weights with which all stay gathered; or the one that other ranks go on with."""
         fixed = self.held.memory_budget_of(self.names)
         if fixed is not None:
@@ -274,20 +276,20 @@ class Trials:
 
     def _searches(self) -> bool:
         """Whether a budget for gathered weights is to be found: there are some, and no rank goes on with one."""
-        return self._most() == math.inf and self.held.memory_budget_of(self.names) is None
+        return self.most() == math.inf and self.held.memory_budget_of(self.names) is None
 
-    def _budgets(self) -> list[float | None]:
+    def budgets(self) -> list[float | None]:
         """For gathered weights: from what three groups take to all. In less, gathers wait for each other."""
         if not self._searches():
-            return [self._most()]
+            return [self.most()]
         sizes = sorted(group.gathered_nbytes for group in self.of.groups)
         all_, some = sum(sizes), sum(sizes[-3:])
         return [*(some + (all_ - some) * i // STEPS for i in range(STEPS)), math.inf]
 
-    def _least(self, rung: int) -> Tried | None:
+    def least(self, rung: int) -> Tried | None:
         """With the least in which this rung's gathers have room, one after the other."""
         if not self._searches():
-            return self.try_(rung, self._most())
+            return self.try_(rung, self.most())
         while (tried := self.try_(rung, self._needed)) is None:
             pass
         return tried
@@ -388,9 +390,9 @@ def divide(
     first, halves = _all_saved(of, memory, joint, partition)
     if first is None:
         return halves, None
-    trials = Trials(of, first, lambda: _ladders(of, memory, joint, partition), memory)
+    trials = Trials(of, first, partial(_ladders, of, memory, joint, partition), memory)
     with _torch.without_code():
-        tried = trials.choose_any() if of.any_fits else trials.choose()
+        tried = (of.search or Trials.choose)(trials)
     rung, price = trials.rungs[tried.rung], tried.price
     division = Division(
         nbytes=memory.nbytes,
@@ -452,17 +454,18 @@ def _all_saved(
     return (Rung(*found[0], lambda _: halves) if found else None), halves
 
 
-def _ladders(of: Subject, memory: Memory, joint: GraphModule, partition: _torch.Partition) -> list[list[Rung]]:
-    """All rungs: see `zerofx.compiler.activations.ladders`."""
+def _ladders(
+    of: Subject, memory: Memory, joint: GraphModule, partition: _torch.Partition, few: bool
+) -> list[list[Rung]]:
+    """All rungs, or ``few``: see `zerofx.compiler.activations.ladders`."""
     found: list[list[Rung]] = []
 
     def as_it_is(choose: Choice) -> Halves:
         return partition(copy_graph(joint), choose)
 
     def look(cut: _torch.Cut) -> list[Node]:
-        brought = of.parameters(cut.graph)
-        how: Any = {"away": of.away, "few": of.any_fits}
-        each = ladders(cut, memory.nbytes, of.fuses, lambda forward: save_entries(forward, brought), **how)
+        mark = partial(save_entries, parameters=of.parameters(cut.graph))
+        each = ladders(cut, memory.nbytes, of.fuses, mark, away=of.away, few=few)
         found.extend([Rung(*rung, as_it_is) for rung in ladder] for ladder in each)
         return each[0][0][0]
 

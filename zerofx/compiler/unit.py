@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 
 from zerofx import _torch
 from zerofx.compiler.captured import check_claimable, check_one_module
+from zerofx.compiler.choices import Search
 from zerofx.compiler.options import Options
 from zerofx.compiler.progress import wanted
 from zerofx.model.layout import GroupLayout, is_quantized
@@ -35,7 +36,7 @@ class Unit:
         pretend: for `zerofx.dry_run`, what takes the rewritten graphs in the place of an executor.
         code: whether Inductor writes its code for these all the same. It is read, and not compiled.
         probe: whether `memory=` may run kernels, for what they take inside of themselves.
-        any_fits: whether any division of `memory=` that fits will do, in the place of the fastest.
+        search: finds a division of `memory=`; None: the fastest that fits.
     """
 
     options: Options
@@ -44,7 +45,7 @@ class Unit:
     pretend: Executed | None = None
     code: bool = False
     probe: bool = True
-    any_fits: bool = False
+    search: Search | None = None
 
     @staticmethod
     def of(
@@ -53,7 +54,7 @@ class Unit:
         pretend: Executed | None = None,
         code: bool = False,
         probe: bool = True,
-        any_fits: bool = False,
+        search: Search | None = None,
     ) -> Unit:
         """Raises: see `check_claimable` and `check_one_module`."""
         tensors = {i: x for i, x in enumerate(example_inputs) if isinstance(x, (ShardedTensor, ReplicatedParameter))}
@@ -62,7 +63,7 @@ class Unit:
         check_one_module(list(tensors.values()))
         sharded = {i: ParameterRef(x._group.graph_layout, x._slot) for i, x in tensors.items()}
         groups = {x._group.graph_layout: x._group for x in tensors.values()}
-        return Unit(options, sharded, weakref.WeakValueDictionary(groups), pretend, code, probe, any_fits)
+        return Unit(options, sharded, weakref.WeakValueDictionary(groups), pretend, code, probe, search)
 
     @property
     def names(self) -> frozenset[str]:

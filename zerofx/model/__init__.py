@@ -3,6 +3,7 @@
 ============  ==================================================================
 layout        where each parameter lies in its group's flat buffer
 grouping      which parameters travel together
+stack         the layers of a deep module that are alike
 sharding      over which ranks of a mesh something is divided, by purpose
 precision     which dtypes weights and gradients have
 policies      which part of a module has which of these

@@ -21,7 +21,7 @@ from zerofx.model.memory import Memory
 from zerofx.passes.context import Context
 from zerofx.runtime.state.account import Elements, Terms, of_group, touched
 from zerofx.simulate.asked import ask
-from zerofx.simulate.clock import on_the_clock, ordinary
+from zerofx.simulate.clock import LiveBytes, on_the_clock, ordinary
 from zerofx.simulate.files import Files
 from zerofx.simulate.hosted import Hosted
 from zerofx.simulate.rehearsal import Graph, Pair, rehearse, rehearse_micro_batches
@@ -29,11 +29,15 @@ from zerofx.simulate.workspace import Workspaces
 
 
 class Price(NamedTuple):
-    """What a division takes: live bytes by class at the peak, those left behind forward, seconds of a step."""
+    """What a division takes: live bytes by class at the peak, those left behind forward, seconds of a step.
+
+    ``live``: bytes by class while each operation runs, graph after graph.
+    """
 
     peak: dict[str, int]
     left: int
     step_s: float
+    live: tuple[tuple[LiveBytes, ...], ...] = ()
 
 
 def price(forward: Graph, backwards: Sequence[Graph], memory: Memory, found: dict[Any, int] | None) -> Price:
@@ -52,7 +56,8 @@ def price(forward: Graph, backwards: Sequence[Graph], memory: Memory, found: dic
     again = memory.micro_batches - len(in_step)  # of the one before the last, or of a last one that is like it
     step_s = sum(in_step) + again * in_step[-2 if len(in_step) > 2 else -1]
     left = sum(prediction.phases[0].live[-1].values())
-    return Price({str(kind): n for kind, n in prediction.peak.items()}, left, step_s)
+    live = tuple(phase.live for phase in prediction.phases)
+    return Price({str(kind): n for kind, n in prediction.peak.items()}, left, step_s, live)
 
 
 def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> int:

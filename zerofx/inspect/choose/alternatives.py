@@ -41,16 +41,19 @@ from torch import nn
 
 from zerofx._torch import FromDynamo, NotOneGraph
 from zerofx.compiler.auto import AUTO
-from zerofx.compiler.choices import Division, NotDivided, TooSmall
+from zerofx.compiler.choices import Division, NotDivided, Search, TooSmall
+from zerofx.compiler.division import Trials
 from zerofx.compiler.options import Options
 from zerofx.compiler.records import GraphRecord
 from zerofx.inspect.choose.choice import Alternative
+from zerofx.inspect.choose.deep import DEEP, SHALLOW, Survey, followed
 from zerofx.inspect.predict.dry_run import dry_graphs
 from zerofx.model.grouping import Grouping, plan_groups
 from zerofx.model.ignored import ignored_in
 from zerofx.model.memory import Memory
 from zerofx.model.offload import Offload
 from zerofx.model.sharding import SCHEMES
+from zerofx.model.stack import Stack
 from zerofx.model.units import format_bytes
 from zerofx.model.wire import Wire
 from zerofx.runtime.ranks.sharing import OneGroup
@@ -190,8 +193,10 @@ class Question:
 
     def predicted(self, options: dict[str, Any], any_fits: bool = False) -> Alternative:
         """What an alternative takes."""
+        if (deep := self._deep(options, any_fits)) is not None:
+            return deep
         try:
-            records = self._dry_run(options, any_fits)
+            records = self._dry_run(options, Trials.choose_any if any_fits else None)
         except NotOneGraph:
             raise
         except Exception as e:
@@ -227,11 +232,36 @@ class Question:
             f"names it); or give stage= a number, and leave batch= out. {type(error).__name__}: {error}"
         ) from error
 
-    def _dry_run(self, options: dict[str, Any], any_fits: bool) -> list[GraphRecord]:
+    def _deep(self, options: dict[str, Any], any_fits: bool) -> Alternative | None:
+        """What it takes as few of its layers have it; None: it is traced itself."""
+        stack = Stack.of(self.module) if self.whole else None
+        if stack is None or stack.count < DEEP or self._leaves(options):
+            return None
+        if stack.nbytes < Grouping.of(self.given.get("groups")).min_bytes:  # layers share groups
+            return None
+        surveys = [Survey(any_fits) for _ in SHALLOW]
+        for count, survey in zip(SHALLOW, surveys, strict=True):
+            try:
+                replace(self, module=stack.of_first(count))._dry_run(options, survey)
+            except NotOneGraph:
+                raise
+            except Exception:  # of what names a layer that is not there, say: the module itself is asked then
+                return None
+        if (found := followed(surveys[0], surveys[1], stack.count, self.memory)) is None:
+            return None
+        layers = (*SHALLOW, stack.count)
+        return Alternative(options, found.division, found.offers, found.saved, found.whole, layers=layers)
+
+    def _leaves(self, options: dict[str, Any]) -> bool:
+        """Whether activations may leave the device: which of them do is not the same in every layer."""
+        offload = Offload.of({**self.given, **options}.get("offload"))
+        return offload is not None and offload.activations is not None
+
+    def _dry_run(self, options: dict[str, Any], search: Search | None) -> list[GraphRecord]:
         given = {name: value for name, value in self.given.items() if name not in OF_PROCESSES}
         given |= {"offload": None, **options, "memory": self.memory, "progress": False}
         where: Any = {"world_size": self.world_size, "backend": self.backend, "device": self.device}
-        how: Any = {"probe": self.probe, "any_fits": any_fits, "whole": self.whole}
+        how: Any = {"probe": self.probe, "search": search, "whole": self.whole}
         return dry_graphs(self.module, self.args, self.call, given, **where, **how)
 
     def at_rest(self, options: dict[str, Any], world_size: int | tuple[int, int]) -> Account | None:

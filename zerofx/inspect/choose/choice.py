@@ -41,6 +41,7 @@ class Alternative:
         offers: divisions that were predicted, from the least memory on.
         saved, whole: bytes that forward saves for backward, and that it would save without a budget.
         graphs: how many there are, where the module has graph breaks; 0: it has none.
+        layers: how many were traced, fewer and more, of how many (`zerofx.inspect.choose.deep`); empty: all were.
         why: of one that was not predicted, why not; and
         impossible: whether that is since its options do not go together.
     """
@@ -51,6 +52,7 @@ class Alternative:
     saved: int = 0
     whole: int = 0
     graphs: int = 0
+    layers: tuple[int, ...] = ()
     why: str = ""
     impossible: bool = False
 
@@ -146,6 +148,9 @@ class Choice:
         ]
         if chosen.graphs:
             rows.append(("graphs", f"{chosen.graphs}; what runs outside of these is not counted"))
+        if chosen.layers:
+            few, more, count = chosen.layers
+            rows.append(("layers", f"{few} and {more} of {count} were traced; all are alike, so the rest follows"))
         headings = ["next best", "then"]
         rows += [(heading, self._beside(each)) for heading, each in zip(headings, self.alternatives[1:])]
         for more, name, seconds in self.better_with():

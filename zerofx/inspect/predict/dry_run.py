@@ -51,6 +51,7 @@ from zerofx._torch import (
 from zerofx.compiler.apart import Apart
 from zerofx.compiler.backend import Backend
 from zerofx.compiler.checks import check_module, check_offload, check_wire
+from zerofx.compiler.choices import Search
 from zerofx.compiler.options import Options, check_places, check_scheme
 from zerofx.compiler.records import GraphRecord, records_of
 from zerofx.compiler.subclasses import Subclasses
@@ -126,12 +127,12 @@ def dry_graphs(
     probe: bool = False,
     architecture: str = "sm_90",
     whole: bool = False,
-    any_fits: bool = False,
+    search: Search | None = None,
 ) -> list[GraphRecord]:
     """As `dry_run`: the graphs of a module with graph breaks, in the order in which they run.
 
     What stands between them runs on zeros of the right shapes. With ``whole`` a break is refused.
-    ``any_fits``: with ``memory=``, any division that fits will do, which takes less time than to find the fastest.
+    ``search``: finds a division of ``memory=``; None: the fastest that fits.
     """
     sharding = options.get("sharding")
     options = {name: value for name, value in options.items() if name != "sharding"}
@@ -165,7 +166,7 @@ def dry_graphs(
         if (offload := Offload.of(checked.offload)) is not None and isinstance(world_size, tuple):
             check_places(offload, {"world_size": world_size})
         groups = _shard(module, sharing, checked, device, layouts)
-        compiles = Backend(checked, place.pretend, code, probe, any_fits)
+        compiles = Backend(checked, place.pretend, code, probe, search)
         compile_module(module, backend=compiles, dynamic=False, fullgraph=whole)
         given = [x for x in pytree.tree_leaves((args, call)) if isinstance(x, torch.Tensor)]
         stand_ins = {id(x): place.stand_in(x) for x in given}  # who is given twice is one input
