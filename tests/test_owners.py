@@ -114,6 +114,18 @@ def test_a_parameter_that_is_more_than_a_ranks_share_is_named(workers3: Workers)
         assert not any("alone" in line for line in lines[:-1])
 
 
+def explain_few(matrices: int) -> list[str]:
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(matrices)))
+    return zerofx.explain_optimizer(Rows(zerofx.shard(net, stage=3).parameters())).splitlines()
+
+
+def test_where_parameters_are_too_few_for_the_ranks_the_one_that_owns_most_is_named(workers3: Workers) -> None:
+    for lines in workers3.run(explain_few, 4):
+        assert lines[-1].endswith(" owns 1.5 times its share: 4 parameters divide no better over 3 ranks.")
+    for lines in workers3.run(explain_few, 6):
+        assert not any("divide no better" in line for line in lines)
+
+
 def test_explain_optimizer_says_how_it_steps_and_who_owns_what(workers2: Workers) -> None:
     one, other = workers2.run(explain)
     assert one == other

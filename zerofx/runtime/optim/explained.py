@@ -13,7 +13,7 @@ from zerofx.runtime.state.parameter import ShardedParameter
 
 _SHOWN = 3
 _LARGE = 1.25
-"""From so many times a rank's share on a parameter is named."""
+"""From so many times a rank's share on a parameter is named, and a rank that owns more."""
 
 
 def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -28,7 +28,8 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
         rank 1      3 parameters,        24,640 elements (50 %): 1.up.weight, 1.down.weight, norm.weight
 
     Ranks are places among those that the parameters are divided over. A parameter is not divided between owners: one
-    that is much more than a rank's share is named, for its owner has that much more to keep and to compute.
+    that is much more than a rank's share is named, for its owner has that much more to keep and to compute. So is the
+    rank that owns most, where they are too few to be divided evenly.
     """
     name = type(optimizer).__name__
     groups = [group for group in optimizer.param_groups if not isinstance(optimizer, Muon) or group["use_muon"]]
@@ -51,15 +52,16 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
     )
     lines = [head, f"{moved:,} of {all_of_them:,} elements travel to an owner, {what}."]
     for members in by_ranks(sharded):
-        total = sum(p.numel() for p in members)
+        total, owned = sum(p.numel() for p in members), []
         for rank in range(members[0]._group.layout.world_size):
             mine = [p for p in members if owners.owner_of(p) == rank]
             elements = sum(p.numel() for p in mine)
+            owned.append(elements)
             names = [p._slot.name for p in mine[:_SHOWN]] + ["..."] * (len(mine) > _SHOWN)
             share = 100 * elements / max(1, total)
             count = f"{len(mine):4} parameter{'s' if len(mine) != 1 else ' '}"
             lines.append(f"rank {rank:<3} {count}, {elements:13,} elements ({share:.0f} %): {', '.join(names)}")
-        lines += _too_large(members, total)
+        lines += _too_large(members, total) or _uneven(members, owned)
     return "\n".join(lines)
 
 
@@ -71,3 +73,12 @@ def _too_large(members: list[Any], total: int) -> list[str]:
         for p in members
         if p.numel() > _LARGE * fair
     ]
+
+
+def _uneven(members: list[Any], owned: list[int]) -> list[str]:
+    """The rank that owns most, in words, where that is much more than its share."""
+    most, fair = max(owned), sum(owned) / len(owned)
+    if most <= _LARGE * fair:
+        return []
+    rank, few = owned.index(most), f"{len(members)} parameters divide no better over {len(owned)} ranks"
+    return [f"rank {rank} owns {most / fair:.1f} times its share: {few}."]
