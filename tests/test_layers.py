@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.slow import slow_if
@@ -170,9 +172,42 @@ class Branching(nn.Module):
         return torch.cond(x.sum() > 0, self.left, self.right, (x,)).square().mean()
 
 
-@pytest.mark.parametrize("build", [Solved, Branching])
+class Drawn(nn.Linear):
+    """Its dropout draws once more in backward, from a state of the generator that forward saves."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: F.dropout(super(Drawn, self).forward(x)).tanh(), x, use_reentrant=False).mean()
+
+
+@pytest.mark.parametrize("build", [Solved, Branching, Drawn])
 def test_with_memory_operators_of_a_higher_order_are_followed(fake_world: Any, build: Callable[[], nn.Module]) -> None:
     fake_world(2)
     module = zerofx.compile(build(), memory=10**9, executor="eager")
     module(torch.randn(4, 6)).backward()
     assert zerofx.predict(module, zerofx.Rates(1e9, 1e-5, 1e10, 1e10)).peak_bytes > 0
+
+
+ASKING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda x, weight: F.rms_norm(x, (8,), weight),
+    "pad": lambda x, weight: F.pad(weight, (1, -1)) * x,
+    "1 - weight": lambda x, weight: (1 - weight) * x,
+    "weight ** 2": lambda x, weight: weight**2 * x,
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_functions_that_ask_by_themselves_who_overrides_them_break_no_graph(fake_world: Any, name: str) -> None:
+    class Asking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ASKING[name](x, self.bias)
+
+    fake_world(1)
+    torch.manual_seed(0)
+    plain, x = Asking(8, 8), torch.rand(4, 8)
+    module = zerofx.compile(copy.deepcopy(plain), executor="eager", fullgraph=True)
+    for net in (plain, module):
+        net(x).square().sum().backward()
+    torch.testing.assert_close(full(module.bias.grad), plain.bias.grad)

@@ -388,6 +388,24 @@ def test_a_graph_is_kept_though_what_was_written_frees_it(workers2: Workers, tmp
         assert once == again
 
 
+def effects(folder: str) -> list[Any]:
+    """A loss, a gradient and hits of a model that solves, which may fail: its graphs have a token. Cold, then warm."""
+    found: list[Any] = []
+    for _ in range(2):
+        with cache_in(folder):
+            net = begin(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6), orthogonal_map="cayley"))
+            loss = net(torch.ones(4, 6)).square().mean()
+            loss.backward()
+            found.append((loss.item(), next(net.parameters()).grad.full_tensor().tolist(), counted()))
+    return found
+
+
+def test_graphs_with_tokens_of_effects_are_served(workers2: Workers, tmp_path: Path) -> None:
+    for cold, again in workers2.run(effects, str(tmp_path)):
+        assert cold[:2] == again[:2]
+        assert cold[2] == (0, 1) and again[2] == (1, 0)
+
+
 class Wide(Net):
     """Saves much, so that there is something to divide."""
 

@@ -93,6 +93,7 @@ from zerofx._torch.dtensor import DTensorLayout, as_dtensor, held, is_dtensor
 from zerofx._torch.dynamo import (
     FromDynamo,
     NotOneGraph,
+    ask_only_where_enabled,
     call_instead,
     chosen_by_data,
     compile_inside_of,

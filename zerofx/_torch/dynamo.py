@@ -78,6 +78,34 @@ def look_at_parameters() -> None:
         torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
 
 
+@functools.cache
+def ask_only_where_enabled() -> None:
+    """Have Dynamo answer that nothing overrides a function where overrides are off (2.11, 2.13, 2.15).
+
+    ::
+
+        rms_norm(x, weight)                  asks whether weight overrides it: yes
+          type(weight).__torch_function__
+            with DisableTorchFunction():
+              rms_norm(x, weight)            asks again: PyTorch says no. Dynamo said yes, and had nobody to call
+
+    So the graph broke in functions and methods that are written in Python and ask by themselves: ``rms_norm``, ``pad``,
+    ``1 - weight``, ``weight**2``, ``weight.norm()``.
+    """
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    overrides = torch.overrides
+    theirs = handlers[overrides.has_torch_function]
+
+    def asked(self: Any, tx: Any, *args: Any) -> Any:
+        # Where they are off nothing is handed in: no argument overrides anything.
+        return theirs(self, tx, *(args if tx.symbolic_torch_function_state.torch_function_subclass_enabled else ()))
+
+    for name in ("has_torch_function", "has_torch_function_variadic", "has_torch_function_unary"):
+        handlers[getattr(overrides, name)] = asked
+
+
 def look_at_hooks() -> None:
     """Have Dynamo see hooks of modules that are registered after it has compiled a call of theirs (2.11, 2.13, 2.15).
 

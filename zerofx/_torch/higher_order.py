@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import Interpreter, Node
 
@@ -27,10 +28,12 @@ def computes_anew(target: Any) -> bool:
 def followed(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a higher-order operator returns, run without numbers; NotImplemented for those that need some.
 
-    ==============  ===========================================================  ===========================
-    ``cond``        ``(predicate, branch, branch, operands)``                    both branches, one by one
-    with_effects    ``(token, operator, *arguments)``: what may fail, or print   the operator
-    ==============  ===========================================================  ===========================
+    ======================  ===========================================================  ===========================
+    ``cond``                ``(predicate, branch, branch, operands)``                    both branches, one by one
+    with_effects            ``(token, operator, *arguments)``: what may fail, or print   the operator
+    run_and_save_rng_state  ``(operator, *arguments)``: a draw that is checkpointed      a state's memory, the operator
+    run_with_rng_state      ``(state, operator, *arguments)``: that draw, once more      the operator
+    ======================  ===========================================================  ===========================
 
     Their arguments are the same on 2.11, 2.13 and 2.15.
     """
@@ -44,4 +47,11 @@ def followed(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         token, operator, *given = args
         found = operator(*given, **kwargs)
         return (token, *found) if isinstance(found, tuple) else (token, found)
+    if target.name() == "run_and_save_rng_state":
+        operator, *given = args
+        return torch.empty_like(torch.get_rng_state()), operator(*given, **kwargs)
+    if target.name() == "run_with_rng_state":
+        state, operator, *given = args
+        _before = torch.empty_like(state)  # what it goes back to
+        return operator(*given, **kwargs)
     return NotImplemented

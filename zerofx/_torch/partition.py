@@ -158,8 +158,11 @@ def partitioning(
 
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         def cut(gm: GraphModule, choose: Callable[[Cut], Sequence[Node]]) -> tuple[GraphModule, GraphModule]:
+            descs = gm.graph.output_node().meta.get("desc")
             with saving(choose, cost):
-                return theirs(gm, *args, **kwargs)
+                forward, backward = theirs(gm, *args, **kwargs)
+            _describe(forward.graph.output_node(), descs, kwargs["num_fwd_outputs"])
+            return forward, backward
 
         return around(joint, cut)
 
@@ -169,6 +172,19 @@ def partitioning(
         unittest.mock.patch.object(torch._inductor.compile_fx, name, partition),
     ):
         yield
+
+
+def _describe(output: Node, joint: Sequence[Any] | None, returned: int) -> None:
+    """Say again what each output of a forward is, where the partitioner dropped it (2.11, 2.13, 2.15).
+
+    It does so where it saves the state of a random number generator. AOTAutograd knows only behind the cut how many
+    outputs its caller gets. ``joint``: what it said of the joint graph's outputs, of which the first are ``returned``.
+    """
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+    if joint is not None and "desc" not in output.meta:
+        saved = range(len(output.args[0]) - returned)  # type: ignore[arg-type]
+        output.meta["desc"] = [*joint[:returned], *map(SavedForBackwardsAOTOutput, saved)]
 
 
 @contextlib.contextmanager

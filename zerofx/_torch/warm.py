@@ -97,8 +97,8 @@ def entry(lowered: Any, code: Any, run: Callable) -> Callable:
     return made
 
 
-def _entry(lowered: Any, code: Any) -> Any:
-    return _entries()(lowered, code)
+def _entry(lowered: Any, code: Any, tokens: int = 0) -> Any:
+    return _entries()(lowered, code, tokens)
 
 
 @functools.cache
@@ -109,12 +109,16 @@ def _entries() -> Any:
     from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
     class Entry(OutputCode):
-        """The code of one graph, and what it is bound by."""
+        """The code of one graph, and what it is bound by.
 
-        def __init__(self, lowered: Any, code: Any) -> None:
+        ``tokens``: how many a forward is called with that order effects, as without Inductor it is. AOTAutograd puts
+        them in front of its inputs and takes them off its outputs, but not where the code comes from its cache.
+        """
+
+        def __init__(self, lowered: Any, code: Any, tokens: int) -> None:
             # Of the instance: wrappers take what it has in its __dict__. There is a key, so AOTAutograd saves it.
             self._boxed_call, self._fx_graph_cache_key = True, "zerofx"
-            self.lowered, self.code = lowered, code
+            self.lowered, self.code, self.tokens = lowered, code, tokens
             self.run: Callable = code
 
         def __call__(self, inputs: Sequence[Any]) -> Any:
@@ -135,13 +139,14 @@ def _entries() -> Any:
                 code = _function_of(text, {name: _loaded_region(each, graph_kwargs) for name, each in regions.items()})
             else:
                 code = _loaded(self.code, example_inputs, graph_kwargs)
-            self.run = _LOAD.get()(self.lowered, code)
+            run, tokens = _LOAD.get()(self.lowered, code), self.tokens
+            self.run = (lambda inputs: run([None] * tokens + _taken(inputs))[tokens:]) if tokens else run
 
         def set_triton_bundle(self, triton_bundle: Any) -> None:
             pass
 
         def __reduce__(self) -> Any:
-            return _entry, (self.lowered, self.code)
+            return _entry, (self.lowered, self.code, self.tokens)
 
     theirs = AOTAutogradCache.make_entry
 
@@ -153,15 +158,23 @@ def _entries() -> Any:
         That a backward may not write over its inputs under ``retain_graph=True`` is looked at by who loads the entry.
         """
         given = signature.bind(*args, **kwargs)
-        if not isinstance(inspect.unwrap(given.arguments["compiled_fw_func"]), Entry):
+        if not isinstance(forward := inspect.unwrap(given.arguments["compiled_fw_func"]), Entry):
             return theirs(*args, **kwargs)
         metadata = given.arguments["runtime_metadata"] = copy.copy(given.arguments["runtime_metadata"])
         metadata.bw_donated_idxs = []
+        forward.tokens = len(metadata.tokens)
         with torch._functorch.config.patch(bundled_autograd_cache=True):
             return theirs(*given.args, **given.kwargs)
 
     AOTAutogradCache.make_entry = staticmethod(make)  # type: ignore[method-assign]
     return Entry
+
+
+def _taken(inputs: list[Any]) -> list[Any]:
+    """What is in the list of a boxed call, which has it no more: what is not an input any more may be freed."""
+    taken = [*inputs]
+    inputs.clear()
+    return taken
 
 
 def _text_of(gm: GraphModule) -> str:

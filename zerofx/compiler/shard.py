@@ -22,6 +22,7 @@ from torch import nn
 import zerofx.compiler.wrappers  # it hears of every wrapper
 import zerofx.runtime.eager.elementwise  # it answers for sharded tensors (state/callbacks.py)
 import zerofx.runtime.optim.hooks  # noqa: F401  # they concern every optimizer from now on
+from zerofx import _torch
 from zerofx._torch import DTensorLayout, held, take_hooks
 from zerofx.checkpoint import load
 from zerofx.checkpoint.pretrained import save_whole
@@ -72,6 +73,7 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
+    _torch.ask_only_where_enabled()
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
     sharing = sharing.by(options.sharding, two_hops=options.two_hops) if options.stage else sharing.undivided()
     device = device_of(module, options.device, sharing.weights)
