@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import zerofx
@@ -291,6 +293,27 @@ def test_a_complex_view_of_a_weight_of_stage_0_keeps_its_imaginary_part(fake_wor
         product = torch.view_as_complex(net.filter) * met
         assert product.dtype == torch.complex64
         assert product.imag.tolist() == [1.0] * 3
+
+
+CAST: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
+    "randn_like": lambda layer: torch.randn_like(layer.weight) * layer.bias.sum(),
+    "tanh": lambda layer: F.tanh(layer.weight),
+    "hardswish": lambda layer: F.hardswish(layer.weight),
+    "_weight_norm": lambda layer: torch._weight_norm(layer.weight, layer.bias[:, None], 0),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_functions_that_pytorch_s_list_of_overridable_ones_lacks_get_weights_that_are_cast(fake_world, name) -> None:
+    class Of(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return CAST[name](self)
+
+    fake_world(1)
+    module = zerofx.compile(Of(4, 4), executor="eager", mixed_precision=zerofx.MixedPrecision(torch.bfloat16))
+    found = module(torch.ones(4))
+    found.sum().backward()
+    assert found.dtype == torch.bfloat16 and module.bias.dtype == torch.float32
 
 
 def test_the_named_backend_refuses_mixed_precision_that_comes_too_late(fake_world) -> None:

@@ -94,6 +94,7 @@ from zerofx._torch.dynamo import (
     FromDynamo,
     NotOneGraph,
     ask_only_where_enabled,
+    ask_wherever_torch_does,
     call_instead,
     chosen_by_data,
     compile_inside_of,

@@ -106,6 +106,26 @@ def ask_only_where_enabled() -> None:
         handlers[getattr(overrides, name)] = asked
 
 
+@functools.cache
+def ask_wherever_torch_does() -> None:
+    """Have Dynamo ask ``__torch_function__`` of all that asks when it runs uncompiled (2.11, 2.13, 2.15).
+
+    It goes by the list of `torch.overrides`, which lacks some: ``torch.randn_like``, ``torch._weight_norm``, and
+    functions like ``tanh`` that hand on to a method. A weight went into these as it is, not cast to what the model
+    computes in (``mixed_precision=``), and what came out was float32.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    builtins = [
+        getattr(where, name)
+        for where in (torch._C._VariableFunctions, torch._C._nn)
+        for name in dir(where)
+        if name[0] != "_" and name[-1] != "_" and inspect.isbuiltin(getattr(where, name))
+    ]
+    handing_on = [getattr(torch.nn.functional, name) for name in ("hardsigmoid", "hardswish", "sigmoid", "tanh")]
+    get_overridable_functions().update([*builtins, *handing_on, torch._weight_norm])
+
+
 def look_at_hooks() -> None:
     """Have Dynamo see hooks of modules that are registered after it has compiled a call of theirs (2.11, 2.13, 2.15).
 
