@@ -470,6 +470,21 @@ def test_two_graphs_of_the_same_groups_are_refused(fake_world: Any) -> None:
         built(TwoGraphs, PLENTY, groups=zerofx.Grouping(min_bytes=1 << 30))(*data())
 
 
+@pytest.mark.parametrize("memory", [PLENTY, None])
+def test_a_graph_that_ran_once_may_be_kept_as_no_code_writes_over_what_it_saves(fake_world: Any, memory: Any) -> None:
+    fake_world(1)
+    torch._dynamo.reset()
+    model, (x, y) = built(Small, memory), data()
+    model(x, y).backward()
+    once = [p.grad.full_tensor().clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = model(x, y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for p, gradient in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), 2 * gradient)
+
+
 class Squashed(Small):
     """What it returns is saved for backward, too."""
 

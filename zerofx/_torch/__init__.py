@@ -34,6 +34,7 @@ The rest of zerofx imports from here, not from the files.
 from zerofx._torch.aot import (
     compile_context,
     compile_with_aot_autograd,
+    donate_nothing,
     donated_inputs,
     fake_mode_of,
     forget_output_strides,

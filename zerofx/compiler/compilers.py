@@ -153,6 +153,8 @@ class Compilers:
         n_outputs, surroundings = len(edit.output_values(gm.graph)), _torch.compile_context()
         variants: dict[tuple[Sync, bool], BackwardCode] = {}
         family, steps_inside = self.unit.family, self.unit.group.weights.steps_inside
+        if self._executor(gm) == "eager":
+            _torch.donate_nothing()
 
         def variant(sync: Sync, steps: bool) -> BackwardCode:
             key = sync, steps and steps_inside
