@@ -109,11 +109,7 @@ def _entries() -> Any:
     from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
     class Entry(OutputCode):
-        """The code of one graph, and what it is bound by.
-
-        ``tokens``: how many a forward is called with that order effects, as without Inductor it is. AOTAutograd puts
-        them in front of its inputs and takes them off its outputs, but not where the code comes from its cache.
-        """
+        """The code of one graph, what it is bound by, and how many tokens a forward takes (`_with_tokens`)."""
 
         def __init__(self, lowered: Any, code: Any, tokens: int) -> None:
             # Of the instance: wrappers take what it has in its __dict__. There is a key, so AOTAutograd saves it.
@@ -139,8 +135,7 @@ def _entries() -> Any:
                 code = _function_of(text, {name: _loaded_region(each, graph_kwargs) for name, each in regions.items()})
             else:
                 code = _loaded(self.code, example_inputs, graph_kwargs)
-            run, tokens = _LOAD.get()(self.lowered, code), self.tokens
-            self.run = (lambda inputs: run([None] * tokens + _taken(inputs))[tokens:]) if tokens else run
+            self.run = _with_tokens(_LOAD.get()(self.lowered, code), self.tokens)
 
         def set_triton_bundle(self, triton_bundle: Any) -> None:
             pass
@@ -170,11 +165,19 @@ def _entries() -> Any:
     return Entry
 
 
-def _taken(inputs: list[Any]) -> list[Any]:
-    """What is in the list of a boxed call, which has it no more: what is not an input any more may be freed."""
-    taken = [*inputs]
-    inputs.clear()
-    return taken
+def _with_tokens(run: Callable, tokens: int) -> Callable:
+    """``run``, called without the ``tokens`` that order effects (2.11, 2.13, 2.15).
+
+    Without Inductor a graph takes them in front of its inputs, and returns them in front of its outputs. AOTAutograd
+    sees to that, but not where the code comes from its cache.
+    """
+
+    def without(inputs: list[Any]) -> Any:
+        taken = [None] * tokens + inputs
+        inputs.clear()  # boxed: what is not an input any more may be freed
+        return run(taken)[tokens:]
+
+    return without if tokens else run
 
 
 def _text_of(gm: GraphModule) -> str:
