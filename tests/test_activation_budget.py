@@ -271,7 +271,7 @@ def test_processes_that_hash_differently_choose_alike() -> None:
         )
         for seed in ("1", "2")
     ]
-    first, second = (run.communicate(timeout=110)[0] for run in runs)
+    first, second = (run.communicate(timeout=330)[0] for run in runs)
     assert first == second and "mm" in first
 
 

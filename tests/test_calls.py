@@ -216,7 +216,7 @@ def ran(folder: Path, skips: bool, destroys: bool) -> list[str]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    said = [rank.communicate(timeout=270)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     return said
 

@@ -146,7 +146,7 @@ def test_where_the_other_process_is_killed_the_wait_ends(held: Any, tmp_path: Pa
     if written:
         write(tmp_path)
     held.kill()
-    waiting.join(timeout=60)
+    waiting.join(timeout=180)
     assert len(found) == 1 and (found[0] is None) == written
     if not written:
         found[0].release()

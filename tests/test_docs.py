@@ -85,7 +85,7 @@ def test_the_program_of_the_first_page_runs_under_torchrun(tmp_path: Path) -> No
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     shapes = re.findall(r"rank \d: .*? are here", text)
     assert len(shapes) == 2 and all(each in done.stdout for each in shapes), done.stdout
@@ -205,7 +205,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings_handlers.python")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
 
 

@@ -91,7 +91,7 @@ def test_without_a_feature_a_model_trains_as_before(tmp_path: Path, gone: str) -
         for rank in (0, 1)
     ]
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=360)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

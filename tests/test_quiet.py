@@ -50,7 +50,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=840
     )
 
 

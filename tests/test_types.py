@@ -24,7 +24,7 @@ def completeness() -> dict[str, Any]:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pyright", "--verifytypes", "zerofx", "--ignoreexternal", "--outputjson"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=720)
     return json.loads(done.stdout)["typeCompleteness"]
 
 

@@ -53,7 +53,8 @@ import torch.distributed as dist
 torch._functorch.config.enable_autograd_cache = False
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 120.0
+PATIENCE = 3.0  # what a deadline is multiplied by: it is there to end a hang, and machines differ by as much
+START_SECONDS = 120.0 * PATIENCE
 GRACE_SECONDS = 1.5  # how long the other ranks get to finish once one has failed
 _DUMP_SIGNAL = signal.SIGUSR1
 
@@ -77,10 +78,11 @@ class Workers:
 
         `fn` is a top-level function or "module:qualname". Arguments and results are pickled, so tensors are
         copies. An error raises AssertionError here; what ranks are meant to raise they catch themselves.
+        `timeout`: seconds that an ordinary machine needs at most; a slow one gets `PATIENCE` times as many.
         """
         call = pickle.dumps((fn, args, kwargs))
         name = fn if isinstance(fn, str) else fn.__qualname__
-        return self._processes.call(self.world_size, call, name, timeout)
+        return self._processes.call(self.world_size, call, name, timeout * PATIENCE)
 
 
 class Processes:

@@ -39,7 +39,7 @@ def torchrun(size: int, *program: object, restarts: int = 0) -> tuple[int, str]:
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/checkpoints.md
     command = [sys.executable, *map(str, [*launcher, *program])]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=450)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -52,6 +52,6 @@ def _usage(kernel: Any) -> dict[str, int]:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=850).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     return {"registers": registers, "spilled": stack}

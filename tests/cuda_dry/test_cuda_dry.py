@@ -23,7 +23,7 @@ from zerofx.compiler.records import GraphRecord
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch is built for the CPU: make cuda-dry"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing need be pretended"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(3600),
 ]
 
 

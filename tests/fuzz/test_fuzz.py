@@ -23,7 +23,7 @@ LINEAR = Layer("linear", width=4)
 CUSTOM = Layer("custom", width=6, frozen=True)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("cases", "executor", "seed"),
     [

@@ -436,7 +436,7 @@ def a_decay_of_two() -> None:
 
 def run_command(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "zerofx", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "zerofx", *arguments], capture_output=True, text=True, timeout=180, check=False
     )
     raise SystemError(done.stdout + done.stderr)
 

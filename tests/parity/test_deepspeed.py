@@ -34,7 +34,7 @@ def results(package: str, folder: Path) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(file.read_text())

@@ -15,7 +15,7 @@ WHOLE = [name for name in FIRST if name not in OUTSIDE]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(2100)
 @pytest.mark.parametrize("name", WHOLE)
 def test_no_architecture_takes_more_than_its_budget(workers2, name: str) -> None:
     if not ARCHITECTURES[name].is_here:

@@ -27,7 +27,7 @@ def rows() -> list:
 
 
 @quick_if(lambda name, stage, executor: name in TELLING and stage == 3 and (executor == "eager" or name == "lstm"))
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(2100)
 @pytest.mark.parametrize(("name", "stage", "executor"), rows())
 def test_it_trains_as_in_one_process(workers2, name: str, stage: int, executor: str) -> None:
     if not ARCHITECTURES[name].is_here:
@@ -52,7 +52,7 @@ REGIONAL = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(2100)
 @pytest.mark.parametrize(("name", "stage", "scheme"), REGIONAL)
 def test_it_trains_in_regions_too_and_on_meshes(make_workers, name: str, stage: int, scheme: str) -> None:
     outcomes = make_workers(4 if scheme else 2).run(train, name, stage, "regional", scheme, timeout=600)
