@@ -195,11 +195,14 @@ ASKING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "pad": lambda x, weight: F.pad(weight, (1, -1)) * x,
     "1 - weight": lambda x, weight: (1 - weight) * x,
     "weight ** 2": lambda x, weight: weight**2 * x,
+    "weight.norm()": lambda x, weight: weight.norm() * x,
+    "weight.split()": lambda x, weight: torch.cat(weight.split(4)[::-1]) * x,
+    "weight.__iter__": lambda x, weight: sum(part.exp() for part in weight.view(2, 4)) * x[:, :4],
 }
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_functions_that_ask_by_themselves_who_overrides_them_break_no_graph(fake_world: Any, name: str) -> None:
+def test_functions_and_methods_that_ask_who_overrides_them_break_no_graph(fake_world: Any, name: str) -> None:
     class Asking(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return ASKING[name](x, self.bias)

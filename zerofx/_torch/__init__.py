@@ -101,6 +101,7 @@ from zerofx._torch.dynamo import (
     compile_inside_of,
     compile_module,
     compiles_now,
+    follow_methods_in_python,
     frame_locals_and_globals,
     inlined_alone,
     look_at_hooks,

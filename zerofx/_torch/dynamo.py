@@ -90,7 +90,7 @@ def ask_only_where_enabled() -> None:
               rms_norm(x, weight)            asks again: PyTorch says no. Dynamo said yes, and had nobody to call
 
     So the graph broke in functions and methods that are written in Python and ask by themselves: ``rms_norm``, ``pad``,
-    ``1 - weight``, ``weight**2``, ``weight.norm()``.
+    ``1 - weight``, ``weight**2``.
     """
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -124,6 +124,28 @@ def ask_wherever_torch_does() -> None:
     ]
     handing_on = [getattr(torch.nn.functional, name) for name in ("hardsigmoid", "hardswish", "sigmoid", "tanh")]
     get_overridable_functions().update([*builtins, *handing_on, torch._weight_norm])
+
+
+@functools.cache
+def follow_methods_in_python() -> None:
+    """Have Dynamo follow methods of tensors that PyTorch writes in Python, of subclasses too (2.11, 2.13, 2.15).
+
+    Of ``weight.norm`` it asked ``__torch_function__`` as of an attribute like ``weight.shape``, with the function's own
+    ``__get__``, which it could not trace. So ``norm``, ``split`` and the like broke the graph. Now they are looked up
+    as a plain tensor's, and asked about when they are called.
+    """
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
+
+    lookup = "tp_getattro_impl" if hasattr(TensorWithTFOverrideVariable, "tp_getattro_impl") else "var_getattr"
+    theirs, of_plain = getattr(TensorWithTFOverrideVariable, lookup), getattr(TensorVariable, lookup)
+
+    def look_up(self: Any, tx: Any, name: str) -> Any:
+        method = vars(torch.Tensor).get(name)
+        inherited = isinstance(method, FunctionType) and inspect.getattr_static(self.class_type, name) is method
+        return (of_plain if inherited else theirs)(self, tx, name)
+
+    setattr(TensorWithTFOverrideVariable, lookup, look_up)
 
 
 def look_at_hooks() -> None:
