@@ -68,6 +68,33 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def put_back(weight: Any) -> None:
+    """What it was is read after it is another: an average that is swapped in to evaluate, and out again."""
+    old, flat, again = weight.data, weight.data.view(-1), weight.detach()
+    weight.data = old * 2
+    weight.add_(full(old) + full(flat).view_as(weight))
+    assert torch.equal(full(old), full(again))
+    again.mul_(3)  # one memory, as ever
+    weight.data = old
+
+
+def swapped(weight: Any) -> None:
+    other = weight.data.clone().mul_(3)
+    weight.data, other.data = other.data, weight.data
+    weight.sub_(full(other), alpha=0.5)
+
+
+def data_of_data(weight: Any) -> None:
+    """The tensor that is given other memory is not the weight."""
+    alias = weight.data
+    alias.data = torch.ones(9, 9)
+    alias.add_(1)
+    weight.add_(full(alias))
+
+
+WRITES |= {"what data was": put_back, "data, swapped": swapped, "data of data": data_of_data}
+
+
 def check_eager(what: str, stage: int) -> None:
     for name, run in (READS if what == "reads" else WRITES).items():
         module, plain = twins(net, stage=stage)

@@ -19,6 +19,7 @@ from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.eager.reductions import flat_view, reduction
 from zerofx.runtime.eager.unshard import readonly, unshard, version_of
 from zerofx.runtime.eager.writes import BY_POSITION, write
+from zerofx.runtime.state.aliases import part
 from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.home import Home, resident_of
 from zerofx.runtime.state.parameter import (
@@ -146,6 +147,8 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         return ShardedTensor.__repr__(args[0])
     if name == "detach" and isinstance(args[0], ShardedTensor):
         return detach(args[0])
+    if name == "detach_":
+        return args[0].requires_grad_(False)  # no sharded tensor has a past that it could be cut off from
     if name == "view_as" and isinstance(args[0], ShardedTensor) and args[0].shape == args[1].shape:
         if not (torch.is_grad_enabled() and args[0].requires_grad):
             return detach(args[0])
@@ -160,7 +163,7 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         args[0]._refuse(
             "share_memory()", "share the memory of zerofx.full_state_dict(module), which every rank must call"
         )
-    if name in ("detach_", "set_", "resize_", "resize_as_", "backward"):
+    if name in ("set_", "resize_", "resize_as_", "backward"):
         args[0]._refuse(f"{name}()", "use what autograd offers on the module's outputs, or before sharding")
     return NotImplemented
 
@@ -251,7 +254,8 @@ def _replace(tensor: ShardedTensor, new: torch.Tensor) -> None:
     if isinstance(new, ShardedTensor) and new._local is tensor._local:
         return
     check_conversion(tensor, new)
-    with torch.no_grad():
+    with torch.no_grad(), tensor._group.home.only(tensor._local):
+        part(tensor)
         tensor.copy_(new)
 
 
@@ -267,7 +271,7 @@ def _as_gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> ShardedTensor
         raise RuntimeError(
             f"assigning to .grad of {tensor._slot.name!r}: expected a gradient of shape {list(tensor.shape)} and "
             f"{tensor.dtype}, full or this parameter's own shard, got {list(gradient.shape)} and {gradient.dtype}"
-            f"{'' if same_slot else ', a shard of ' + repr(gradient._slot.name)}."  # type: ignore[attr-defined]
+            f"{'' if same_slot else f', a shard of {gradient._slot.name!r}: assign its full_tensor()'}."  # type: ignore[attr-defined]
         )
     return gradient if isinstance(gradient, ShardedTensor) else tensor.like(_narrow(tensor, gradient).clone())
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.runtime.eager.norms import all_reduce, complete, norm
+from zerofx.runtime.state.aliases import share_slice
 from zerofx.runtime.state.parameter import ShardedTensor
 
 LARGEST = {"max": 1, "amax": 1, "min": -1, "amin": -1}
@@ -39,7 +40,8 @@ def flat_view(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     flat = torch.empty((), dtype=tensor._local.dtype, device=tensor._local.device).expand(numel)
     made = flat.as_subclass(ShardedTensor)
-    made._group, made._slot, made._local = tensor._group, replace(tensor._slot, shape=(numel,)), tensor._local
+    made._group, made._slot = tensor._group, replace(tensor._slot, shape=(numel,))
+    share_slice(made, tensor)
     made._compute_dtype = tensor._compute_dtype
     return made
 

@@ -2,6 +2,7 @@
 
 ==============  ==================================================================
 parameter       a sharded tensor: full shape outside, a flat slice inside
+aliases         sharded tensors that share a slice, until one gets other values
 plain           what a parameter was before, which copies of it are again
 backends        such tensors in code that another backend compiles
 parts           stage 0 of DTensors: parameters that are this rank's parts

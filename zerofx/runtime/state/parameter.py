@@ -46,6 +46,7 @@ from zerofx._torch import (
     watch_examples,
 )
 from zerofx.model.layout import Slot
+from zerofx.runtime.state.aliases import share_slice
 from zerofx.runtime.state.backends import check_backend, refuse_backend
 from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.gradient_hooks import Hooked
@@ -69,6 +70,7 @@ class ShardedTensor(torch.Tensor):
     _dtensor: DTensorLayout | None = None
     _among_dtensors = False
     _from_data = False  # it is ``parameter.data``
+    _aliases: Any = None  # those that share its slice, see `zerofx.runtime.state.aliases`
     _traced_as = "a gradient or optimizer state of a sharded parameter"
 
     @classmethod
@@ -484,4 +486,5 @@ def detach(tensor: ShardedTensor) -> ShardedTensor:
     """A detached alias: same slice, same version counter (what ``Tensor.detach`` is to a plain tensor)."""
     with DisableTorchFunction():
         alias = tensor.detach().as_subclass(ShardedTensor)
+    share_slice(alias, tensor)
     return _dress(alias, tensor._group, tensor._slot, tensor._local)
