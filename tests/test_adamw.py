@@ -7,6 +7,7 @@ import io
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -369,6 +370,56 @@ def test_stochastic_rounding_is_repeatable_and_differs_between_seeds() -> None:
 
     assert torch.equal(trained(1), trained(1))
     assert not torch.equal(trained(1), trained(2))
+
+
+def emptied(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> None:
+    optimizer.state.pop(p)
+
+
+def replaced(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> None:
+    optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+
+
+def written(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> None:
+    optimizer.state[p]["exp_avg_sq"].mul_(4)
+
+
+def counted_anew(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> None:
+    optimizer.state[p]["step"].fill_(1)
+
+
+def counted_by_another(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> None:
+    optimizer.state[p]["step"] = torch.tensor(9.0)
+
+
+@pytest.mark.parametrize("edit", [emptied, replaced, written, counted_anew, counted_by_another])
+def test_state_that_somebody_else_edits_is_what_counts(edit: Callable[..., None]) -> None:
+    a, b = Net(), Net()
+    mine, theirs = zerofx.AdamW(parameter_groups(a), eps=1e-3), torch.optim.AdamW(parameter_groups(b), eps=1e-3)
+    for net, optimizer in ((a, mine), (b, theirs)):
+        train(net, optimizer, range(3))
+        edit(optimizer, net.first.weight)
+        train(net, optimizer, range(3, 5))
+    assert_same(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_state_that_somebody_empties_is_new(master: Any) -> None:
+    """Masters are the weights, whatever bits they had besides."""
+    p = nn.Parameter(torch.linspace(-1, 1, 8).to(BF16))
+    optimizer = zerofx.AdamW([p], lr=1e-3, master=master)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.state.clear()
+    q = nn.Parameter(p.detach().clone())
+    fresh = zerofx.AdamW([q], lr=1e-3, master=master)
+    for x, o in ((p, optimizer), (q, fresh)):
+        x.grad = torch.linspace(-2, 3, 8).to(BF16)
+        o.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+    for mine, new in zip(optimizer.state[p].values(), fresh.state[q].values(), strict=True):
+        assert torch.equal(mine, new)
+    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("master", ["float32", "split"])

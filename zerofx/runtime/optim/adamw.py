@@ -189,18 +189,36 @@ class AdamW(torch.optim.AdamW):
             for member in members:
                 member.take_gradient()
         for span in spans:
-            if any(member.gradient is not None for member in span.members):
+            if self._device_step is None:
+                self._count(span)
+            active = [member for member in span.members if member.gradient is not None]
+            if active:
                 self._ensure_state(span)
-            new = [m for m in span.members if m.gradient is not None and not self.state[m.parameter]]
-            with span.state_resident() if new else contextlib.nullcontext():
-                for member in new:
-                    self._give_state(span, member)
+            if changed := [member for member in active if not member.has(self.state[member.parameter])]:
+                with span.state_resident(), span.weights_resident():
+                    for member in changed:
+                        self._follow(span, member)
 
-    def _give_state(self, span: Span, member: Member) -> None:
-        state = {"step": self._counts[member.row]} | {
-            name: member.like(flat, name) for name, flat in span.state.items()
-        }
-        self.state[member.parameter].update(state)
+    def _count(self, span: Span) -> None:
+        """How many updates each member has had: somebody else may have written to ``state[p]["step"]``."""
+        first = span.members[0].row
+        counts = self._counts[first : first + len(span.members)].tolist()
+        for member, count in zip(span.members, counts, strict=True):
+            member.updates = count
+
+    def _follow(self, span: Span, member: Member) -> None:
+        """The buffers have what ``optimizer.state`` has: somebody else may have put it there, or have emptied it."""
+        state = self.state[member.parameter]
+        if state:
+            with resident_of(state.values()):
+                self._adopt_resident(span, member, state)
+            return
+        if member.state:
+            _moments.clear(span, member)
+            self._counts[member.row] = member.updates = 0
+        state["step"] = self._counts[member.row]
+        state.update({name: member.like(flat, name) for name, flat in span.state.items()})
+        member.state = dict(state)
 
     def _step_on_host(
         self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -223,8 +241,6 @@ class AdamW(torch.optim.AdamW):
         self._step_staged(keyed, factor)
         everywhere = len(active) == len(self._counts)
         self._counts[slice(None) if everywhere else [member.row for member in active]] += 1
-        for member in active:
-            member.updates += 1
         return True
 
     def _keyed(self, spans: list[Span]) -> list[tuple[Key, Run]]:
@@ -361,6 +377,7 @@ class AdamW(torch.optim.AdamW):
         state["step"] = self._counts[member.row].copy_(torch.as_tensor(state["step"]))
         if self._device_step is None or span.staging is not None:
             member.updates = float(state["step"])
+        member.state = dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in _OPTIONS}

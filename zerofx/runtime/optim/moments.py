@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from zerofx.kernels import blockwise
-from zerofx.runtime.optim.spans import Span, in_memory_order
+from zerofx.runtime.optim.spans import Member, Span, in_memory_order
 from zerofx.runtime.state.parameter import ShardedTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,6 +40,13 @@ def zeros(span: Span, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {name: span.zeros(span.numel, dtype) for name in MOMENTS}
     state = {name: span.zeros(span.numel, codes) for name, codes in _CODES.items()}
     return state | {name: span.zeros(blockwise.blocks_in(span.numel), torch.float32) for name in _SCALES}
+
+
+def clear(span: Span, member: Member) -> None:
+    """The state of ``member`` is new: no moments, and masters that are its weights. All of it is resident."""
+    for name, flat in span.state.items():
+        part = member.part(flat, name)
+        part.copy_(member.part(span.weights())) if name == "master" else part.zero_()
 
 
 def operands(

@@ -51,6 +51,7 @@ class Member:
     Attributes:
         gradient: this rank's part of its gradient at this step, 1-D; None where it has none, and between steps.
         updates: how many it has had, where the host counts them.
+        state: what ``optimizer.state`` had for it when the span's buffers had the same.
         row: its place among all members of the optimizer's spans.
     """
 
@@ -59,7 +60,12 @@ class Member:
     length: int
     gradient: torch.Tensor | None = None
     updates: float = 0.0
+    state: dict[str, Any] = field(default_factory=dict)
     row: int = 0
+
+    def has(self, state: dict[str, Any]) -> bool:
+        """Whether ``state`` is still what it had."""
+        return bool(self.state) and all(state.get(name) is value for name, value in self.state.items())
 
     def take_gradient(self) -> None:
         """Look what ``parameter.grad`` is at this step.
@@ -83,8 +89,12 @@ class Member:
 
     def like(self, flat: torch.Tensor, name: str = "") -> torch.Tensor:
         """The parameter's part of a flat buffer of the span, as ``optimizer.state`` has it under ``name``."""
-        part = _part(flat, name, self.start, self.length)
+        part = self.part(flat, name)
         return part if name.endswith("_scales") else self.shaped(part)
+
+    def part(self, flat: torch.Tensor, name: str = "") -> torch.Tensor:
+        """The same, 1-D."""
+        return _part(flat, name, self.start, self.length)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
         """``length`` elements that are this rank's part of something of the parameter's shape, as that."""
