@@ -267,6 +267,8 @@ def check_later() -> dict[str, str]:
         except (RuntimeError, TypeError, NotImplementedError) as e:
             if "'first.weight'" not in str(e):
                 failures[what] = f"the error does not name the parameter: {e}"
+            if what.endswith("of another shape") and "resize before zerofx.compile" not in str(e):
+                failures[what] = f"the error does not say what to do: {e}"
         for name, (p, value) in before.items():
             if module.get_parameter(name) is not p or not torch.equal(p.full_tensor(), value):
                 failures[what] = failures.get(what, "refused") + f", and {name} changed"

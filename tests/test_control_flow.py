@@ -334,3 +334,36 @@ def check_experts(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_experts_that_some_rank_gives_no_rows_do_not_hang(workers2: Workers, stage: int) -> None:
     workers2.run(check_experts, stage, timeout=100)
+
+
+class Contrast(nn.Module):
+    """A loss of all ranks' features, gathered by ``dist.all_gather``; the plain twin has all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor, cut_off: bool) -> torch.Tensor:
+        features = self.layer(x)
+        if len(x) == 2:
+            parts = [torch.zeros_like(features) for _ in range(2)]
+            dist.all_gather(parts, features)
+            if cut_off:
+                parts = [part.detach() for part in parts]
+                parts[dist.get_rank()] = features
+            features = torch.cat(parts)
+        return (features @ features.T).square().mean()
+
+
+def check_gathered_features(stage: int) -> None:
+    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
+    for cut_off in (False, True):
+        module, plain = twins(Contrast, stage=stage)
+        module(mine(x), cut_off).backward()
+        (plain(x, cut_off) * (0.5 if cut_off else 1)).backward()  # a rank's own rows alone, divided by two ranks
+        same(module, plain)
+
+
+@pytest.mark.parametrize("stage", [slow(0), 2, slow(3)])
+def test_gradients_flow_to_other_ranks_through_features_gathered_in_forward(workers2: Workers, stage: int) -> None:
+    workers2.run(check_gathered_features, stage)

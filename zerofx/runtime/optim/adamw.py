@@ -33,7 +33,6 @@ in the host's memory    cuda, and the host waits for what follows from it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math

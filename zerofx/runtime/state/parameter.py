@@ -91,6 +91,9 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """This rank's slice: 1-D, possibly empty. A view: writing to it changes the tensor.
 
+        Write to it itself. What is written to its ``data``, or to its memory as numpy's, nobody counts, and code that
+        keeps whole weights (stages 1 and 2, optimizers by owners) goes on with the old ones.
+
         In compiled code of a model whose parameter was a `DTensor`: what the same call gave there.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -297,6 +300,9 @@ def check_memory(parameter: ShardedTensor, new: torch.Tensor) -> None:
     if isinstance(new, ShardedTensor) and new._local is parameter._local:
         return  # `module.to(...)` that changed nothing
     check_conversion(parameter, new)
+    if new.shape != parameter.shape:
+        shapes = f"giving the shape {list(new.shape)} (as resize_token_embeddings does) to {list(parameter.shape)}"
+        parameter._refuse(shapes, "resize before zerofx.compile or zerofx.shard")
     way_out = "use `with torch.no_grad(): parameter.copy_(full_tensor)`"
     parameter._refuse("assigning .data (as module.to_empty and module._apply do)", way_out)
 
