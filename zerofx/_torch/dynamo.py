@@ -79,7 +79,14 @@ def look_at_parameters() -> None:
 
 
 @functools.cache
-def ask_only_where_enabled() -> None:
+def ask_as_torch_does() -> None:
+    """Have Dynamo ask ``__torch_function__`` where PyTorch asks it uncompiled, and nowhere else (2.11, 2.13, 2.15)."""
+    _ask_only_where_enabled()
+    _ask_wherever_torch_does()
+    _follow_methods_in_python()
+
+
+def _ask_only_where_enabled() -> None:
     """Have Dynamo answer that nothing overrides a function where overrides are off (2.11, 2.13, 2.15).
 
     ::
@@ -106,8 +113,7 @@ def ask_only_where_enabled() -> None:
         handlers[getattr(overrides, name)] = asked
 
 
-@functools.cache
-def ask_wherever_torch_does() -> None:
+def _ask_wherever_torch_does() -> None:
     """Have Dynamo ask ``__torch_function__`` of all that asks when it runs uncompiled (2.11, 2.13, 2.15).
 
     It goes by the list of `torch.overrides`, which lacks some: ``torch.randn_like``, ``torch._weight_norm``, and
@@ -126,8 +132,7 @@ def ask_wherever_torch_does() -> None:
     get_overridable_functions().update([*builtins, *handing_on, torch._weight_norm])
 
 
-@functools.cache
-def follow_methods_in_python() -> None:
+def _follow_methods_in_python() -> None:
     """Have Dynamo follow methods of tensors that PyTorch writes in Python, of subclasses too (2.11, 2.13, 2.15).
 
     Of ``weight.norm`` it asked ``__torch_function__`` as of an attribute like ``weight.shape``, with the function's own

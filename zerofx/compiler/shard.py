@@ -73,9 +73,7 @@ def shard(module: nn.Module, **options: Any) -> nn.Module:
 
 def shard_module(module: nn.Module, options: Options) -> list[ShardGroup]:
     """`shard` with checked options; returns the groups."""
-    _torch.ask_only_where_enabled()
-    _torch.ask_wherever_torch_does()
-    _torch.follow_methods_in_python()
+    _torch.ask_as_torch_does()
     sharing = sharing_of(options.mesh, options.reduce_group)  # type: ignore[arg-type]  # a name: Options saw to it
     sharing = sharing.by(options.sharding, two_hops=options.two_hops) if options.stage else sharing.undivided()
     device = device_of(module, options.device, sharing.weights)

@@ -47,7 +47,7 @@ from zerofx._torch import DisableTorchFunction
 from zerofx.kernels import cpu
 from zerofx.kernels.device import runs_triton
 from zerofx.runtime.optim import moments as _moments
-from zerofx.runtime.optim.loaded import adopt, load_as_saved
+from zerofx.runtime.optim.loaded import adopt, begin, load_as_saved
 from zerofx.runtime.optim.spans import Member, Part, Run, Span, find_runs, find_spans, resident
 from zerofx.runtime.optim.squares import squares, sum_of_squares
 from zerofx.runtime.optim.through_file import through_file
@@ -133,10 +133,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             RuntimeError: a sparse gradient; nothing has changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         self.step_all(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
 
@@ -189,7 +186,7 @@ class AdamW(torch.optim.AdamW):
                 member.take_gradient()
         for span in spans:
             if self._device_step is None:
-                self._count(span)
+                span.take_counts(self._counts)
             active = [member for member in span.members if member.gradient is not None]
             if active:
                 self._ensure_state(span)
@@ -198,26 +195,13 @@ class AdamW(torch.optim.AdamW):
                     for member in changed:
                         self._follow(span, member)
 
-    def _count(self, span: Span) -> None:
-        """How many updates each member has had: somebody else may have written to ``state[p]["step"]``."""
-        first = span.members[0].row
-        counts = self._counts[first : first + len(span.members)].tolist()
-        for member, count in zip(span.members, counts, strict=True):
-            member.updates = count
-
     def _follow(self, span: Span, member: Member) -> None:
         """The buffers have what ``optimizer.state`` has: somebody else may have put it there, or have emptied it."""
         state = self.state[member.parameter]
-        if state:
-            with resident_of(state.values()):
-                self._adopt_resident(span, member, state)
-            return
-        if member.state:
-            _moments.clear(span, member)
-            self._counts[member.row] = member.updates = 0
-        state["step"] = self._counts[member.row]
-        state.update({name: member.like(flat, name) for name, flat in span.state.items()})
-        member.state = dict(state)
+        if not state:
+            return begin(span, member, state, self._counts[member.row])
+        with resident_of(state.values()):
+            self._adopt_resident(span, member, state)
 
     def _step_on_host(
         self, spans: list[Span], active: list[Member], scale: torch.Tensor | None, found_inf: torch.Tensor | None

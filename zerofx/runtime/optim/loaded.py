@@ -3,7 +3,7 @@
 =====================  ==========================================
 optimizer              its part
 =====================  ==========================================
-`zerofx.AdamW`         of flat buffers: `adopt`
+`zerofx.AdamW`         of flat buffers: `adopt`, `begin`
 others, on slices      a sharded tensor of the parameter: `divide`
 =====================  ==========================================
 """
@@ -49,6 +49,19 @@ def adopt(span: Span, member: Member, state: dict[str, Any]) -> None:
         state[name] = mine
     for name in ({"master", "remainder"} & set(state)) - set(span.state):
         del state[name]
+
+
+def begin(span: Span, member: Member, state: dict[str, Any], count: torch.Tensor) -> None:
+    """``state`` of ``member``, which has none yet, or was emptied: its part of the buffers, as before its first step.
+
+    ``count``: of its updates. What the buffers and the weights are made of is resident.
+    """
+    if member.state:
+        _moments.clear(span, member)
+        count.zero_()
+        member.updates = 0.0
+    state |= {"step": count} | {name: member.like(flat, name) for name, flat in span.state.items()}
+    member.state = dict(state)
 
 
 @torch.no_grad()

@@ -192,10 +192,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: a sparse gradient; nothing has changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         for group in self.param_groups:
             for p in group["params"] if group["use_muon"] else ():
                 if p.grad is not None and p.grad.is_sparse:

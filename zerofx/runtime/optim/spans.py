@@ -173,6 +173,12 @@ class Span:
         """Its state can be looked at inside."""
         return contextlib.nullcontext() if self.group is None else self.group.home.resident(*self.state.values())
 
+    def take_counts(self, counts: torch.Tensor) -> None:
+        """How many updates each member has had, of all members' ``counts``: somebody may have written to these."""
+        first = self.members[0].row
+        for member, count in zip(self.members, counts[first : first + len(self.members)].tolist(), strict=True):
+            member.updates = count
+
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New state."""
         device = self.whole.device
