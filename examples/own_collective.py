@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_collective.py
 
-In every forward of stage 3 each rank sends its part of a layer to rank 0, behind the wait for the layer's gather, and
+In every forward of stage 3 each rank sends its part of a layer to rank 0, after the wait for the layer's gather, and
 waits at the end of the graph: it travels while the layers compute. No other rank holds an average, or a whole layer.
 
 Two operators do it, registered with `torch.library`. The pass declares the one that communicates. So zerofx keeps it

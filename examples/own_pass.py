@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_pass.py
 
-The pass stands in front of `lower`, where zerofx's nodes are all there. In a backward graph it finds each layer's
+The pass stands before `lower`, where zerofx's nodes are all there. In a backward graph it finds each layer's
 averaged gradient (this rank's part of it), squares and sums that, and adds up all ranks' sums in one all-reduce at the
 end. The loop reads the norms of a step when it prints, and not before. docs/own-passes.md explains it line by line.
 """

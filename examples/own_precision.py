@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_precision.py
 
-The pass stands in front of all of zerofx's. There it sees the model's graph, and may change what the model computes.
+The pass stands before all of zerofx's. There it sees the model's graph, and may change what the model computes.
 Weights are gathered and saved in 32 bits as before: they are cast where the layer multiplies with them.
 """
 

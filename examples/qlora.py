@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/qlora.py --quantize int8
     torchrun --nproc-per-node 8 examples/qlora.py --model llama/ --context 1024 --lr 2e-4
 
-The base is sharded as it is: its codes, a byte for two weights. A layer's codes are gathered in front of it, and
+The base is sharded as it is: its codes, a byte for two weights. A layer's codes are gathered before it, and
 dequantized where they are used. Adapters are what is trained, and what is saved: ``--out`` has them for peft. Text is
 read as bytes; give a real model's tokenizer its turn as examples/finetune_hf.py does.
 """

@@ -36,7 +36,7 @@ class Checksum:
         self._crc, self._rest = 0, bytearray()
 
     def update(self, data: memoryview) -> None:
-        """Bytes behind those so far."""
+        """Bytes after those so far."""
         if self._rest:
             missing = BLOCK - len(self._rest)
             self._rest += data[:missing]

@@ -19,7 +19,7 @@ LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 """The largest code; both signs have it."""
 
 ALIGNMENT = 16
-"""Bytes: every row is a multiple of it, so that parts of any dtype can stand behind it."""
+"""Bytes: every row is a multiple of it, so that parts of any dtype can stand after it."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 def encode(x: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """``x``: [rows, blocks, L]; ``codes``: uint8 [rows, blocks, L or L/2]; ``scales``: float32 [rows, blocks, 1].
 
-    Within a row, blocks lie one behind the other in all three.
+    Within a row, blocks lie one after the other in all three.
     """
     rows, blocks, _ = x.shape
     with device_of(x):

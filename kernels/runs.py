@@ -22,7 +22,7 @@ seed                   the index of its seed
 =====================  =======================================================================================
 
 The table is int64 [N, 9], on the device. Nothing in it keeps memory alive: whoever makes it holds the tensors until the
-kernel is launched, and frees them behind it on the same stream.
+kernel is launched, and frees them after it on the same stream.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ REPLICATED: list[Pass] = [rematerialize, save_parameters, all_reduce, prefetch, 
 """The passes of stage 0."""
 
 _INSERTED: dict[str, tuple[str | None, Callable[[Context], bool]]] = {}
-"""Of features' passes, by name: the pass that they stand behind, and whether a graph needs them."""
+"""Of features' passes, by name: the pass that they stand after, and whether a graph needs them."""
 
 
 def insert(
@@ -72,7 +72,7 @@ def insert(
     before: str | None = None,
     stages: Collection[int],
 ) -> None:
-    """Put a pass of a feature's next to one of the core's, behind those that were put there."""
+    """Put a pass of a feature's next to one of the core's, after those that were put there."""
     for passes in [PIPELINE] * (3 in stages) + [REPLICATED] * (0 in stages):
         names = [each.__name__ for each in passes]
         place = names.index(before) if before is not None else names.index(after or "") + 1

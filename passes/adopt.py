@@ -1,4 +1,4 @@
-"""A user's pass runs: what it inserted gets tags and values, so that the passes behind it and `verify` can read it.
+"""A user's pass runs: what it inserted gets tags and values, so that the passes after it and `verify` can read it.
 
 ::
 
@@ -10,7 +10,7 @@
 
     aten.stack           aten.unsqueeze, aten.cat, for Inductor, which knows no others at this point
 
-In front of all of ours no node gets a tag: it is the model's from then on. What such a pass must leave alone is checked
+Before all of ours no node gets a tag: it is the model's from then on. What such a pass must leave alone is checked
 here, for what AOTAutograd knows of the graph it goes on knowing: inputs, and the number, shapes and dtypes of outputs.
 """
 
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 def adopt(pass_: Pass, gm: GraphModule, ctx: Context, *, front: bool) -> int:
     """Run ``pass_``; returns its number of edits, counted where it does not say.
 
-    ``front``: it stands in front of all of ours.
+    ``front``: it stands before all of ours.
 
     Raises:
         ValueError, TypeError: it did what no pass may; the message says what.
@@ -147,8 +147,8 @@ def _check_outputs(
     """Outputs stay as AOTAutograd knows them, and what is saved keeps the name by which backward knows it."""
     if published:
         raise ValueError(
-            f"the pass {pass_.name!r} publishes something, and stands in front of all of zerofx's: expected a place "
-            "behind one of them, such as before='lower'. In front a pass changes what the model computes."
+            f"the pass {pass_.name!r} publishes something, and stands before all of zerofx's: expected a place "
+            "after one of them, such as before='lower'. In front a pass changes what the model computes."
         )
     after = edit.output_values(gm.graph)
     odd = next((i for i, ((_, was), now) in enumerate(zip(before, after)) if was != _looks(now)), None)

@@ -166,7 +166,7 @@ class Handover:
 
 @dataclass
 class Found:
-    """What the passes of one graph found out, for those behind them and for whoever runs the graph.
+    """What the passes of one graph found out, for those after them and for whoever runs the graph.
 
     Attributes:
         shards: of `gather`: the groups whose shards are the graph's last inputs, in that order.
@@ -177,8 +177,8 @@ class Found:
             the graph's very last inputs, in that order.
         reductions: of `reduce`, `group` and `all_reduce`: what the graph's extra outputs are, in order. Where it
             ``steps``: what the outputs of its updates, which are empty, stand for.
-        published: of a user's passes: under what names a graph's outputs go to `zerofx.published`. They stand behind
-            the model's own outputs, in front of ``reductions``.
+        published: of a user's passes: under what names a graph's outputs go to `zerofx.published`. They stand after
+            the model's own outputs, before ``reductions``.
         gathered_bytes: of `prefetch`: the most gathered bytes that are live at once, by its schedule.
     """
 
@@ -247,7 +247,7 @@ class Context:
     own: tuple[Pass, ...] = ()
     """The user's passes (`zerofx.passes.own`)."""
     before: GraphModule | None = None
-    """The graph as AOTAutograd made it, and as a user's passes in front of all of ours left it, for `verify` to compare
+    """The graph as AOTAutograd made it, and as a user's passes before all of ours left it, for `verify` to compare
     with; None: what it computes is not compared."""
     features: dict[type, Any] = field(default_factory=dict)
     """What features know of the graph: by their own class."""

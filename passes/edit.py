@@ -109,7 +109,7 @@ def last_placeholder(graph: Graph) -> Node | None:
 
 
 def after_inputs(node: Node) -> Node:
-    """Where to insert what reads ``node``: behind it, and behind all inputs of the graph."""
+    """Where to insert what reads ``node``: after it, and after all inputs of the graph."""
     if node.op != "placeholder":
         return node
     last = last_placeholder(node.graph)

@@ -1,4 +1,4 @@
-"""Each parameter is gathered by an unshard node in front of its layer's first use; the graph's inputs become shards.
+"""Each parameter is gathered by an unshard node before its layer's first use; the graph's inputs become shards.
 
 Parameters of one group are gathered together, where the first of them is needed::
 
@@ -54,7 +54,7 @@ def gather(gm: GraphModule, ctx: Context) -> int:
 
 
 def _gather_group(graph: Graph, ctx: Context, layout: GroupLayout, nodes: list[Node], last: Node | None) -> Node:
-    """Bring the parameters of one group; returns the placeholder of its buffer, which comes behind ``last``."""
+    """Bring the parameters of one group; returns the placeholder of its buffer, which comes after ``last``."""
     sharded = ctx.gathers
     kind = "shard" if sharded else "replica"
     dtype = layout.dtype if sharded else layout.weight_dtype

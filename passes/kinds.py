@@ -27,15 +27,15 @@ class NodeKind:
     Attributes:
         what: what such a node is.
         travels: "gather" or "scatter" where a feature's node starts a collective that `lower` spells like that.
-        first: gathers of weights that could start earlier start behind it.
+        first: gathers of weights that could start earlier start after it.
         verb: its word in ``print(record)`` (`zerofx.compiler.printing`); "" leaves it out.
         sized: whether that says its bytes, too.
         of: the argument whose bytes it is about; None: its own.
         total: in the head of that, the words between the number of such nodes and their bytes.
-        about: in an explanation, the word in front of bytes and parameters; "" leaves them out.
+        about: in an explanation, the word before bytes and parameters; "" leaves them out.
         counts_as: what a prediction counts its bytes as.
         stands: why it stands where it stands; or a function of the node and its context that says so.
-        transfer: whether it is the start of a transfer, or the wait for one: its kind and "wait_" in front of it.
+        transfer: whether it is the start of a transfer, or the wait for one: its kind and "wait_" before it.
     """
 
     what: str
@@ -106,5 +106,5 @@ def travelling(how: Literal["", "gather", "scatter"] = "") -> list[str]:
 
 
 def ahead_of_gathers() -> list[str]:
-    """The kinds that gathers of weights start behind."""
+    """The kinds that gathers of weights start after."""
     return [name for name, kind in NODE_KINDS.items() if kind.first]

@@ -38,7 +38,7 @@ must not move against each other is therefore made a dependence::
     sum C over the replicas      for B after the sum: both links are under way by then
 
     use a; release a             reload C, after every use of a; each reload, and each wait for one, after the one
-    reload C;  wait B   ─────▶   before it, and a wait for one with the gather that it stands in front of; offloads too
+    reload C;  wait B   ─────▶   before it, and a wait for one with the gather that it stands before; offloads too
 
     use a                        reload c, after every use of a, and after the wait for b: what forward saved comes back
     wait b;  reload c   ─────▶   as the graph has it, and never more of it at a time
@@ -106,7 +106,7 @@ def _order(gm: GraphModule, ctx: Context) -> dict[Node, list[Node]]:
     dead: list[Node] = []
     started: list[Node] = []  # since the last wait
     previous: list[Node] = []
-    reduced: list[Node] = []  # the reduction that started last, if that was behind the last gather
+    reduced: list[Node] = []  # the reduction that started last, if that was after the last gather
     waited, ahead = "", started  # the group that was waited for last, and what was under way by then
     reductions = ("reduce_scatter",) if edit.tagged(gm.graph, "all_gather") else ()  # alone they need no order
     apart = travelling()
@@ -228,7 +228,7 @@ def _uses_before(buffer: Node, node: Node, order: dict[Node, int], nodes: list[N
     """What must have run for ``buffer`` to be free at ``node``, and which of it must be stored.
 
     The first are the kernels that read ``buffer``, or values that Inductor may compute inside of the kernels that read
-    them; the second are such values with a reader behind ``node``.
+    them; the second are such values with a reader after ``node``.
     """
     uses, stored = [], []
     views = edit.aliases(buffer)
@@ -291,7 +291,7 @@ def _spell_reduction(gm: GraphModule, node: Node, travel: Travel) -> bool:
 
 
 def _inserting(gm: GraphModule, before: Node, near: Node | None = None, tag: Tag | None = None) -> Call:
-    """A `Call` that inserts nodes in front of ``before``, with its tag."""
+    """A `Call` that inserts nodes before ``before``, with its tag."""
 
     def call(target: OpOverload, *args: Any, **kwargs: Any) -> Node:
         with gm.graph.inserting_before(before):

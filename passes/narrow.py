@@ -1,4 +1,4 @@
-"""Weights travel in the dtype they compute in: casts move in front of the gather.
+"""Weights travel in the dtype they compute in: casts move before the gather.
 
 Under `zerofx.MixedPrecision` or ``torch.autocast`` a graph casts float32 weights to 16 bits before it uses them. Where
 every use of a whole group is such a cast, the shard is cast instead, and half the bytes are gathered::
@@ -20,7 +20,7 @@ together move fewer bytes than the one did::
                                                        y = mm(mul(x, g), w)
 
 In stages 1 and 2 under `zerofx.MixedPrecision` replicas have 16 bits already, and `gather` put a cast to 32 bits
-behind each; it cancels against the cast back.
+after each; it cancels against the cast back.
 
 Sound because a cast works element by element, so it may be done before or after the pieces are put together; because
 widening a float and narrowing it again gives the same float; and because the ranges hold every wide weight, whole, in

@@ -26,7 +26,7 @@ One that cuts what forward saves (`zerofx.features.partition_activations.partiti
 
 ==========================================================  ========================================================
 ``zerofx.part(whole, T, group)``                            this rank's part of T, a copy: of the elements in row-major
-                                                            order, with zeros behind the last
+                                                            order, with zeros after the last
 ==========================================================  ========================================================
 
 One for weights that the model itself writes to (`zerofx.compiler.written`):

@@ -5,12 +5,12 @@
     def count(gm, ctx):                            a pass: it changes the graph in place
         ...
 
-    zerofx.compile(model, passes=[count])                                      in front of `lower`
-    zerofx.compile(model, passes=[zerofx.Pass(count, after="group")])          right behind `group`
-    zerofx.compile(model, passes=[zerofx.Pass(count, before="rematerialize")]) in front of all of ours
+    zerofx.compile(model, passes=[count])                                      before `lower`
+    zerofx.compile(model, passes=[zerofx.Pass(count, after="group")])          right after `group`
+    zerofx.compile(model, passes=[zerofx.Pass(count, before="rematerialize")]) before all of ours
 
-**In front of all of ours** a pass sees the model's graph. It may change what the model computes: `verify` takes what it
-leaves for the model. **Behind one of ours** a pass may read, compute and communicate. It must not change what the model
+**Before all of ours** a pass sees the model's graph. It may change what the model computes: `verify` takes what it
+leaves for the model. **After one of ours** a pass may read, compute and communicate. It must not change what the model
 computes, and `verify` sees to that (rule "own").
 
 `lower` and `verify` stand last. So what a pass inserts is spelled, ordered and checked like what ours insert.
@@ -32,7 +32,7 @@ from zerofx._torch import OpOverload
 from zerofx.passes import kinds
 
 LAST = "lower"
-"""The first of the passes that no other stands behind."""
+"""The first of the passes that no other stands after."""
 
 COLLECTIVES: set[OpOverload] = set()
 """Operators of users that communicate, as their passes declared them (`Pass.collectives`)."""
@@ -45,8 +45,8 @@ class Pass:
     Attributes:
         function: ``function(gm, ctx)``: a ``torch.fx.GraphModule``, which it changes in place, and the `Context`. It
             returns its number of edits, or None. It runs once for each graph, and again when somebody looks at one.
-        after, before: the name of the pass that it stands right behind, or right in front of: ours, or one that stands
-            ahead of it in ``passes=``. With neither it stands in front of `lower`.
+        after, before: the name of the pass that it stands right after, or right before: ours, or one that stands
+            ahead of it in ``passes=``. With neither it stands before `lower`.
         requires: what must have run before it: names of passes, or what a user's pass ``provides``.
         provides: names by which other passes may require it, beside its own.
         collectives: operators of one's own, which it inserts, that communicate.
@@ -156,8 +156,8 @@ def _place(pass_: Pass, passes: list[Any], names: list[str], stage: int) -> int:
         place = behind if pass_.before is None else place
     if place > last:
         raise ValueError(
-            f"the pass {pass_.name!r} is to stand behind {LAST!r}: the last passes spell, order and check the graph. "
-            f"Expected a place in front of them, such as before={LAST!r}."
+            f"the pass {pass_.name!r} is to stand after {LAST!r}: the last passes spell, order and check the graph. "
+            f"Expected a place before them, such as before={LAST!r}."
         )
     return place
 
@@ -177,7 +177,7 @@ def _check_requirements(passes: list[Any], stage: int) -> None:
 
 
 def in_front(passes: Iterable[Any]) -> tuple[Pass, ...]:
-    """Those of ``passes`` that stand in front of all of ours."""
+    """Those of ``passes`` that stand before all of ours."""
     found: list[Pass] = []
     for pass_ in passes:
         if not isinstance(pass_, Pass):
@@ -187,6 +187,6 @@ def in_front(passes: Iterable[Any]) -> tuple[Pass, ...]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to say behind an unknown ``name``: which of ``known`` it is nearest to, if it is near to one."""
+    """What to say after an unknown ``name``: which of ``known`` it is nearest to, if it is near to one."""
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f": did you mean {found[0]!r}?" if found else "."

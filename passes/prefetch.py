@@ -1,4 +1,4 @@
-"""Gathers start ahead of their use, within a budget of live bytes; reductions are waited for behind the next one.
+"""Gathers start ahead of their use, within a budget of live bytes; reductions are waited for after the next one.
 
 ::
 
@@ -29,8 +29,8 @@ what was kept was gone, they came in a burst of six: more memory, and a slower s
 may, see below. Of shards that come from the host one group ahead is the most, in forward as well (`schedule.soonest`).
 
 **Gradients in flight.** Each reduction is waited for as late as leaves the packed gradients that are in flight within
-twice the bytes of the largest: room for one that travels and for the next to start behind it. Of small groups that is
-several. The wait stands in front of the packing that would go beyond that.
+twice the bytes of the largest: room for one that travels and for the next to start after it. Of small groups that is
+several. The wait stands before the packing that would go beyond that.
 
 **As backward starts**, everything that forward saved is still there, and the bytes of a step are at their peak. So over
 the first quarter of the reductions, at most the bytes of the largest one are in flight. The pass does not ask how much
@@ -48,10 +48,10 @@ behind its last reader. They stand ahead of the reduction of its gradient, becau
     wait A            idle                  wait A
 
 **Turns.** What is recomputed may read weights ahead of the group's turn (`zerofx.passes.schedule`), for some shapes and
-not for others. A start that would stand in front of such a wait stands in front of the turn instead, if a reduction
+not for others. A start that would stand before such a wait stands before the turn instead, if a reduction
 starts between the two. So gathers and reductions take one order, that of the gradients.
 
-**What a feature sends** before the first wait may be little, and needed first: gathers start behind it then
+**What a feature sends** before the first wait may be little, and needed first: gathers start after it then
 (`zerofx.passes.kinds`).
 
 Sound because a start reads nothing but a shard, which is there from the beginning (the cast or the part of it that
@@ -178,7 +178,7 @@ def _starts(gather: Gather) -> list[Node]:
 
 
 def _from_shard(node: Node) -> list[Node]:
-    """``node``, behind what `narrow` put between it and the shard."""
+    """``node``, after what `narrow` put between it and the shard."""
     sources = [source for source in node.all_input_nodes if source.meta["zerofx"].kind == "narrow"]
     return [*(before for source in sources for before in _from_shard(source)), node]
 

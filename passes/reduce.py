@@ -19,7 +19,7 @@ and widened it afterwards, the cast is left out. The other ways of `zerofx.no_sy
     "merge"    dw = add(dw, kept_dw)                    what was kept comes back as inputs, and is reduced with
                rw = zerofx.reduce_grad(dw, …)           the last one
 
-A gradient whose sizes are symbols is copied into its parameter's shape first: the columns of a `Linear` behind
+A gradient whose sizes are symbols is copied into its parameter's shape first: the columns of a `Linear` after
 ``flatten`` were compared with ``16 * h * w``.
 
 Sound because reduction is linear and a gradient is final where it is produced: AOTAutograd's backward has already

@@ -16,7 +16,7 @@ recomputes through whole blocks, for a product of one row is no product to Induc
 others whose turn is earlier, on the rank whose batch has one row and on no other, and stays until its own turn. So
 ranks would gather in different orders.
 
-A weight may be read for recomputation one turn ahead: behind a normalisation a layer ends, and the next one's gradients
+A weight may be read for recomputation one turn ahead: after a normalisation a layer ends, and the next one's gradients
 begin with its output. `prefetch` has that group on its way by then (`turns`). What reads further ahead is saved, where
 a gradient reads of it.
 

@@ -17,11 +17,11 @@ once to one block.
 A block is what reads the parameters of one group. With ``layers`` it is what reads those of one layer, where a layer's
 parameters are several groups: large ones are. Then less is saved, and more is computed again at once.
 
-A block begins where the fewest bytes are on their way, between the last reader of other parameters and its first: in
-front of a normalisation rather than behind. Of blocks that follow one another, one into which more bytes go than into
-the one before and the one behind begins in the middle of a layer, and is left out.
+A block begins where the fewest bytes are on their way, between the last reader of other parameters and its own first
+one: before a normalisation rather than after it. A block into which more bytes go than into the one before, and than
+into the one after, begins in the middle of a layer, and is left out.
 
-A group can be read again behind others: an embedding's and the head's parameters are often one group. Then what reads
+A group can be read again after others: an embedding's and the head's parameters are often one group. Then what reads
 it again is another block. Without that, backward would begin with the inside of the last layer *and* all of the head.
 
 Runs on the joint graph, before it is cut into forward and backward. Sound because it moves that cut, and nothing else.
@@ -98,7 +98,7 @@ def _layers(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _numbers(name: str) -> list[tuple[str, str]]:
-    """The numbers in a parameter's name, from the outermost on, each behind its container's name."""
+    """The numbers in a parameter's name, from the outermost on, each after its container's name."""
     parts = name.split(".")
     return [(".".join(parts[:i]), part) for i, part in enumerate(parts) if part.isdigit()]
 
@@ -145,7 +145,7 @@ def _maker(node: Node) -> Node:
 
 
 def _crossing(made: Mapping[Node, tuple[int, int, int]], n: int) -> list[int]:
-    """In front of each place, the bytes that were computed before and are read from there on."""
+    """Before each place, the bytes that were computed before and are read from there on."""
     changes = [0] * (n + 2)
     for first, last, nbytes in made.values():
         changes[first + 1] += nbytes

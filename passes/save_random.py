@@ -9,7 +9,7 @@
                 dx = dy * mask
 
 A partitioner that recomputes may take a drawing for an operator like others. Drawn again, it gives other numbers: the
-gradient belongs to another forward. So what draws is marked to be saved, if anything behind it is needed. Inductor
+gradient belongs to another forward. So what draws is marked to be saved, if anything after it is needed. Inductor
 draws a seed once and makes numbers of it when they are read: there it is the seed, of 8 bytes, that is saved.
 
 Runs on the joint graph, before it is cut into forward and backward. Sound because it moves that cut, and nothing else.

@@ -19,7 +19,7 @@ Inductor's partitioner saves what takes the fewest bytes. An input is there anyw
 what follows from it, as if what forward has written were not in it by then. The gradient is silently wrong: of a
 counter, a running statistic, a routing bias, a queue of keys, wherever the loss depends on what was there before the
 write (https://github.com/pytorch/pytorch/pull/197039). So the readers of such inputs are marked to be saved, if
-anything behind them is needed.
+anything after them is needed.
 
 Where backward reads the input itself, nothing but a copy can be saved. The model had made one, or autograd would have
 refused the write; Inductor drops copies before the graph comes here. So one is made again. Forward reads it too, for

@@ -17,7 +17,7 @@ as one. What forward left gathered for backward (`keep`) is live from the beginn
 *turn*. What a partitioner has recomputed may read them a little earlier (`zerofx.passes.save_ahead`), on one rank and
 not on another, whose batch is of another shape. Gradients are the module's own, in the order of autograd::
 
-    wait B ; recompute with B ; reduce C ; a gradient with B       the turn of B begins behind ``reduce C``
+    wait B ; recompute with B ; reduce C ; a gradient with B       the turn of B begins after ``reduce C``
 
 With ``memory_budget`` what counts is what is there: segments begin with waits then.
 
@@ -138,7 +138,7 @@ def soonest(gathers: list[Gather], held: list[Gather], ctx: Context) -> list[int
 
     In backward that is two groups ahead of its use: reductions queue behind gathers. What is small beside the largest
     holds nothing up. Where the shard comes to the device first (`Context.reloaded`) it is one group, in forward, too:
-    the computing stream waits for the shard where the gather starts. What could compute meanwhile stands behind it::
+    the computing stream waits for the shard where the gather starts. What could compute meanwhile stands after it::
 
         start A, B, C    computing begins when                  start A, B    when two have come
         wait A; use A    three copies are through     ─────▶    wait A; use A

@@ -12,7 +12,7 @@
 
 Inductor's partitioner saves what takes the fewest bytes, and recomputes the rest where that is cheap. A parameter is
 saved for nothing, as it is there anyway; sharded, it is not: reading it in backward is a gather, of the whole group.
-So what reads a parameter of a group that backward has no other use for is marked to be saved, if anything behind it
+So what reads a parameter of a group that backward has no other use for is marked to be saved, if anything after it
 is needed. An embedding, mostly: the largest gather of many models.
 
 Runs on the joint graph, before it is cut into forward and backward. Sound because it moves that cut, and nothing else.

@@ -28,7 +28,7 @@ wire         what travels in codes is written and read once, by one description,
 step         where groups are updated in backward: each once, by its averaged gradient, after whatever reads the weights
              that this changes; its replicas at most once, after that; the order is pinned
 reload       weights that live elsewhere are read by their reload alone: each comes once, is waited for once, and read;
-             two are on their way at most, in the order of the graph, each behind the readers of what is gone by then
+             two are on their way at most, in the order of the graph, each after the readers of what is gone by then
 offload      gradients that live elsewhere are taken away once, by the place that the caller knows, and waited for once;
              two are on their way at most, and nothing writes to one of them
 parts        of what all tensor-parallel ranks have alike, a part is saved, in the order of its memory; backward gathers
@@ -39,13 +39,13 @@ activation   what forward saves and is to leave is taken away once, whole, and i
              are on their way at most, in the order of the graph, and nothing writes to one of them
 write        nothing writes to weights, nor can the caller, but where the model returns a view of them; all other
              writes stay as they were
-own          what a user's pass inserted behind ours is read by such passes alone, and writes to nothing else; its
+own          what a user's pass inserted after ours is read by such passes alone, and writes to nothing else; its
              collectives are waited for once, take turns with all others as the graph reads, and serve what is
              published; its last readers of a gradient come before the update
 value        every output, and every gradient before it is reduced, is what the graph before all passes computes
 ===========  ============================================================================================
 
-``value`` needs that graph (``ctx.before``: behind a user's passes that stand in front of all of ours); values have
+``value`` needs that graph (``ctx.before``: after a user's passes that stand before all of ours); values have
 numbers (`zerofx.passes.proof.meaning`). It finds two weights of one shape that were swapped.
 
 Sound passes are not enough: this one would have to be wrong in the same way. Time is linear in the size of the graph.

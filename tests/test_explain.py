@@ -47,7 +47,7 @@ def test_a_gather_tells_what_it_brings_who_made_it_who_moved_it_and_for_which_li
     )
     assert answers["made by"].startswith("group: One collective per group")
     assert answers["moved by"].startswith("prefetch: Gathers start ahead of their use")
-    assert "2 groups ahead of its use, in front of the wait for tokens" in answers["stands"]
+    assert "2 groups ahead of its use, before the wait for tokens" in answers["stands"]
     assert re.fullmatch(r"models.py:\d+  for part in self\.qkv\(self\.norm1.*", answers["for"])
 
 
@@ -68,7 +68,7 @@ def test_why_a_gather_does_not_start_earlier_follows_from_the_budget() -> None:
     assert tight is not None
     answers = said(tight, "all_gather blocks.1")
     both = format_bytes(sizes["blocks.0"] + sizes["blocks.1"])
-    assert answers["stands"] == "right in front of its own wait: nothing computes meanwhile"
+    assert answers["stands"] == "right before its own wait: nothing computes meanwhile"
     assert answers["earlier"].startswith(f"would be too much: {both} gathered at once")
     assert answers["earlier"].endswith(f"{format_bytes(max(sizes.values()))}, memory_budget")
 
@@ -77,9 +77,7 @@ def test_why_a_gather_does_not_start_earlier_follows_from_the_budget() -> None:
     assert "the gather of blocks.2: they start in the order of their use" in said(roomy, "all_gather norm")["earlier"]
     ample = record_of(layers=5, memory_budget=1e12).forward
     assert ample is not None
-    assert said(ample, "all_gather blocks.3")["stands"].startswith(
-        "4 groups ahead of its use, in front of the wait for"
-    )
+    assert said(ample, "all_gather blocks.3")["stands"].startswith("4 groups ahead of its use, before the wait for")
 
 
 def test_in_backward_the_budget_is_two_groups_ahead_from_the_start() -> None:
@@ -117,7 +115,7 @@ def test_what_the_budget_keeps_from_forward_to_backward_is_told_on_both_sides() 
 def test_a_reduction_stands_behind_its_gradients_and_is_waited_for_in_front_of_the_one_after_the_next() -> None:
     backward = record_of().backward
     assert backward is not None
-    assert "right behind the last of these gradients" in said(backward, "reduce_scatter blocks.2")["stands"]
+    assert "right after the last of these gradients" in said(backward, "reduce_scatter blocks.2")["stands"]
     waits = edit.tagged(backward.before_lower().graph, "wait_grad")
     groups = [node.meta["zerofx"].group for node in waits]
     reasons = Reasons(backward)
@@ -126,7 +124,7 @@ def test_a_reduction_stands_behind_its_gradients_and_is_waited_for_in_front_of_t
     largest = max(node.args[0].args[0].meta["val"].nbytes for node in waits)
     much = f"with it, more than {format_bytes(2 * largest)} would be in flight"
     for place, following in zip(places[:-2], groups[2:], strict=True):
-        assert place == f"in front of the packing of {following}: {much}"
+        assert place == f"before the packing of {following}: {much}"
     assert all(place.startswith("at the end") for place in places[-2:])
 
 
@@ -184,6 +182,6 @@ def test_a_small_gather_behind_a_large_group_says_so_and_one_where_the_graph_beg
     record = zerofx.dry_run(model, TOKENS, TOKENS, world_size=4, stage=3, executor="eager", groups=groups)
     backward = record.backward
     assert backward is not None
-    words = "right behind the last use of what is large beside it"
+    words = "right after the last use of what is large beside it"
     assert words in said(backward, "all_gather blocks.0")["stands"]
     assert said(backward, "all_gather blocks.7")["stands"].startswith("where the graph begins")

@@ -164,7 +164,7 @@ def test_a_step_is_the_same_bit_for_bit_and_what_all_have_alike_is_saved_in_part
     assert parts.wire_bytes - whole.wire_bytes == found["spared"]
     assert f"6 values of {found['parts'][0][1] * 6 / 1e3:.1f} kB saved in {shape[1]} parts" in found["printed"]
     explained = found["explained"]
-    assert "made by  partition_saved" in explained and "in front of the wait for the one before" in explained
+    assert "made by  partition_saved" in explained and "before the wait for the one before" in explained
     assert f"a part is saved: {shape[1]} tensor-parallel ranks have it alike" in explained
 
 

@@ -7,7 +7,7 @@ The way of a weight, from ``zerofx.compile(model, stage=3)`` through one trainin
     runtime/state/weights.py      the slice is a view of the group's shard; the rest of the weight is freed
     compiler/backend.py           Dynamo captures the model with it; AOTAutograd cuts forward from backward
     passes/gather.py, group.py    in both graphs the shard comes in, is gathered, and the weight is a view of that
-    passes/prefetch.py            the gather starts ahead of its use; discard.py ends the buffer behind the last use
+    passes/prefetch.py            the gather starts ahead of its use; discard.py ends the buffer after the last use
     compiler/runners.py           at every step the graph is handed the shard
     passes/reduce.py, group.py    its gradient is packed and reduced: each rank keeps its part
     runtime/state/gradients.py    that part becomes ``.grad``

@@ -175,7 +175,7 @@ def check_pinned(buffers: list[Buffer], ops: dict[Node, Op], order: dict[Node, i
             continue
         loose = next((before for before in previous if before not in start.after), None)
         if loose is not None:
-            refuse("order", node, f"nothing keeps it behind {loose.name!r}", "a dependence on it")
+            refuse("order", node, f"nothing keeps it after {loose.name!r}", "a dependence on it")
         if node in apart:
             previous.append(node)
             continue
@@ -202,7 +202,7 @@ def _check_waits(buffers: list[Buffer], ops: dict[Node, Op]) -> None:
                 waited, ahead, started = buffer.group, started, []
             loose = next((start for start in ahead if start is not buffer.start and start not in op.after), None)
             if loose is not None:
-                found = f"nothing keeps it behind {loose.name!r}"
+                found = f"nothing keeps it after {loose.name!r}"
                 refuse("order", node, found, "the next gather under way by then", buffer.group)
 
 

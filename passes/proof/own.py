@@ -1,4 +1,4 @@
-"""What a user's passes inserted behind ours: the rule "own" of `zerofx.passes.verify`.
+"""What a user's passes inserted after ours: the rule "own" of `zerofx.passes.verify`.
 
 Their nodes are told by their tags, and no tag is trusted: nothing else may read such a node. So what the model and
 zerofx compute is checked as if they were not there, and a node of ours under a false tag is missed by the other rules.
@@ -111,7 +111,7 @@ def _check_turns(known: Known) -> None:
             continue
         mine = previous is not None and (node in known.own or previous in known.own)
         if mine and previous not in (*op.after, *op.inputs):
-            known.fail("order", node, f"nothing keeps it behind {previous.name!r}", "a dependence on it")  # type: ignore[union-attr]
+            known.fail("order", node, f"nothing keeps it after {previous.name!r}", "a dependence on it")  # type: ignore[union-attr]
         previous = node
 
 
@@ -135,4 +135,4 @@ def refuse_reading_own(known: Known, op: Op) -> None:
     """Nothing but a user's pass may read what one made."""
     if known.own and (read := next((x for x in op.inputs if x in known.own), None)) is not None:
         found = f"it reads {read.name!r}, which the pass {read.meta['zerofx'].kind!r} inserted"
-        known.fail("own", op.node, found, "no change of what the model computes, but by a pass in front of all of ours")
+        known.fail("own", op.node, found, "no change of what the model computes, but by a pass before all of ours")

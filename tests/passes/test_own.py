@@ -124,8 +124,8 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[], Any]]] = {
         ValueError,
         lambda: [zerofx.Pass(nothing, before="all_reduce")],
     ),
-    "behind the last": ("behind 'lower'", ValueError, lambda: [zerofx.Pass(nothing, after="verify")]),
-    "in front of verify": ("behind 'lower'", ValueError, lambda: [zerofx.Pass(nothing, before="verify")]),
+    "behind the last": ("after 'lower'", ValueError, lambda: [zerofx.Pass(nothing, after="verify")]),
+    "in front of verify": ("after 'lower'", ValueError, lambda: [zerofx.Pass(nothing, before="verify")]),
     "backwards": (
         "after='group' and before='gather'",
         ValueError,
@@ -458,7 +458,7 @@ def _returns_a_graph(gm: GraphModule, ctx: Context) -> GraphModule:
 REFUSED = {
     "output 0 as .* of torch.float64, expected .* of torch.float32": front(_widens),
     "the pass '_drops' leaves the forward graph with": front(_drops),
-    "stands in front of all of zerofx's": front(_publishes),
+    "stands before all of zerofx's": front(_publishes),
     "'x' is published twice in one graph": zerofx.Pass(_publishes_twice),
     "the pass '_takes_more' changed the inputs of the forward graph": zerofx.Pass(_takes_more),
     "the pass '_returns_a_graph' returned a GraphModule": zerofx.Pass(_returns_a_graph),

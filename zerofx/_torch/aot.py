@@ -101,7 +101,7 @@ def input_index(placeholder: Node) -> int | None:
 
 
 def inputs_written_behind(gm: GraphModule) -> set[int]:
-    """The Dynamo inputs that AOTAutograd writes to behind a run of this joint or forward graph (2.11, 2.13, 2.15).
+    """The Dynamo inputs that AOTAutograd writes to after a run of this joint or forward graph (2.11, 2.13, 2.15).
 
     Its outputs' descriptors say so, and where the partitioner has dropped these, what AOTAutograd knows.
     """
@@ -121,7 +121,7 @@ def saved_outputs(output: Node) -> frozenset[int]:
     """Positions at which a forward graph returns what it saves for backward (2.11, 2.13, 2.15).
 
     By the outputs' descriptors. The partitioner drops these where it saves the state of a random number generator, as
-    it does for attention that is checkpointed: then what stands behind what the caller gets.
+    it does for attention that is checkpointed: then what stands after what the caller gets.
     """
     from torch._functorch._aot_autograd import descriptors
     from torch._guards import TracingContext

@@ -263,7 +263,7 @@ def sent_kept() -> contextlib.AbstractContextManager[Any]:
     """What a collective of ours sends stays as it is until the wait for it, which counts as a reader.
 
     Inductor holds to that where it knows the collective. Ours are operators like any other to it, done when they
-    return. So a kernel behind the start could write its result over what was still being sent::
+    return. So a kernel after the start could write its result over what was still being sent::
 
         all_gather_pairwise(dy)        starts to send dy, whose last reader it is
         dy *= 1 - tanh(x) ** 2         in place

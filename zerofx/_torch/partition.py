@@ -177,7 +177,7 @@ def partitioning(
 def _describe(output: Node, joint: Sequence[Any] | None, returned: int) -> None:
     """Say again what each output of a forward is, where the partitioner dropped it (2.11, 2.13, 2.15).
 
-    It does so where it saves the state of a random number generator. AOTAutograd knows only behind the cut how many
+    It does so where it saves the state of a random number generator. AOTAutograd knows only after the cut how many
     outputs its caller gets. ``joint``: what it said of the joint graph's outputs, of which the first are ``returned``.
     """
     from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput

@@ -168,7 +168,7 @@ def _entries() -> Any:
 def _with_tokens(run: Callable, tokens: int) -> Callable:
     """``run``, called without the ``tokens`` that order effects (2.11, 2.13, 2.15).
 
-    Without Inductor a graph takes them in front of its inputs, and returns them in front of its outputs. AOTAutograd
+    Without Inductor a graph takes them before its inputs, and returns them before its outputs. AOTAutograd
     sees to that, but not where the code comes from its cache.
     """
 

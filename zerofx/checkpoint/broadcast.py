@@ -9,7 +9,7 @@
     engine, each rank              └▶ load     └▶ load
 
 Weights that lie in one buffer are one broadcast, with no copy; `zerofx.full_parameters` gives a group's weights so.
-Small ones are packed together. In front of each goes a header, so the receivers need to know nothing of the model, and
+Small ones are packed together. Before each goes a header, so the receivers need to know nothing of the model, and
 the sender may rename, cast or merge what it sends. The next group is gathered while one is sent.
 """
 

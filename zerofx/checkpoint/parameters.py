@@ -75,7 +75,7 @@ def full_parameters(
         ranks: "all", or 0: rank 0 alone gets them. The others iterate too, and get nothing. Where rank 0 stops early,
             what is left is sent all the same, and dropped.
         names: those to bring, or a function that says of a name whether to. The same on every rank. None: all.
-        buffers: whether the module's buffers come too, behind the weights.
+        buffers: whether the module's buffers come too, after the weights.
 
     Yields:
         the name; the whole tensor, of the weight's shape and ``dtype``.

@@ -43,7 +43,7 @@ class Activations:
 class Offer(NamedTuple):
     """A division that was predicted: bytes of a rank at the worst moment, and those of them at rest.
 
-    Seconds of a step's forwards and backwards, and of the optimizer behind them.
+    Seconds of a step's forwards and backwards, and of the optimizer after them.
     """
 
     needs: int
@@ -88,7 +88,7 @@ class Division:
         left: of that, what stays between forward and backward.
         memory_budget: for gathered weights; None: as without the option.
         step_s: predicted seconds of the forwards and backwards of one optimizer step.
-        optimizer_s: of the optimizer's step behind them, if that is `zerofx.AdamW`'s.
+        optimizer_s: of the optimizer's step after them, if that is `zerofx.AdamW`'s.
         tried: how many divisions were predicted.
         elsewhere: what other graphs of the module add at the worst moment.
         offers: of those that were predicted, from the least on, each that is faster than those before it.
@@ -109,7 +109,7 @@ class Division:
     def of_step(divisions: Sequence[Division]) -> Division:
         """Of all graphs of a module: as the one with the highest peak, and all seconds.
 
-        Each was made beside those before it, and room for those behind it. The last one knows all others.
+        Each was made beside those before it, and room for those after it. The last one knows all others.
         """
         if len(divisions) == 1:
             return divisions[0]

@@ -14,7 +14,7 @@ fast ones that with the lower peak. No rule of thumb takes part.
 
 On one rung more gathered bytes mean fewer gathers, and a higher peak. The least in which gathers still hide behind what
 is computed is what three groups take, as a rule. So the first rung that fits with these is searched for; then, from it
-on, the first that fits with more; then a rung in front of it with the least, where gathers wait. A rung that is slower
+on, the first that fits with more; then a rung before it with the least, where gathers wait. A rung that is slower
 than what was found ends a search: those below it compute more.
 
 Layers of several groups have a second ladder, which saves what enters a layer. **Activations in a file**
@@ -249,8 +249,8 @@ class Trials:
     def _first(self, ladder: Sequence[int], tried: Callable[[int], Tried | None]) -> int:
         """The place of the first rung that fits as it is ``tried``, or of one next to it; their number: none does.
 
-        Every second one is tried, and then the one in front. What a rung needs may be more than what those in front of
-        it do, for what is computed again is live, too. So halves would skip what fits. Rungs behind compute more.
+        Every second one is tried, and then the one in front. What a rung needs may be more than what those before
+        it do, for what is computed again is live, too. So halves would skip what fits. Rungs after compute more.
         """
         for i in range(0, len(ladder), STRIDE):
             now = tried(ladder[i])

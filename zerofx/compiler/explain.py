@@ -7,7 +7,7 @@
       brings   12 parameters, 200.7 kB: blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.qkv.weight, ...
       made by  group: One collective per group: ...
       moved by prefetch: Gathers start ahead of their use, within a budget of live bytes; ...
-      stands   1 group ahead of its use, in front of the wait for blocks.0: it travels while blocks.0 computes
+      stands   1 group ahead of its use, before the wait for blocks.0: it travels while blocks.0 computes
       earlier  would be too much: 537.6 kB gathered at once, the budget is 401.4 kB
       for      models.py:74  for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
 
@@ -144,7 +144,7 @@ def _fixed(graph: Graph) -> set[str]:
 
 
 def _places(graph: Graph, fixed: set[str]) -> dict[str, int]:
-    """For each node how many of ``fixed`` stand in front of it."""
+    """For each node how many of ``fixed`` stand before it."""
     places, n = {}, 0
     for node in graph.nodes:
         places[node.name] = n
@@ -263,15 +263,15 @@ class Reasons:
     def _gather(self, node: Node, group: str) -> Why:
         ahead, i = self.ahead[node], self._index(group)
         if ahead:
-            next_, where = self.gathers[i - ahead], "in front of the wait for"
+            next_, where = self.gathers[i - ahead], "before the wait for"
             if self._segment(i) and any(self._computes(n) for n in self._between(node, next_.waits[0])):
-                where = "right behind the last use of what is large beside it, and ahead of the wait for"
+                where = "right after the last use of what is large beside it, and ahead of the wait for"
             words = f"{ahead} group{'s' * (ahead > 1)} ahead of its use, {where} {next_.group}"
             place = f"{words}: it travels while {next_.group} computes"
         elif self._segment(i) == 0:
             place = "where the graph begins: it travels while what comes before its wait computes"
         else:
-            place = "right in front of its own wait: nothing computes meanwhile"
+            place = "right before its own wait: nothing computes meanwhile"
         return [("stands", place), ("earlier", self._not_earlier(node, i))]
 
     def _not_earlier(self, node: Node, i: int) -> str:
@@ -308,24 +308,24 @@ class Reasons:
     def _wait(self, node: Node, group: str) -> Why:
         if any(user.op == "output" for user in node.users):
             held = "it stays gathered: backward needs it first, and the budget has room (`keep`)"
-            return [("stands", "in front of the group's first use"), ("then", held)]
-        return [("stands", "in front of the group's first use")]
+            return [("stands", "before the group's first use"), ("then", held)]
+        return [("stands", "before the group's first use")]
 
     def _refresh(self, node: Node, group: str) -> Why:
         brought = "the gather itself was started before the graph ran"
         if self.context.in_common:
             brought = "ranks have it in common, and had written their parts before the graph ran"
-        return [("stands", f"in front of the group's first use; {brought}")]
+        return [("stands", f"before the group's first use; {brought}")]
 
     def _discard(self, node: Node, group: str) -> Why:
-        return [("stands", "behind the last reader of the group's gathered weights")]
+        return [("stands", "after the last reader of the group's gathered weights")]
 
     def _reduction(self, node: Node, group: str) -> Why:
-        return [("stands", "right behind the last of these gradients to be there")]
+        return [("stands", "right after the last of these gradients to be there")]
 
     def _wait_grad(self, node: Node, group: str) -> Why:
         if self.context.replicas > 1 and any(n.meta["zerofx"].kind == "sum_replicas" for n in node.users):
-            return [("stands", "behind the start of the next reduction: what goes to the replicas is to start early")]
+            return [("stands", "after the start of the next reduction: what goes to the replicas is to start early")]
         later = (n for n in edit.tagged(self.graph, "pack") if self.order[n] > self.order[node])
         following = next((n.meta["zerofx"].group for n in later), None)
         if following is None:
@@ -334,7 +334,7 @@ class Reasons:
         sizes = [whole_bytes(wait.args[0]) for wait in waits]  # type: ignore[arg-type]
         room = room_in_flight(sizes)[[wait.meta["zerofx"].group for wait in waits].index(following)]
         much = f"with it, more than {format_bytes(room)} would be in flight"
-        return [("stands", f"in front of the packing of {following}: {much}")]
+        return [("stands", f"before the packing of {following}: {much}")]
 
     def _gathered(self, node: Node, group: str) -> Why:
         return [("stands", "among the inputs: forward left the group gathered, so that it is not gathered again")]

@@ -7,7 +7,7 @@ it at the return::
     chunk 1                                      ▐ f ▐    each f() of the loop: mmap, page fault, munmap
 
 A compile is a deep stack with short calls at its top. Whether its hot loops stand at a chunk's end is luck. Where they
-do, a third of the time went there. A frame larger than all others gets a larger chunk, with as much room behind it.
+do, a third of the time went there. A frame larger than all others gets a larger chunk, with as much room after it.
 
 **Collections.** A compile makes many objects in cycles, so Python looks for garbage, and each full collection looks at
 all objects of the process: PyTorch, the model, its data. Those that were there before are left out while it lasts.

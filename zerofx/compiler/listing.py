@@ -4,7 +4,7 @@ A line has the node's name, its shape, the call, and as a comment what zerofx pu
 
     wait_tensor_default_1: f32[50176] = wait_tensor(all_gather_into_tensor_default_1)     # wait blocks.0
 
-A difference is marked in front of the line::
+A difference is marked before the line::
 
     + is new    - is gone    > was moved here    < was moved from here    ~ other arguments (as it was: -)
 """

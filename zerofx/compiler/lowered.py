@@ -42,7 +42,7 @@ class Lowered:
         name: the phase, and what it does with gradients, if that is not just to reduce them.
         groups: the names of the groups that it talks of, in order.
         kept: which of the old inputs the code takes.
-        shards: the groups whose buffers it takes behind these.
+        shards: the groups whose buffers it takes after these.
         schedules: process group -> the collectives that it starts there.
         published: the names of the outputs that a user's passes publish.
         carries: whether it moves state between the device and where that lives.

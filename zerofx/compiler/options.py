@@ -99,7 +99,7 @@ class Options:
             gather nothing. See `zerofx.features.one_copy.one_copy`.
         mesh: a device mesh of one dimension, or of two. Of two, the first is of replicas of the module. Each replica is
             divided over the ranks of the second (docs/meshes.md). None: all ranks of the default process group.
-            Parameters may be DTensors on any other dimension: ``mesh=mesh["dp"]`` behind ``parallelize_module``.
+            Parameters may be DTensors on any other dimension: ``mesh=mesh["dp"]`` after ``parallelize_module``.
         sharding: on a mesh of two dimensions, over which of them weights, gradients and optimizer state are divided.
             None: over the second. See `zerofx.Sharding`.
         reduce_group: a second process group of the same ranks (``dist.new_group()``), or its name. The reductions of

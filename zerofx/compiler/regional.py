@@ -19,7 +19,7 @@ any graph of the eager executor's::
     discard B                         discard B
     t = rsqrt(var(g))
 
-A discard, and a wait for reduced gradients, go behind what is computed up to the next start. So a block is one run. At
+A discard, and a wait for reduced gradients, go after what is computed up to the next start. So a block is one run. At
 each start no more is gathered, or on its way, than the schedule says. Starts, and all else that does more than compute,
 keep their order. A run ends as well where weights of another group are read: two blocks are two regions even where no
 collective is between them. Views of what is outside cost nothing: each region makes its own.
@@ -170,10 +170,10 @@ class Cut:
         """Outer nodes, and runs of inner ones between them, each with weights of one group."""
         run: dict[Node, None] = {}
         served = ""
-        late: dict[Node, None] = {}  # behind the run: discards, waits for gradients, and what reads these
+        late: dict[Node, None] = {}  # after the run: discards, waits for gradients, and what reads these
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "output") or (node in self.inner and node.target is operator.getitem):
-                continue  # what is taken out of several results stands behind what yields them
+                continue  # what is taken out of several results stands after what yields them
             roots = {self._root(x) for x in node.all_input_nodes}
             if node in self.inner:
                 where = run if late.keys().isdisjoint(roots) else late

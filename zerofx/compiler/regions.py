@@ -16,7 +16,7 @@ def inline_regions(gm: GraphModule) -> None:
     """Put regions where they are called.
 
     They are there to compile one layer's code for all. Forward would return, among what a region saves, weights as
-    they are or as views, and backward would get them whole; a region's gathers could only be in front of all of it.
+    they are or as views, and backward would get them whole; a region's gathers could only be before all of it.
     """
     for each in [m for m in gm.modules() if isinstance(m, GraphModule)]:
         edits = 0

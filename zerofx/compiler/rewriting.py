@@ -171,7 +171,7 @@ class Rewriting:
         return self.after(self.passes[-1].__name__)
 
     def before_lower(self) -> GraphModule:
-        """The graph to read: in front of `lower`."""
+        """The graph to read: before `lower`."""
         return self.after(before_lower(self.context))
 
 

@@ -130,7 +130,7 @@ class BackwardCode:
         steps: whether the graph updates the groups, and there is nothing left to do with its extra outputs.
         carries: whether the graph fetches weights, or takes gradients away.
         store: where what forward saved went.
-        published: under what names the outputs in front of these go to
+        published: under what names the outputs before these go to
         publish.
         check: raises where the arguments are not what was taken for granted of them.
         marks: of which parameters it computes a gradient, as ranks tell each other.
@@ -335,7 +335,7 @@ def _check_single_backward(grad_outputs: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "double backward (create_graph=True) through a module that zerofx compiled: what its graphs compute is "
-            "differentiated once. Call torch.autograd.grad inside of forward, behind what it differentiates and in one "
+            "differentiated once. Call torch.autograd.grad inside of forward, after what it differentiates and in one "
             "graph with it, where it becomes a part of the graph (PyTorch 2.13); or leave the module uncompiled, by "
             "leaf_modules= or by zerofx.shard in the place of zerofx.compile."
         )

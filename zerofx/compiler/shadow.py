@@ -10,7 +10,7 @@ there are zeros, so that a rank which shadows gives each reduction nothing, or w
     shard = wait(reduce_scatter(pack)) / M                shard = wait(reduce_scatter(pack)) / M
 
 It is data: names of operators, numbers and dtypes (`zerofx.runtime.ranks.turns.Shadow`). A rank may take part in what
-it has never traced. Names of groups stand for its own, and the averaged gradients go to ``.grad`` as behind the graph:
+it has never traced. Names of groups stand for its own, and the averaged gradients go to ``.grad`` as after the graph:
 those of which some rank has said that it has one (`zerofx.runtime.ranks.used`).
 
 Ranks whose graphs have the same collectives run them together, by turns or not: `Schedule.digest` tells these.

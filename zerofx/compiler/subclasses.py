@@ -7,7 +7,7 @@
               base.parametrizations.weight.original1   float32 (64, 1), 1/M of it      its scales
     in graphs both, gathered ──▶ Int8Tensor of (64, 32)                                as AOTAutograd does it
 
-What is gathered are bytes: the subclass's own code dequantizes behind the gather, in backward once more
+What is gathered are bytes: the subclass's own code dequantizes after the gather, in backward once more
 (`zerofx.passes.recompute_dequantized`). So a quantized base of QLoRA (Dettmers et al. 2023) takes a rank what it takes
 one process, divided by the number of ranks.
 

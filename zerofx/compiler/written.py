@@ -77,7 +77,7 @@ def check_unwritten(gm: GraphModule, pair: Pair) -> None:
 
 
 def write_to_copies(gm: GraphModule, places: Sequence[int]) -> None:
-    """Have Dynamo's graph write to copies of its inputs at ``places``, and return them behind its other outputs."""
+    """Have Dynamo's graph write to copies of its inputs at ``places``, and return them after its other outputs."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     output, values = graph.output_node(), []

@@ -285,9 +285,7 @@ class ZeroModule(nn.Module):
         )
 
     def reshard(self) -> NoReturn:
-        raise NotImplementedError(
-            "reshard(): expected nothing in its place; weights are dropped behind their last use."
-        )
+        raise NotImplementedError("reshard(): expected nothing in its place; weights are dropped after their last use.")
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Of a marked model on the meta device: it is sharded, initialised module by module, and compiled."""

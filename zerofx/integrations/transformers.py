@@ -44,7 +44,7 @@ _REFUSED = {
 
 
 class Sharded:
-    """What makes a Trainer shard its model with zerofx. To stand in front of a class of ``transformers.Trainer``.
+    """What makes a Trainer shard its model with zerofx. To stand before a class of ``transformers.Trainer``.
 
     In one process that is not distributed it changes nothing: there is nothing to shard.
 

@@ -4,7 +4,7 @@ Automatic grouping reads module names alone, so it serves a model nobody prepare
 
 * a *block* is what stands at a number in a container: ``h.0``, ``encoder.layer.11``. The outermost number counts;
   ``layers.3.experts.5.w`` belongs to block ``layers.3``;
-* between blocks, what is left forms a group of its own, in registration order: embeddings before, head behind;
+* between blocks, what is left forms a group of its own, in registration order: embeddings before, head after;
 * within those, one group per dtype, policy of mixed precision and ``requires_grad``;
 * neighbours of the same kind that are smaller than ``min_bytes`` together are merged, and what is larger than
   ``max_bytes`` is split between parameters. A parameter as large as that is alone in its group: its gradient is

@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def hint(self) -> str:
-        """Behind what is said of too small a budget: whether gigabytes were meant."""
+        """After what is said of too small a budget: whether gigabytes were meant."""
         return f' A number is of bytes: did you mean "{self.nbytes}GB"?' if self.nbytes < 1024 else ""
 
     @staticmethod

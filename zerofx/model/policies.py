@@ -11,7 +11,7 @@
 
 A *part* is a module that a rule is about, with all that is in it: a module class, or a pattern of names
 (`zerofx.model.rules`). "" is the whole module; without it that has no policy, as with None. Where two rules are about
-one module, the last one given wins, so that exceptions stand behind what they are exceptions of. A part in a part is a
+one module, the last one given wins, so that exceptions stand after what they are exceptions of. A part in a part is a
 part of its own, if another rule is about it. Of a container without a forward (``nn.ModuleList``) each module is one.
 
 What a part computes in is its ``param_dtype``; without one it is its parameters' own dtype. Its inputs are cast to

@@ -386,7 +386,7 @@ class _Clock:
 
 
 def _live(phase: Phase, live: LiveBytes) -> Iterable[LiveBytes]:
-    """Live bytes by class while each operation runs, and behind the last; ``live`` is carried on from phase to phase.
+    """Live bytes by class while each operation runs, and after the last; ``live`` is carried on from phase to phase.
 
     Of all that is freed and made between two operations, the moment with most bytes counts for the second.
     """

@@ -62,7 +62,7 @@ class Files:
 
     @property
     def read(self) -> int:
-        """Bytes that a step of `zerofx.AdamW` reads behind the graphs."""
+        """Bytes that a step of `zerofx.AdamW` reads after the graphs."""
         return sum(moved.state + moved.gradients for moved in self._behind())
 
     @property

@@ -29,7 +29,7 @@ from zerofx.simulate.workspace import Workspaces
 
 
 class Price(NamedTuple):
-    """What a division takes: live bytes by class at the peak, those left behind forward, seconds of a step.
+    """What a division takes: live bytes by class at the peak, those left after forward, seconds of a step.
 
     ``live``: bytes by class while each operation runs, graph after graph.
     """
@@ -87,7 +87,7 @@ def at_rest(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> i
 
 
 def optimizer_s(forward: Graph, layouts: Sequence[GroupLayout], memory: Memory) -> float:
-    """Seconds of the step of `zerofx.AdamW` behind the backwards: bound by memory, by the disk where that is known, and
+    """Seconds of the step of `zerofx.AdamW` after the backwards: bound by memory, by the disk where that is known, and
     by the link to the host where state is there.
 
     Args:

@@ -60,7 +60,7 @@ class Graph(Protocol):
         """The graph after the pass of that name, as an executor would have got it."""
 
     def before_lower(self) -> GraphModule:
-        """The graph in front of `zerofx.passes.lower`."""
+        """The graph before `zerofx.passes.lower`."""
 
 
 class Pair(Protocol):

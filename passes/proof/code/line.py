@@ -42,7 +42,7 @@ class Line:
         strange: whether not even its kind of statement is.
         values: what is returned.
         kernel: which.
-        when: it runs, among the others: a branch's lines stand in front of ``call`` and run inside of it.
+        when: it runs, among the others: a branch's lines stand before ``call`` and run inside of it.
         stream: that it runs on, as text; "" for the one that is current when ``call`` is.
     """
 

@@ -131,7 +131,7 @@ class _Reading:
         known = {**self.came, **{memory: buffer.place for memory, buffer in self.buffers.items()}}
         place = next((known[m] for m in line.reads if m in known), None)
         if "wait_tensor" in line.text:
-            self._refuse("wait", place, "it waits for what is not under way", "one wait, behind the start")
+            self._refuse("wait", place, "it waits for what is not under way", "one wait, after the start")
         if line.reads:
             self._refuse("discard", place, "it names what was deleted before", "nothing after the last use")
         self._refuse("read", None, "it names what is not there yet", "what was made in a line before")

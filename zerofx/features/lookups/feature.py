@@ -40,9 +40,9 @@ NODE_KINDS = {
         verb="answer",
         total="exchanges of rows take",
         counts_as="weights",
-        stands="behind what picks the rows, and ahead of other gathers: it is little, and needed first",
+        stands="after what picks the rows, and ahead of other gathers: it is little, and needed first",
     ),
-    "answered": NodeKind("the wait for it", verb="answered", stands="in front of the rows' first use"),
+    "answered": NodeKind("the wait for it", verb="answered", stands="before the rows' first use"),
     "give": NodeKind(
         "the start of the gather of rows' gradients",
         sized=True,
@@ -51,7 +51,7 @@ NODE_KINDS = {
         verb="give",
         total="gathers of their gradients bring",
         counts_as="gradients",
-        stands="right behind the rows' gradients",
+        stands="right after the rows' gradients",
     ),
     "given": NodeKind(
         "the wait for it", verb="given", stands="at the end: the table's gradient is in nobody's way until then"

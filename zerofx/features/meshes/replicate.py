@@ -1,4 +1,4 @@
-"""On a mesh of two dimensions each group's reduced gradient is summed over the replicas too, behind the next reduction.
+"""On a mesh of two dimensions each group's reduced gradient is summed over the replicas too, after the next reduction.
 
 ::
 
@@ -17,14 +17,14 @@ Two links are at work: the reduction of a group runs inside of a row of the mesh
 shard runs along a column, between hosts. A wait for a reduction moves up to the start of the next one: no nearer, so
 that the first link goes on, and no farther, so that the second one, which is the slower, gets its work early. The sums
 are waited for where the graph ends. A shard in flight has the bytes of the gradient that it becomes, so this holds no
-more memory. Where the graph updates weights (`step`), a sum is waited for behind the start of the next one instead.
+more memory. Where the graph updates weights (`step`), a sum is waited for after the start of the next one instead.
 
 With one rank in a row nothing is reduced there, and the packed gradient is what is summed. Gradients that are kept
 (`zerofx.no_sync`) are not summed.
 
 **Where the replicas share the optimizer's work** (`MeshFacts.divides_between`), each rank gets a part of that sum, and
 updates a part of its shard. What all of a column have updated comes back before the next forward, group by group, while
-forward computes; the graph waits for it in front of the shard's first reader::
+forward computes; the graph waits for it before the shard's first reader::
 
     start the sum of C over the replicas    ─────▶    start the reduction of C's shard over the replicas
     start C's gather                        ─────▶    wait for C's shard;  start C's gather
@@ -32,7 +32,7 @@ forward computes; the graph waits for it in front of the shard's first reader::
 Sound because the sum over all ranks is the sum over columns of the sums over rows, and a scale may come last. All
 replicas get one sum, bit by bit: an all-reduce computes each part of it in one place.
 
-Requires ``group``; runs behind ``prefetch``. With one replica it changes nothing.
+Requires ``group``; runs after ``prefetch``. With one replica it changes nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def replicate(gm: GraphModule, ctx: Context) -> int:
 
 
 def _await_shards(graph: Graph) -> int:
-    """What was started before the graph is waited for in front of each shard's first reader."""
+    """What was started before the graph is waited for before each shard's first reader."""
     order, shards = edit.positions(graph), edit.tagged(graph, "shard")
     for shard in shards:
         first = min(shard.users, key=order.__getitem__)
@@ -128,7 +128,7 @@ def _sum(graph: Graph, ctx: Context, reduction: Reduction, gradient: Node) -> li
 
 
 def _raise_waits(graph: Graph) -> None:
-    """Each reduction is waited for right behind the start of the next one."""
+    """Each reduction is waited for right after the start of the next one."""
     starts, order = edit.tagged(graph, "reduce_scatter"), edit.positions(graph)
     for start, following in pairwise(starts):
         (wait,) = start.users
@@ -137,7 +137,7 @@ def _raise_waits(graph: Graph) -> None:
 
 
 def _sink_waits(graph: Graph, starts: list[Node], behind: list[list[Node]], *, at_end: bool) -> None:
-    """Each sum is waited for, and averaged, at the end; or behind the start of the next one."""
+    """Each sum is waited for, and averaged, at the end; or after the start of the next one."""
     for i, nodes in enumerate(behind):
         if at_end or i + 1 == len(starts):
             for node in nodes:
@@ -150,13 +150,13 @@ def _sink_waits(graph: Graph, starts: list[Node], behind: list[list[Node]], *, a
 
 
 def _why_sum(node: Node, ctx: Context) -> str:
-    return f"right behind the sum over a row: its shard goes to the {ctx.replicas} replicas' ranks"
+    return f"right after the sum over a row: its shard goes to the {ctx.replicas} replicas' ranks"
 
 
 def _why_wait(node: Node, ctx: Context) -> str:
     order = edit.positions(node.graph)
     if any(order[later] > order[node] for later in edit.tagged(node.graph, "sum_replicas")):
-        return "behind the start of the next sum: both are under way by then"
+        return "after the start of the next sum: both are under way by then"
     return "at the end: until then both links and the processor are at work"
 
 

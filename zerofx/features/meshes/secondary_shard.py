@@ -22,7 +22,7 @@ gathers. The part travels in the place of one of the group's parameters among wh
 Sound because the parts of a buffer, end to end, are the buffer, and parameters do not change between forward and
 backward (that is checked when backward starts). The idea is ZeRO++'s hpZ (Wang et al. 2023).
 
-Requires ``group`` and `MeshFacts.secondary_group`; runs behind ``keep``. Leaves groups alone that backward does not
+Requires ``group`` and `MeshFacts.secondary_group`; runs after ``keep``. Leaves groups alone that backward does not
 need, those that `narrow` gathers in two parts, and rows of tables (`lookup`).
 """
 
@@ -113,7 +113,7 @@ def _why_secondary(node: Node, ctx: Context) -> str:
     ranks = mesh_of(ctx).secondary_ranks
     if node.op == "placeholder":
         return f"among the inputs: forward left a part of the group, and {ranks} near ranks have it all"
-    return f"right behind the wait: of what {ranks} near ranks have together, backward gathers again"
+    return f"right after the wait: of what {ranks} near ranks have together, backward gathers again"
 
 
 NODE_KINDS = {

@@ -11,20 +11,20 @@
                                                wait A; use A
 
 A rank keeps a part of what its column has together. The parts of a column lie side by side, so what the first hop
-brings is the shard that the row gathers from. Each first hop starts in front of the wait for the one before: one is
+brings is the shard that the row gathers from. Each first hop starts before the wait for the one before: one is
 under way, and the next is there when that is over. So both links work at once, and a rank holds two shards more.
 
 Over the slow link each host gets a byte once, and not once for each of its ranks: ``(R - 1)/R N/S`` per rank instead of
 ``(R - 1)/R N``. Gradients go the same way back (`replicate`). The idea is as old as clusters; MiCS (Zhang et al. 2022)
 has it for these gathers.
 
-Where a cast is all that stands between a part and its gather (`narrow`), the cast is in front of the first hop, and the
+Where a cast is all that stands between a part and its gather (`narrow`), the cast is before the first hop, and the
 bytes on the slow link are those of the narrower dtype. Where `narrow` takes pieces of the shard, the first hop brings
 it as it is.
 
 Sound because the parts of a shard, end to end, are the shard, and a cast of each is a cast of all.
 
-Requires `MeshFacts.two_hops`; runs behind `prefetch`. Where backward gathers in a row what forward left there
+Requires `MeshFacts.two_hops`; runs after `prefetch`. Where backward gathers in a row what forward left there
 (`secondary_shard`), that is a shard, and has no first hop.
 """
 
@@ -61,7 +61,7 @@ def two_hop_gather(gm: GraphModule, ctx: Context) -> int:
 
 
 def _hop(graph: Graph, shard: Node, inputs: Node | None, ctx: Context) -> Node:
-    """The first hop of one group, of which ``shard`` becomes the part, behind all ``inputs``; returns its wait."""
+    """The first hop of one group, of which ``shard`` becomes the part, after all ``inputs``; returns its wait."""
     users, group = list(shard.users), shard.meta["zerofx"].group
     alone = len(users) == 1 and edit.is_kind(users[0], "narrow") and edit.is_cast(users[0])
     sent = users[0] if alone else shard
@@ -87,7 +87,7 @@ NODE_KINDS = {
         verb="hop",
         total="gathers of shards from other rows take",
         counts_as="weights",
-        stands="in front of the wait for the shard before it: one is under way, and the next is there after that",
+        stands="before the wait for the shard before it: one is under way, and the next is there after that",
     ),
     "wait_hop": NodeKind("the shard when it has come"),
 }

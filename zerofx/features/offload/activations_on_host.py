@@ -3,12 +3,12 @@
 ::
 
     computing    saved ●──────────────── its memory is free      here ●─────────────── read
-                       │ begin         ▲ behind                       │ begin_back   ▲ behind
+                       │ begin         ▲ after                        │ begin_back   ▲ after
     out                └── to the host ┘                              │              │
     back                                                              └── to `here` ─┘
 
-Each copy begins behind what the computing stream was given until then, and the computing stream goes on behind it where
-the graph waits. The host waits for nothing. So what writes a buffer again comes behind the copy that read it: between
+Each copy begins after what the computing stream was given until then, and the computing stream goes on after it where
+the graph waits. The host waits for nothing. So what writes a buffer again comes after the copy that read it: between
 the two the computing stream has waited for that copy.
 
 A *handle* stands for what left, as in `zerofx.features.offload.activation_store`: its buffer is free when it goes. The

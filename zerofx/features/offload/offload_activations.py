@@ -1,4 +1,4 @@
-"""What forward saves leaves the device behind its last use, and comes back ahead of its first use in backward.
+"""What forward saves leaves the device after its last use, and comes back ahead of its first use in backward.
 
 ::
 
@@ -35,7 +35,7 @@ Sound because a copy changes nothing: what comes back is what left, bit for bit 
 to a saved tensor.
 
 Graphs with `OffloadFacts.activations`; a forward and then its backward, with the same `OffloadedActivations`. Requires
-`rematerialize`. Runs behind what moves nodes.
+`rematerialize`. Runs after what moves nodes.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _take_away(graph: Graph, ctx: Context) -> int:
         tag = Tag("wait_offload_activation", start.meta["zerofx"].group)
         handles[whole] = edit.insert(graph, WAIT_OFFLOAD_ACTIVATION, (start, whole, *rest), tag=tag, near=start)  # type: ignore[index]
 
-    behind: dict[Node, Node] = {}  # what was inserted last behind a node
+    behind: dict[Node, Node] = {}  # what was inserted last after a node
     numbers = {whole: i for i, whole in enumerate(sorted(places, key=lambda whole: order[lasts[whole]]))}
     for whole, place in numbers.items():
         dims, last = order_of(whole.meta["val"]), lasts[whole]
@@ -202,7 +202,7 @@ def _take_away(graph: Graph, ctx: Context) -> int:
 
 
 def _last_use(whole: Node, order: dict[Node, int]) -> Node:
-    """The last node of forward that reads its memory, or looks at it; and what is given back behind that."""
+    """The last node of forward that reads its memory, or looks at it; and what is given back after that."""
     aliases = edit.aliases(whole)
     readers = [user for alias in aliases for user in alias.users if user.op != "output"]
     last = max([*aliases, *readers], key=order.__getitem__)
@@ -269,7 +269,7 @@ NODE_KINDS = {
         verb="offload_activation",
         of=0,
         total="activations leave the device:",
-        stands="behind the last use in forward: two are on their way at most",
+        stands="after the last use in forward: two are on their way at most",
     ),
     "wait_offload_activation": NodeKind(
         "its handle, when it has left",
@@ -285,9 +285,9 @@ NODE_KINDS = {
         verb="reload_activation",
         of=0,
         total="activations come back:",
-        stands="behind the wait for the one before the last: two are on their way at most",
+        stands="after the wait for the one before the last: two are on their way at most",
     ),
     "wait_reload_activation": NodeKind(
-        "what has come", transfer=True, verb="here", stands="in front of the first use in backward"
+        "what has come", transfer=True, verb="here", stands="before the first use in backward"
     ),
 }

@@ -18,7 +18,7 @@
                                                   wait_offload(a)
                                                   return dx, None, …, ∅, ∅, ∅
 
-Two are on their way at most: the one before the last is waited for in front of the next. The wait reads the gradient,
+Two are on their way at most: the one before the last is waited for before the next. The wait reads the gradient,
 so nobody is given its memory before. The graph returns nothing in its place: who runs the graph has been handed the
 gradient where it lives.
 
@@ -27,7 +27,7 @@ leaves inside of the update, and there is nothing to do here.
 
 Sound because a copy changes nothing: what left is what the graph returned.
 
-Groups of `OffloadFacts.gradients`; backward graphs only. Requires ``group``; runs behind what makes gradients.
+Groups of `OffloadFacts.gradients`; backward graphs only. Requires ``group``; runs after what makes gradients.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ NODE_KINDS = {
         of=0,
         total="gradients leave the device:",
         counts_as="gradients",
-        stands="right behind the gradient: two are on their way at most",
+        stands="right after the gradient: two are on their way at most",
     ),
     "wait_offload": NodeKind(
         "the wait until it has left",
@@ -88,6 +88,6 @@ NODE_KINDS = {
         transfer=True,
         verb="left",
         counts_as="gradients",
-        stands="in front of the offload after the next, or at the end",
+        stands="before the offload after the next, or at the end",
     ),
 }

@@ -7,18 +7,18 @@
     moments     ordinary memory of the host, at any time
 
 `zerofx.AdamW` steps there (`zerofx.runtime.optim.through_host`), and no other optimizer. It computes on what `on_host`
-gives, behind `settle`. In that the host waits, and nowhere else here.
+gives, after `settle`. In that the host waits, and nowhere else here.
 
 What stands for weights and gradients is a tensor of the device, whose storage is empty at rest. Inside of `resident`
 it is there, and may be computed with: it comes as the block begins, and leaves as it ends. All of this is in the order
 of the computing stream::
 
     computing    reduce ●────────────────● free      ● the block ●────────────────● free
-                  begin │         behind ▲           │ begin     │ begin   behind ▲
+                  begin │         after  ▲           │ begin     │ begin   after  ▲
     out                 └── to pinned ───┘           │           └── to pinned ───┘
     back                                             └── to the device, which the computing stream waits for
 
-So what writes pinned memory by a copy comes behind the copies that have read it, and a buffer that a gradient has let
+So what writes pinned memory by a copy comes after the copies that have read it, and a buffer that a gradient has let
 go of can be the next one's at once.
 """
 
@@ -49,7 +49,7 @@ class Away:
         stands: the storage of the tensor of the device that stands for it.
         pinned: its bytes.
         device: of that tensor.
-        mark: behind the last copy from or to it.
+        mark: after the last copy from or to it.
         users: how many blocks compute with it on the device now; none: that storage is empty.
     """
 

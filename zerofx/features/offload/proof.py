@@ -171,7 +171,7 @@ def _check_turns(known: Known, rule: str) -> None:
         return
     for before, op in pairwise(turns):
         if before.node not in (*op.after, *op.inputs):
-            known.fail(rule, op.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
+            known.fail(rule, op.node, f"nothing keeps it after {before.node.name!r}", "a dependence on it")
     gone = deque(sorted((b for b in known.owned.values() if not b.escapes), key=lambda b: b.last))
     followed: set[Node] = set()
     for op in turns:

@@ -14,17 +14,17 @@
                                                   start B = all_gather(b)
                                                   ...
 
-A shard is waited for where it is first read, and stands there until it was sent; its reload stands in front of the wait
+A shard is waited for where it is first read, and stands there until it was sent; its reload stands before the wait
 for the shard before it. So two are on their way at most, however many groups there are: one that is needed now, and the
 next. What casts or cuts the shard before it is gathered (`narrow`), or picks rows of it (`lookup`), reads what was
 reloaded. With one rank there is no gather: weights are views of what was reloaded, until their last use.
 
 The shard's placeholder stays. It says which group is meant, and what shape its weights have; nobody reads it.
 
-Sound because a shard does not change while a graph reads it: what updates it in backward (`step`) comes behind that.
+Sound because a shard does not change while a graph reads it: what updates it in backward (`step`) comes after that.
 
-Groups of `OffloadFacts.weights` in stage 3. Requires ``group``; runs in front of `discard`, which sees to the end of
-what was reloaded, and behind what moves or inserts gathers. The idea of reloading ahead is ZeRO-Infinity's (Rajbhandari
+Groups of `OffloadFacts.weights` in stage 3. Requires ``group``; runs before `discard`, which sees to the end of
+what was reloaded, and after what moves or inserts gathers. The idea of reloading ahead is ZeRO-Infinity's (Rajbhandari
 et al. 2021), whose hooks look at the order of the step before.
 """
 
@@ -77,7 +77,7 @@ NODE_KINDS = {
         of=0,
         total="shards are reloaded:",
         counts_as="weights",
-        stands="in front of the wait for the shard before it: two are on their way at most",
+        stands="before the wait for the shard before it: two are on their way at most",
     ),
     "wait_reload": NodeKind(
         "the shard when it has come",

@@ -2,7 +2,7 @@
 
 ::
 
-    start    result()      what the computing stream is given next comes behind the copy; the host goes on
+    start    result()      what the computing stream is given next comes after the copy; the host goes on
 """
 
 from __future__ import annotations

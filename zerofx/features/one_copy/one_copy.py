@@ -18,7 +18,7 @@ shard is a tensor of its own, the master, and the buffer holds what the model co
     rank 1   step ──▶ meet  forward meet ─▶ backward   meet ─▶ step
 
 * before a forward reads: then every rank has written what it wants to write (its optimizer has stepped);
-* behind every graph that has read, before its caller may write.
+* after every graph that has read, before its caller may write.
 
 A backward reads what its forward has read. Who writes between the two gets autograd's error on that very rank, so
 nobody has to be waited for. Code outside of graphs gathers a copy, as ever (`zerofx.runtime.eager.ondemand`,

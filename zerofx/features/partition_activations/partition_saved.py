@@ -18,7 +18,7 @@ Layers that are split over T ranks leave the hidden state whole on each: T copie
 backward. Here each keeps its part of it, and T ranks together one copy. That is the paper's Pa (ZeRO-R, section 6.1).
 
 A part is a copy, 1/T of the elements in the order of the tensor's memory; the last one is filled up with zeros. What
-forward saves of one memory several times, as views, is one part. Each gather starts in front of the wait for the one
+forward saves of one memory several times, as views, is one part. Each gather starts before the wait for the one
 before it, so one that is under way comes on top of those in use. It travels in the tensor-parallel group.
 
 Sound because the parts of a tensor, end to end, are the tensor, on whichever rank each was cut (`PartitionFacts.alike`:
@@ -67,7 +67,7 @@ NODE_KINDS = {
         sized=True,
         of=0,
         about="cuts",
-        stands="behind the last reader in forward: then only a part is needed",
+        stands="after the last reader in forward: then only a part is needed",
     ),
     "gather_saved": NodeKind(
         "the start of the gather of all parts",
@@ -77,9 +77,9 @@ NODE_KINDS = {
         verb="gather_saved",
         total="gathers of what tensor-parallel ranks saved in parts bring",
         counts_as="activations",
-        stands="in front of the wait for the one before it, which is in use while this one travels",
+        stands="before the wait for the one before it, which is in use while this one travels",
     ),
-    "wait_saved": NodeKind("the wait for it", verb="have", about="brings", stands="in front of the first use"),
+    "wait_saved": NodeKind("the wait for it", verb="have", about="brings", stands="before the first use"),
     "saved": NodeKind("a view of that, or of what is cut"),
 }
 
@@ -124,7 +124,7 @@ def _cut(graph: Graph, ctx: Context) -> int:
 
 
 def _cut_behind(last: Node, ctx: Context, maker: Node, dims: tuple[int, ...]) -> Node:
-    """Insert the part of ``maker``, whose dimensions lie in the order ``dims``, behind its last reader."""
+    """Insert the part of ``maker``, whose dimensions lie in the order ``dims``, after its last reader."""
     graph, flat = maker.graph, maker
     with graph.inserting_before(last.next):
         if dims != tuple(range(len(dims))):
@@ -145,7 +145,7 @@ def _collect(graph: Graph, ctx: Context) -> int:
         if places := [order[user] for name in part.views for user in inputs[name].users]:
             firsts[lead] = min(places)
     last = edit.last_placeholder(graph)
-    ahead = nodes[0] if last is None else last.next  # the next start stands in front of it
+    ahead = nodes[0] if last is None else last.next  # the next start stands before it
     for lead in sorted(firsts, key=firsts.__getitem__):
         part, first = saved_parts(ctx)[lead], nodes[firsts[lead]]
         readers = {name: list(inputs[name].users) for name in part.views}

@@ -40,7 +40,7 @@ class _Collects:
 
 @dataclass(frozen=True)
 class Cut:
-    """Of the memory that the value ``of`` has: this rank's part, or, once gathered, all of it and zeros behind it."""
+    """Of the memory that the value ``of`` has: this rank's part, or, once gathered, all of it and zeros after it."""
 
     of: Number
     numel: int
@@ -162,7 +162,7 @@ def _check(known: Known) -> None:
     for node, op in known.ops.items():
         if communicates(op.target) or op.target is REFRESH:
             if previous is not None and previous not in op.after:
-                known.fail("parts", node, f"nothing keeps it behind {previous.name!r}", "a dependence on it")
+                known.fail("parts", node, f"nothing keeps it after {previous.name!r}", "a dependence on it")
             previous = node
 
 

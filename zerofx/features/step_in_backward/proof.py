@@ -33,7 +33,7 @@ def _gradient(reader: Known, value: Node, layout: GroupLayout, place: int) -> No
 
 
 def _check(reader: Known) -> None:
-    """The rule "step": who is updated, how often, and behind what."""
+    """The rule "step": who is updated, how often, and after what."""
     ctx, updates = reader.ctx, reader.updates
     if updates and not ctx.steps:
         reader.fail("step", updates[0].node, "it updates weights", "gradients, which the caller updates with")
@@ -49,7 +49,7 @@ def _check(reader: Known) -> None:
         if op.target is REFRESH:
             source = reader.ops.get(op.args[0])
             if source is None or source.target is not STEP or source.args[1] != name:
-                reader.fail("step", node, f"it refreshes {name!r} behind something else", "behind its update")
+                reader.fail("step", node, f"it refreshes {name!r} after something else", "after its update")
             if ctx.stage == 3 or (ctx.found.shards and _world_size(reader) == 1):
                 reader.fail("step", node, f"{name!r} has no replicas", "no refresh")
         following = reader.ops[next(iter(node.users))].target if len(node.users) == 1 and node not in outputs else None
@@ -88,7 +88,7 @@ def _check_behind(reader: Known, op: Op) -> None:
         if reader.ctx.executor == "inductor":
             loose = loose_reader(memory, reader.ops, place, reader.order, {*op.after, *op.inputs})
             if loose is not None:
-                reader.fail("step", op.node, f"nothing keeps it behind {loose.name!r}", "a dependence on all readers")
+                reader.fail("step", op.node, f"nothing keeps it after {loose.name!r}", "a dependence on all readers")
 
 
 def _check_turns(reader: Known) -> None:
@@ -98,7 +98,7 @@ def _check_turns(reader: Known) -> None:
     turns = [op for op in reader.ops.values() if op.target in (STEP, REFRESH) or _is_reduction(reader, op)]
     for before, op in pairwise(turns):
         if before.node not in (*op.after, *op.inputs):
-            reader.fail("step", op.node, f"nothing keeps it behind {before.node.name!r}", "a dependence on it")
+            reader.fail("step", op.node, f"nothing keeps it after {before.node.name!r}", "a dependence on it")
 
 
 def _is_reduction(reader: Known, op: Op) -> bool:

@@ -13,7 +13,7 @@
                                               zerofx.step(b, "B")
                                               return dx, None, …, ∅, ∅
 
-The update stands behind the start of the next reduction, so that the link does not idle meanwhile, and behind the last
+The update stands after the start of the next reduction, so that the link does not idle meanwhile, and after the last
 reader of the weights that it changes: the group's gather in stage 3, whatever reads the replica (of which the rank's
 shard is a part) in stages 1 and 2. Its output is empty: a gradient is gone when it has been used, and never all of
 them are there at once.
@@ -25,7 +25,7 @@ to take x of the gathers such that ``(R + x) / 2 = W - x``, or ``x = (2 W - R) /
 dtype. Those go first that are updated first, which are those that forward needs last. It follows from bytes alone, so
 it is the same on every rank.
 
-Sound because the step of an elementwise optimizer on one group reads nothing of another, and because nothing behind it
+Sound because the step of an elementwise optimizer on one group reads nothing of another, and because nothing after it
 reads the weights that it writes. (Clipping by the norm of all gradients is no such step, and is refused by
 `zerofx.step_in_backward`.) The idea is fused backward (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language
 Models with Limited Resources"), for shards.
@@ -103,12 +103,12 @@ NODE_KINDS = {
     "step": NodeKind(
         "the update of a group in its backward",
         verb="update",
-        stands="behind the start of the next reduction, and behind the last reader of the weights that it changes",
+        stands="after the start of the next reduction, and after the last reader of the weights that it changes",
     ),
     "ahead": NodeKind(
         "the start of its replicas' refresh after that",
         verb="renew",
-        stands="right behind the group's update, which forward needs last: of the bytes that forward gathers, "
+        stands="right after the group's update, which forward needs last: of the bytes that forward gathers, "
         "backward's reductions leave room for these (`step`)",
     ),
 }

@@ -91,7 +91,7 @@ def as_they_are(
 
 
 def others_rows(rank: int, rows: int) -> list[slice]:
-    """The rows of a pack that travel: those before this rank's own, and those behind it."""
+    """The rows of a pack that travel: those before this rank's own, and those after it."""
     return [part for part in (slice(0, rank), slice(rank + 1, rows)) if part.start < part.stop]
 
 

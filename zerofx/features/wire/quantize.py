@@ -39,7 +39,7 @@ Parts of a shard that `narrow` sends by themselves, and rows of tables (`lookup`
 Sound because encode and decode are given the same description, which follows from the layout and the option alone. The
 numbers differ, by no more than the code's bound (`zerofx.kernels.wire`).
 
-Requires ``group``; runs behind all passes that ask how long a gathered buffer lives. Leaves the graph alone without
+Requires ``group``; runs after all passes that ask how long a gathered buffer lives. Leaves the graph alone without
 `WireFacts`.
 """
 

@@ -187,7 +187,7 @@ class Question:
     def any_that_fits(self, options: dict[str, Any], **changed: Any) -> Alternative:
         """As `predicted`; its division is one that fits, and not the fastest, which takes less time to find.
 
-        Of several graphs they are the fastest all the same: with others the first might leave more for those behind it.
+        Of several graphs they are the fastest all the same: with others the first might leave more for those after it.
         """
         return replace(self, **changed).predicted(options, any_fits=self.whole)
 

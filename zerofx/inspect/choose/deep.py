@@ -11,7 +11,7 @@ Both are traced, cut and rehearsed as any module (`zerofx.compiler.division`), a
 forward saves, for each budget of gathered weights: what one group takes, what three do, all. There every layer is
 treated alike, so what `SHALLOW` layers take goes on in a straight line.
 
-Peaks do so moment by moment. In few layers the logits may be the most, in many all gradients behind the last backward.
+Peaks do so moment by moment. In few layers the logits may be the most, in many all gradients after the last backward.
 So the first third of a graph and the last are followed for themselves, too, and the highest one counts.
 
 Between both ends some layers save more than others. Bytes are on the line between them; seconds follow the work that

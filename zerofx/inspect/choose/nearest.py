@@ -56,7 +56,7 @@ def refuse(question: Question, alternatives: list[Alternative]) -> NoReturn:
 
 
 def _least(question: Question, best: Alternative) -> Offer:
-    """What is enough: of several graphs the first one that does not fit has only guessed at those behind it."""
+    """What is enough: of several graphs the first one that does not fit has only guessed at those after it."""
     least = best.offers[0]
     while not question.whole:
         found = question.any_that_fits(best.options, memory=replace(question.memory, nbytes=least.needs))

@@ -16,5 +16,5 @@ looks     what can be seen without trying
 trials    what has to be tried, in processes of its own
 ========  ==========================================================
 
-It goes on behind a failure: what fails, hangs or is not there is a line, with what to do about it.
+It goes on after a failure: what fails, hangs or is not there is a line, with what to do about it.
 """

@@ -163,7 +163,7 @@ def _model(device: torch.device) -> nn.Module:
 
 
 def _train(model: nn.Module, batch: torch.Tensor, *, sharded: bool) -> list[torch.Tensor]:
-    """Two steps; the weights behind them."""
+    """Two steps; the weights after them."""
     if sharded:
         compile(model, stage=3, executor="eager", groups=Grouping(min_bytes=0))
         optimizer: torch.optim.Optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -282,7 +282,7 @@ class Time(Formulas):
     Attributes:
         compute: of all forwards and backwards.
         wire: of all collectives, one after the other.
-        step: from first to last, with each phase's collectives behind its compute.
+        step: from first to last, with each phase's collectives after its compute.
         optimizer: of the optimizer, which comes on top; only known with the rate of a disk, or of the link to the
             host (`Filed`).
     """

@@ -15,7 +15,7 @@ in this order, whatever is between them on that rank::
                              └──────────────── token ─────────────────────────▲
                                                    inputs ────────────────────┘
 
-``_Leave`` takes the inputs, too, so that what is in front of the module has a backward on every rank. A rank that did
+``_Leave`` takes the inputs, too, so that what is before the module has a backward on every rank. A rank that did
 not use a parameter counts as zeros; a parameter that no rank used has no gradient, as without zerofx.
 
 What stays gathered from forward to backward: nothing in stage 3, unless ``memory_budget`` is infinite, or hooks of
@@ -358,7 +358,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (_,) = ctx.saved_tensors
         ctx.call.enter_backward()
-        return None, None, None, *gradients, *ctx.nothing  # the engine runs what is behind a None, too
+        return None, None, None, *gradients, *ctx.nothing  # the engine runs what is after a None, too
 
 
 def _leave(call: _Call, token: torch.Tensor, outputs: Any, inputs: list[torch.Tensor]) -> Any:

@@ -126,7 +126,7 @@ def reduce_rest(family: Family) -> None:
 
 
 def reduce_kept(family: Family) -> None:
-    """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward behind it. A collective.
+    """Reduce what `zerofx.no_sync` kept of parameters that had no part in the backward after it. A collective.
 
     Ranks may have kept gradients of different parameters: they tell each other of which.
     """

@@ -233,7 +233,7 @@ class ByOwner:
 
 
 class _Random:
-    """Each owner draws numbers of its own in a step; behind it, every rank has drawn one."""
+    """Each owner draws numbers of its own in a step; after it, every rank has drawn one."""
 
     def __init__(self) -> None:
         self._kept = contextlib.ExitStack()

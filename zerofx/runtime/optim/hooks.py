@@ -46,8 +46,8 @@ _ways: weakref.WeakKeyDictionary[torch.optim.Optimizer, Way] = weakref.WeakKeyDi
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Before any optimizer's step: one that needs whole parameters gets them, or is refused before it changes anything.
 
-    So is a step while gradients are kept back: the optimizer would not see them. And one behind a collective that the
-    watchdog has ended, or behind an activation that could not be read: nobody knows what is in the gradients. A closure
+    So is a step while gradients are kept back: the optimizer would not see them. And one after a collective that the
+    watchdog has ended, or after an activation that could not be read: nobody knows what is in the gradients. A closure
     may run the backward that reduces them, so all this is asked after that.
 
     Raises:

@@ -377,7 +377,7 @@ def resident(spans: Iterable[Span]) -> contextlib.AbstractContextManager[Any]:
 def find_runs(span: Span, keys: Sequence[object]) -> Iterator[tuple[Any, Run]]:
     """The runs of ``span`` at this step, and the ``keys`` that the members of each agree in.
 
-    A gradient continues a run where it lies behind the gradients before it as its weight lies behind theirs.
+    A gradient continues a run where it lies after the gradients before it as its weight lies after theirs.
     """
     key: object = None
     run: Run | None = None

@@ -9,7 +9,7 @@
     link      . C B A     gathers A B C        link      . C B c A  gathers a b
     step            A B C                      step          C B A
 
-A backward graph compiled for this has an update behind each reduction. So the step of one group runs while
+A backward graph compiled for this has an update after each reduction. So the step of one group runs while
 the gradients of others travel, and the link does not idle in the step. No more than three groups' gradients are there
 at once. What such a graph cannot know is told here, when it asks for the update of a group: only what has its whole
 gradient by then is updated there, the rest as the block ends.

@@ -11,7 +11,7 @@ A *batch* is what one buffer holds: a chunk of a large span, or the whole of man
 neighbours lies side by side, so it comes in a few long reads. Weights and gradients that live in the file pass through
 the buffer with it. Where they lie there otherwise than the state does, they are brought whole, group by group.
 
-The numbers are those of a step in memory, bit for bit. PyTorch's fused kernel computes what is left behind the last
+The numbers are those of a step in memory, bit for bit. PyTorch's fused kernel computes what is left after the last
 full vector of a run by other instructions. So where a chunk's end cuts `UNIT` elements that a run in memory would have
 computed together, each side computes the whole unit aside, and takes its own.
 """

@@ -11,10 +11,10 @@ A *batch* is what one buffer holds: a chunk of a long run, or many short runs. O
 weights. Where a float32 master is kept with the moments, the device's weights are not read, and nothing of them comes.
 
 Gradients and weights that live in the host's memory (`Run.on_host`) are used there. They are in place when the first
-batch is: what comes out comes behind all copies that were started before. A run of which both live there passes through
+batch is: what comes out comes after all copies that were started before. A run of which both live there passes through
 no buffer: the host waits for its gradient alone, while the device may be at others.
 
-The numbers are those of the same kernel on whole runs, bit for bit. A chunk ends a multiple of `UNIT` elements behind
+The numbers are those of the same kernel on whole runs, bit for bit. A chunk ends a multiple of `UNIT` elements after
 its run's beginning, so vectors, blocks of 8-bit moments and what is left at a run's end are computed as ever.
 """
 
@@ -103,7 +103,7 @@ def through_host(staging: Staging, keyed: Keyed, update: Update) -> None:
     """``update`` all runs, whose state is in the host's memory, in the order that they are given in.
 
     ``keyed``: runs with what ``update`` is to know of each. As it returns, new weights may still be on their way, and
-    what the computing stream is given next is behind them.
+    what the computing stream is given next is after them.
     """
     passing = [(key, run) for key, run in keyed if any(_sizes(run))]
     batches = list(_batches(passing, staging.buffers[0].nbytes))
@@ -143,7 +143,7 @@ def _walk(staging: Staging, batches: Sequence[Batch], update: Update) -> None:
             if i + ahead < len(batches):
                 bring(i + ahead)
     finally:
-        copies.end()  # behind an error, too: a gradient's memory may be given to others then
+        copies.end()  # after an error, too: a gradient's memory may be given to others then
 
 
 def _batches(keyed: Keyed, nbytes: int) -> Iterator[Batch]:

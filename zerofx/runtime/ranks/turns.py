@@ -16,9 +16,9 @@ offered
 ============  ========================================================================================================
 ``GRAPH``     before all else; of different ones that of the first rank
 ``END``       of a forward, or of a backward in `zerofx.no_sync`, where nobody offers a graph. So whatever a rank shares
-              with others behind the module finds them there
+              with others after the module finds them there
 ``SYNC``      the end of a backward outside of it, where all are at the end of such a one, or beyond. So gradients are
-              complete behind it. What ranks have kept until then is reduced
+              complete after it. What ranks have kept until then is reduced
 ``COMMON``    what all ranks do alike (a step, a norm, a checkpoint), where all offer the same
 ============  ========================================================================================================
 

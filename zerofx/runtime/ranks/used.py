@@ -10,9 +10,9 @@ Ranks whose data choose different branches run different graphs with the same co
 what its own graph does not use, so the average is right on all of them. What a rank cannot see in it is whether anybody
 has used a parameter: a gradient of zeros makes an optimizer decay the weight, and None leaves it alone.
 
-So each rank sends one byte for each parameter of the module. It is sent as backward begins and read behind the last
+So each rank sends one byte for each parameter of the module. It is sent as backward begins and read after the last
 reduction, when it has arrived. On gloo these are messages like those of a reduction. Other backends run one small
-all-reduce, and the host waits for its result only where the rank's own graph lacks a parameter, and behind
+all-reduce, and the host waits for its result only where the rank's own graph lacks a parameter, and after
 `zerofx.no_sync`: ranks may have kept gradients of different parameters.
 
 DistributedDataParallel's ``find_unused_parameters=True`` does the same by an all-reduce of a bitmap (Li et al., PyTorch

@@ -1,7 +1,7 @@
-"""Tensors that share a slice: ``old = parameter.data`` keeps its values behind ``parameter.data = new``.
+"""Tensors that share a slice: ``old = parameter.data`` keeps its values after ``parameter.data = new``.
 
-There PyTorch gives the parameter other memory, and ``old`` keeps what the parameter had. A slice cannot move out of
-its group's shard. So whoever shares it moves, with the values that were in it::
+In PyTorch the assignment gives the parameter other memory, and ``old`` keeps what the parameter had. Here a slice
+cannot leave its group's shard. So whoever shares it gets a copy of the old values, and then the slice is written::
 
     old = p.data        p ─▶ slice ◀─ old
     p.data = new        p ─▶ slice, written       old ─▶ a copy from before

@@ -9,7 +9,7 @@
     back                            c0    c1    c2 ── ... ───────────┘
 
 ``begin``: what is copied out was written by the computing stream before. The host waits for a `Mark` before it reads
-what came out. ``end``: the computing stream goes on behind all copies, in either direction. docs/cuda.md has why this
+what came out. ``end``: the computing stream goes on after all copies, in either direction. docs/cuda.md has why this
 is enough, and what breaks without each of them.
 
 The computing stream is the one that is current. Another device is a class in a file of its own, and a line in `COPIES`.
@@ -60,11 +60,11 @@ class Copies:
         raise NotImplementedError
 
     def mark_out(self) -> Mark:
-        """Behind all that has started to go out."""
+        """After all that has started to go out."""
         raise NotImplementedError
 
     def out_behind(self, mark: Mark) -> None:
-        """What is copied out from now on is copied behind ``mark``, of what goes back."""
+        """What is copied out from now on is copied after ``mark``, of what goes back."""
         raise NotImplementedError
 
     def back(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,19 +72,19 @@ class Copies:
         raise NotImplementedError
 
     def mark_back(self) -> Mark:
-        """Behind all that has started to go back."""
+        """After all that has started to go back."""
         raise NotImplementedError
 
     def begin_back(self) -> None:
-        """What is copied back from now on is copied behind what the computing stream was given until now."""
+        """What is copied back from now on is copied after what the computing stream was given until now."""
         raise NotImplementedError
 
     def go_on_behind(self, mark: Mark) -> None:
-        """What the computing stream is given from now on comes behind ``mark``."""
+        """What the computing stream is given from now on comes after ``mark``."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """What the computing stream is given from now on comes behind all copies."""
+        """What the computing stream is given from now on comes after all copies."""
         raise NotImplementedError
 
 

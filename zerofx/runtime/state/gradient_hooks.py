@@ -7,7 +7,7 @@ A backward of two graphs, each of which reduces a part of the gradient of ``p``:
     a            a + b        hooks(a + b) ──▶ added to p.grad
 
 A hook sees the gradient of this backward, averaged over the ranks, once, and before it is added to ``.grad``. So the
-parts wait until the autograd engine comes to the parameter, which it does behind every graph that uses it. In stages 1
+parts wait until the autograd engine comes to the parameter, which it does after every graph that uses it. In stages 1
 to 3 it is a sharded tensor: elementwise operations run on the slice, norms and sums are of the whole.
 
 What waits ends with its backward, also where that fails: the engine holds it, among what it calls at the end.

@@ -7,7 +7,7 @@
 
 PyTorch rounds pinned memory up to a power of two. So every buffer has such a size, and any two of one size are alike.
 
-A buffer may be given back while a copy is still at it. So who takes it writes to it by copies that come behind the
+A buffer may be given back while a copy is still at it. So who takes it writes to it by copies that come after the
 computing stream, which has waited for all that were started before.
 """
 
