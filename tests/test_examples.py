@@ -228,7 +228,7 @@ def test_the_notebook_runs_and_shows_the_graphs_of_each_stage() -> None:
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     texts = [o["text"] for cell in notebook.cells for o in cell.get("outputs", ()) if o["output_type"] == "stream"]
     out = "".join(texts)
-    for words in ("2 all-reduces take", "refresh  up", "discard  up", "group changed", "reduce_scatter up"):
+    for words in ("2 all-reduces:", "refresh  up", "discard  up", "group changed", "reduce_scatter up"):
         assert words in out, words
     assert "gradient_norms changed" in texts[-1]
 

@@ -234,8 +234,8 @@ def test_what_is_asked_answered_and_given_is_listed_and_explained() -> None:
     forward, backward = record.forward, record.backward
     assert forward is not None and backward is not None
     rows = 4 * 2 * LENGTH * DIM * 4  # bytes, of all ranks
-    assert f"1 exchanges of rows take {rows / 1e3:.1f} kB" in str(forward)
-    assert f"1 gathers of their gradients bring {rows / 1e3:.1f} kB" in str(backward)
+    assert f"1 exchanges of rows: {rows / 1e3:.1f} kB" in str(forward)
+    assert f"1 gathers of their gradients: {rows / 1e3:.1f} kB" in str(backward)
     assert "words.weight" in forward.explain("answer words") and "ahead of other gathers" in forward.explain(
         "answer words"
     )

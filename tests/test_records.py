@@ -63,10 +63,10 @@ def test_text_shows_groups_in_order_with_bytes_and_the_users_lines(fake_world) -
     text = str(record)
     forward, backward = text.split("backward:")
     assert re.search(
-        r"^forward: 4 all-gathers bring [\d.]+ kB, at most [\d.]+ kB at once; [\d.]+ kB stay gathered$", forward, re.M
+        r"^forward: 4 all-gathers: [\d.]+ kB, at most [\d.]+ kB at once; [\d.]+ kB stay gathered$", forward, re.M
     )
-    assert re.search(r"^ 2 all-gathers bring .* at once; [\d.]+ kB came gathered; ", backward)
-    assert re.search(r"4 reduce-scatters take [\d.]+ kB$", backward.splitlines()[0])
+    assert re.search(r"^ 2 all-gathers: .* at once; [\d.]+ kB came gathered; ", backward)
+    assert re.search(r"4 reduce-scatters: [\d.]+ kB$", backward.splitlines()[0])
     events = re.findall(r"^  (start|wait|discard|reduce) +([\w.]+)", forward, re.M)
     starts = [("start", group) for group in ("tokens", "blocks.0", "blocks.1", "norm")]  # the last is small
     assert events[:5] == [*starts, ("wait", "tokens")]

@@ -225,7 +225,7 @@ def bytes_by_dimension(stage: int, sharding: Any) -> None:
     assert predicted.wire_bytes == sum(wire.values())
     assert predicted.replica_bytes == wire[names[1]]
     text = str(zerofx.graphs(model)[0])
-    assert f"{len(layouts)} sums over replicas take" in text
+    assert f"{len(layouts)} sums over replicas:" in text
     assert "goes to the 2 replicas' ranks" in zerofx.graphs(model)[0].explain("sum_replicas")
     assert "of replica" in str(zerofx.memory_summary(model))
 
@@ -411,4 +411,4 @@ def test_a_listing_shows_sums_over_replicas() -> None:
     options: dict[str, Any] = {"groups": zerofx.Grouping(blocks=(nn.Linear,), min_bytes=0), "executor": "eager"}
     found = str(zerofx.dry_run(model, torch.ones(2, 64), world_size=(2, 2), stage=3, **options))
     lines = [" ".join(line.split()) for line in found.splitlines()]
-    assert "3 sums over replicas take" in found and "sum 2 8.3 kB" in lines and "summed 2" in lines, found
+    assert "3 sums over replicas:" in found and "sum 2 8.3 kB" in lines and "summed 2" in lines, found

@@ -2,7 +2,7 @@
 
 ::
 
-    forward: 3 all-gathers bring 212.6 kB, at most 146.2 kB of it at once
+    forward: 3 all-gathers: 212.6 kB, at most 146.2 kB of it at once
       start    embed            13.1 kB
       start    blocks.0        133.1 kB
       wait     embed
@@ -75,7 +75,7 @@ def _header(trace: Rewriting, collectives: list[Node]) -> str:
     gathers = sizes.get("all_gather", [])
     parts = []
     if trace.context.gathers:
-        parts.append(f"{len(gathers)} all-gathers bring {format_bytes(sum(gathers))}, at most {most} at once")
+        parts.append(f"{len(gathers)} all-gathers: {format_bytes(sum(gathers))}, at most {most} at once")
         left = trace.context.handover.kept_gathered.values()
         kept, near = (sum(value.nbytes for value in left if (value.ranks > 1) == some) for some in (False, True))
         if near:

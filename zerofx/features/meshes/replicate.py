@@ -165,7 +165,7 @@ NODE_KINDS = {
         "the start of the sum of a reduced gradient over the replicas, or of this rank's part of it",
         verb="sum",
         sized=True,
-        total="sums over replicas take",
+        total="sums over replicas:",
         about="takes",
         counts_as="gradients",
         stands=_why_sum,

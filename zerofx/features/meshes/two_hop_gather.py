@@ -85,7 +85,7 @@ NODE_KINDS = {
         sized=True,
         about="brings",
         verb="hop",
-        total="gathers of shards from other rows take",
+        total="gathers of shards from other rows:",
         counts_as="weights",
         stands="before the wait for the shard before it: one is under way, and the next is there after that",
     ),

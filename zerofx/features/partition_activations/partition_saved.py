@@ -75,7 +75,7 @@ NODE_KINDS = {
         sized=True,
         about="brings",
         verb="gather_saved",
-        total="gathers of what tensor-parallel ranks saved in parts bring",
+        total="gathers of what tensor-parallel ranks saved in parts:",
         counts_as="activations",
         stands="before the wait for the one before it, which is in use while this one travels",
     ),
