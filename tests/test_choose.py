@@ -251,6 +251,7 @@ def chosen_and_trained_in_two_graphs(budgets: list[int]) -> list[dict[str, Any]]
     return found
 
 
+@pytest.mark.slow
 def test_two_graphs_are_chosen_for_alike_and_stay_within_the_budget(workers2: Workers) -> None:
     """With room for the whole of stage 3, and with what a refusal says is enough."""
     with pytest.raises(ValueError, match=r"What fits: memory=([\d,]+)") as refused:

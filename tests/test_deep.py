@@ -111,6 +111,7 @@ def test_bytes_of_few_layers_say_what_many_take_to_the_byte(stage: int) -> None:
     assert plenty.division.peak_bytes == next(ends.all_[0].needs for name, ends in whole.ends.items() if "all" in name)
 
 
+@pytest.mark.slow
 def test_what_is_chosen_for_a_deep_module_is_what_is_chosen_for_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = data()
     net, how = Small(12), {"world_size": 2, "rates": RATES, **HOW}

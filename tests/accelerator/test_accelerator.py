@@ -234,6 +234,7 @@ def test_a_step_takes_what_is_predicted_of_graphs_and_of_what_the_optimizer_copi
             assert point["predicted"] == pytest.approx(point["step"], 0.04), points
 
 
+@pytest.mark.slow
 def test_of_what_can_be_on_the_host_the_fastest_that_fits_is_chosen(accelerator2: Workers) -> None:
     """Of the optimizer's state alone the step would copy as much, with nothing beside it."""
     for roomy, small in on_accelerator(accelerator2, "tests.accelerator.held:chosen", [2_200_000, 1_500_000]):
