@@ -19,7 +19,7 @@ from zerofx.runtime.eager.ondemand import gather_tensor
 from zerofx.runtime.eager.reductions import flat_view, reduction
 from zerofx.runtime.eager.unshard import readonly, unshard, version_of
 from zerofx.runtime.eager.writes import BY_POSITION, write
-from zerofx.runtime.state.aliases import part
+from zerofx.runtime.state.aliases import unshare_slice
 from zerofx.runtime.state.callbacks import CALLBACKS
 from zerofx.runtime.state.home import Home, resident_of
 from zerofx.runtime.state.parameter import (
@@ -255,7 +255,7 @@ def _replace(tensor: ShardedTensor, new: torch.Tensor) -> None:
         return
     check_conversion(tensor, new)
     with torch.no_grad(), tensor._group.home.only(tensor._local):
-        part(tensor)
+        unshare_slice(tensor)
         tensor.copy_(new)
 
 

@@ -23,7 +23,7 @@ def share_slice(alias: Any, tensor: Any) -> None:
     alias._aliases[id(alias)] = alias
 
 
-def part(tensor: Any) -> None:
+def unshare_slice(tensor: Any) -> None:
     """Have ``tensor`` share its slice with nobody: it is about to get other values. The slice is resident."""
     aliases = tensor._aliases
     if not aliases:
